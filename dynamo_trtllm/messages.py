@@ -88,6 +88,10 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     alternatives: tuple[OutputFormat, ...]  # at least one
     trigger: str = msgspec.field(default="", name="after")  # control tokens as text; "": from the first token on
     trigger_ids: TokenIds = msgspec.field(default_factory=token_ids, name="after_ids")  # `trigger`, encoded
+    # Stop tokens that may not end the free text: an output without its trigger would have no answer.
+    unfinished_ids: tuple[int, ...] = ()
+    # Another trigger with forms of its own. The one that comes first in the output counts.
+    otherwise: StructuredOutput | None = None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

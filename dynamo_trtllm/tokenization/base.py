@@ -126,6 +126,17 @@ class Renderer(Protocol):
     variables: frozenset[str]  # what the template reads besides messages: "tools", "reasoning_effort", template args
 
     @property
+    def call_stop_token_ids(self) -> tuple[int, ...]:
+        """Those of the stop tokens that end a call. Empty: a call ends like an answer."""
+
+    @property
+    def call_opening(self) -> str | None:
+        """The text before the JSON object of a call, with its keys "name" and "arguments".
+
+        None: calls have a header of their own instead (`call_header`), or are not parsed.
+        """
+
+    @property
     def inline_bytes(self) -> int:
         """The prompt of a larger body is rendered in a thread, so that it delays no other stream."""
 

@@ -52,6 +52,8 @@ class HarmonyRenderer:
     """
 
     stop_token_ids = STOPS
+    call_stop_token_ids = (harmony_parser.CALL,)
+    call_opening = None
     variables = frozenset({"tools", "reasoning_effort"})
 
     reasoning_parser: str = "gpt_oss"

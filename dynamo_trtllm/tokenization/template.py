@@ -102,6 +102,7 @@ class ChatTemplateRenderer:
     files: InitVar[Mapping[str, bytes]]
     _: KW_ONLY
     stop_token_ids: tuple[int, ...]
+    call_stop_token_ids = ()
     reasoning_parser: str = "none"
     tool_call_parser: str = "none"
 
@@ -195,6 +196,10 @@ class ChatTemplateRenderer:
         if TOOL_NAME.match(name) is None:
             raise InvalidRequest(f"tool name {name!r} can't be forced: use letters, digits, '_', '-' and '.'")
         return self._tokenizer.encode(f'{opening}{{"name": "{name}", "arguments":')
+
+    @property
+    def call_opening(self) -> str | None:
+        return _CALL_OPENINGS.get(self.tool_call_parser)
 
     def answer_header(self) -> tuple[str, TokenIds]:
         if self.reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():

@@ -173,7 +173,8 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 def is_plain(guided: StructuredOutput) -> bool:
     """Return True if one format covers the complete output."""
-    return len(guided.alternatives) == 1 and not guided.alternatives[0].prefix and not guided.trigger
+    is_one_form = len(guided.alternatives) == 1 and not guided.alternatives[0].prefix
+    return is_one_form and not guided.trigger and guided.otherwise is None
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
@@ -198,11 +199,18 @@ def _structural_tag(guided: StructuredOutput) -> str:
 
 
 def _triggered_tags(guided: StructuredOutput) -> dict[str, Any]:
-    """Return a format of free text up to `trigger`, followed by exactly one of the alternatives."""
-    tags = [
-        {"begin": guided.trigger + each.prefix, "content": _content(each), "end": ""} for each in guided.alternatives
-    ]
-    return {"type": "triggered_tags", "triggers": [guided.trigger], "tags": tags, "stop_after_first": True}
+    """Return a format of free text up to a trigger, followed by exactly one of its alternatives."""
+    triggers, tags = [], []
+    part: StructuredOutput | None = guided
+    while part is not None:
+        triggers.append(part.trigger)
+        tags += [_tag(part.trigger + each.prefix, each) for each in part.alternatives]
+        part = part.otherwise
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": True}
+
+
+def _tag(begin: str, alternative: OutputFormat) -> dict[str, Any]:
+    return {"begin": begin, "content": _content(alternative), "end": ""}
 
 
 def _format(alternative: OutputFormat) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,33 +42,59 @@ def is_available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
+class Triggered(NamedTuple):
+    """A grammar that begins after some tokens."""
+
+    trigger_ids: tuple[int, ...]  # empty: it begins with the first token
+    matcher: LLMatcher
+
+
 class GrammarMatcher:
     """The grammar state of one request. Not thread-safe.
 
     `failure` is the reason once the output can no longer follow the grammar.
+
+    Args:
+        grammars: At least one. The output follows the one whose trigger comes first.
+        stop_ids: Tokens that end the output where the grammar does.
+        unfinished_ids: Tokens that may not come before the trigger.
+        size: Of the vocabulary.
     """
 
-    def __init__(self, matcher: LLMatcher, trigger_ids: tuple[int, ...], stop_ids: tuple[int, ...], size: int) -> None:
+    def __init__(
+        self,
+        grammars: Sequence[Triggered],
+        stop_ids: tuple[int, ...],
+        unfinished_ids: tuple[int, ...],
+        size: int,
+    ) -> None:
         self.failure: str | None = None
-        self._matcher = matcher
-        self._trigger_ids = trigger_ids
+        self._grammars = grammars
+        self._matcher = grammars[0].matcher
         self._stop_ids = list(stop_ids)
-        self._free: list[int] | None = [] if trigger_ids else None  # the last tokens before the trigger; None after it
+        self._unfinished_ids = list(unfinished_ids)
+        # The last tokens before a trigger; None after it.
+        self._free: list[int] | None = [] if grammars[0].trigger_ids else None
+        self._most_free = max(len(each.trigger_ids) for each in grammars)
         self._words = np.zeros((size + 31) // 32, dtype=np.int32)
         self._size = size
 
     def accept_token(self, token_id: int) -> None:
         """Advance the state by the next output token."""
         if self._free is not None:
-            self._free = [*self._free, token_id][-len(self._trigger_ids) :]
-            if tuple(self._free) == self._trigger_ids:
-                self._free = None
+            self._free = [*self._free, token_id][-self._most_free :]
+            for trigger_ids, matcher in self._grammars:
+                if tuple(self._free[-len(trigger_ids) :]) == trigger_ids:
+                    self._matcher, self._free = matcher, None
+                    return
         elif token_id not in self._stop_ids and not self._matcher.consume_token(token_id):
             self.failure = self._matcher.get_error() or f"token {token_id} is not allowed by the grammar"
 
     def apply_mask(self, logits: Tensor) -> None:
         """Set the logits, [vocabulary], of tokens that the grammar does not allow next to -inf, in place."""
         if self._free is not None:
+            if self._unfinished_ids:
+                logits[self._unfinished_ids] = -torch.inf
             return
         allowed = self._allowed()
         logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
@@ -114,14 +140,19 @@ class GrammarCompiler:
                 "guided decoding needs a stop token, and this request has none; set ignore_eos to false",
                 field="ignore_eos",
             )
-        try:
-            grammar = _grammar(guided.alternatives, specials)
-        except (ValueError, TypeError) as exc:
-            raise RequestRejected(f"the output format is invalid: {exc}", field="guided") from exc
-        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise RequestRejected(f"the output format is not supported: {_reason(matcher)}", field="guided")
-        return GrammarMatcher(matcher, tuple(guided.trigger_ids), stop_ids, self._vocab_size)
+        grammars = []
+        part: StructuredOutput | None = guided
+        while part is not None:
+            try:
+                grammar = _grammar(part.alternatives, specials)
+            except (ValueError, TypeError) as exc:
+                raise RequestRejected(f"the output format is invalid: {exc}", field="guided") from exc
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+            if matcher.is_error():
+                raise RequestRejected(f"the output format is not supported: {_reason(matcher)}", field="guided")
+            grammars.append(Triggered(tuple(part.trigger_ids), matcher))
+            part = part.otherwise
+        return GrammarMatcher(grammars, stop_ids, guided.unfinished_ids, self._vocab_size)
 
     def _ready(self) -> tuple[LLTokenizer, dict[str, int]]:
         with self._building:

@@ -23,6 +23,7 @@ from dynamo_trtllm.tokenization.base import Channel, Delta, StepOutput, joined
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 _REASONING, _CALL = Channel.REASONING, Channel.CALL
+_ANSWER = (Channel.FINAL, Channel.CONTENT)
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -127,6 +128,7 @@ class ChoiceState:
         # Whether the text may end the output before its last token. Then `_ids` has the tokens so far.
         self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
         self._ids = token_ids()
+        self._awaits_answer = self._options.output_format is not None  # and there was no text of it yet
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
         self.num_tokens = 0  # generated
@@ -267,6 +269,7 @@ class ChoiceState:
             return self._push_scored(ids, shown, chunk.logprobs, deltas)
         step, num_reasoning = self._parse(shown), self._reasoning_tokens
         self._count(step)
+        self._look_for_answer(step)
         if self._stops is None and not step.num_calls and self._options.shows_reasoning:
             deltas += step.deltas
         else:
@@ -285,6 +288,7 @@ class ChoiceState:
         for index in range(len(shown)):
             step = self._parse(shown if len(shown) == 1 else shown[index : index + 1])
             self._count(step)
+            self._look_for_answer(step)
             has_logprob = index < len(logprobs)
             self._add(self._scored(step, logprobs[index]) if has_logprob else step.deltas, deltas)
             if self.finish is not None:
@@ -311,6 +315,11 @@ class ChoiceState:
         self._reasoning_tokens += step.reasoning_tokens
         if step.num_calls:
             self._saw_tool_call = True
+
+    def _look_for_answer(self, step: StepOutput) -> None:
+        """Note whether the step has text of an answer, if one in a format is still awaited."""
+        if self._awaits_answer:
+            self._awaits_answer = not any(each.text and each.channel in _ANSWER for each in step.deltas)
 
     def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
         """Add parsed deltas up to a stop string or a call too many, which set `finish`."""
@@ -347,12 +356,16 @@ class ChoiceState:
         """Add the output that the parser withheld, and set `finish`."""
         step = self._finish_parser()
         self._count(step)
+        self._look_for_answer(step)
         self._add(step.deltas, deltas)
         if self.finish is not None:
             return
         self._release(deltas)
-        if reason is FinishReason.STOP:
-            self.finish = "tool_calls" if self._saw_tool_call else "stop"
+        if reason is FinishReason.STOP and self._saw_tool_call:
+            self.finish = "tool_calls"
+        elif reason is FinishReason.STOP:
+            # Some engines let a model end within its reasoning. Clients would parse an empty answer.
+            self.finish = "length" if self._awaits_answer else "stop"
         elif reason is FinishReason.LENGTH:
             self.finish = "length"
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -21,6 +21,7 @@ from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Message
 _AUTO = ToolChoice()
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 _EFFORT = "reasoning_effort"
+_STRICT = "tools.strict"  # as an ignored field
 _ABRIDGED_CHARS = 16
 
 
@@ -245,6 +246,7 @@ class Constraints(NamedTuple):
     forced_ids: TokenIds = NO_FORCED_IDS  # appended to the prompt as the beginning of the output
     guided: StructuredOutput | None = None
     field: str = ""  # the API's name of the field that `guided` follows from
+    ignored: tuple[str, ...] = ()  # fields that can't be enforced
 
 
 def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[Tool, ...]:
@@ -275,17 +277,25 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
         UnsupportedParameter: the output format or the engine does not support the constraint.
     """
     choice = options.tool_choice
-    if choice.mode == "auto" and options.strict_tools.intersection(tool.name for tool in tools):
-        return _strict_call(tools, options, served)._replace(field=options.name("tools"))
     if choice.mode == "named":
         tools = tuple(tool for tool in tools if tool.name == choice.name)
     if choice.mode in ("named", "required"):
         call = _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
         return call._replace(field=options.name("tool_choice"))
+    answer = None
     if options.output_format is not None:
-        answer = _formatted_answer(options.output_format, bool(tools), options, served)
-        return answer._replace(field=options.name("response_format"))
-    return Constraints()
+        answer = _formatted_answer(options.output_format, tools, options, served)
+    is_strict = bool(options.strict_tools.intersection(tool.name for tool in tools))
+    can_be_guided = "guided" not in served.card.unsupported_features
+    begun = served.renderer.call_header(None) if is_strict and can_be_guided else None
+    if begun is not None:
+        strict = _strict_call(tools, begun, options, served)
+        unfinished = () if answer is None else answer.unfinished_ids
+        guided = msgspec.structs.replace(strict, otherwise=answer, unfinished_ids=unfinished)
+        return Constraints(guided=guided, field=options.name("tools"))
+    # Agent frameworks make all tools strict. So `strict` is no error where nothing can enforce it.
+    ignored = (_STRICT,) if is_strict else ()
+    return Constraints(guided=answer, field=options.name("response_format"), ignored=ignored)
 
 
 def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOutput | None:
@@ -297,17 +307,18 @@ def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOu
 
 
 def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
-    """Force the header of one call, and constrain its arguments to the strict schema, else to JSON if possible.
+    """Force the header of one call, and constrain its arguments to the tool's schema, strict or not.
 
     Without a constraint, a model that would not have called the tool may continue with prose.
     """
-    header, requested, schema = _call_header(tool, options, served), options.sampling, ""
-    if tool.name in options.strict_tools:
+    requested, is_strict = options.sampling, tool.name in options.strict_tools
+    header = _call_header(tool, options, served)
+    can_be_guided = "guided" not in served.card.unsupported_features
+    if is_strict and can_be_guided:
         _check_guidable(options, "tool_choice", served)
-        schema = _schema(tool)
-    elif not ("guided" in served.card.unsupported_features or requested.ignore_eos or requested.min_tokens):
-        schema = ANY_OBJECT
-    guided = StructuredOutput(alternatives=(OutputFormat(json_schema=schema),)) if schema else None
+    if not can_be_guided or requested.ignore_eos or requested.min_tokens:
+        return Constraints(forced_ids=header, ignored=(_STRICT,) if is_strict else ())
+    guided = StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
     return Constraints(forced_ids=header, guided=guided)
 
 
@@ -319,22 +330,23 @@ def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Serv
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
 
 
-def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
-    """Let the model decide about calls, and constrain a call to the schemas once the model has begun it."""
-    name = options.name("tools") + ".strict"
-    begun = served.renderer.call_header(None)
-    if begun is None:
-        reject(name, served.card, "its output format does not mark calls; set tool_choice to a function")
-    if options.output_format is not None:
-        reject(name, served.card, f"it cannot be combined with {options.name('response_format')}")
+def _strict_call(
+    tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
+) -> StructuredOutput:
+    """Let the model decide about calls, and constrain a call to the schemas once the model has begun it.
+
+    `begun` is the header of a call up to the name. Tools that are not strict take any object.
+    """
     _check_guidable(options, "tools", served)
     begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
     alternatives = tuple(
         msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
         for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
     )
-    return Constraints(
-        guided=StructuredOutput(alternatives=alternatives, trigger=served.renderer.decode(begun), trigger_ids=begun)
+    return StructuredOutput(
+        alternatives=alternatives,
+        trigger=served.renderer.decode(begun),
+        trigger_ids=begun,
     )
 
 
@@ -358,18 +370,52 @@ def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) ->
 
 
 def _formatted_answer(
-    output_format: OutputFormat, has_tools: bool, options: GenerationOptions, served: ServedModel
-) -> Constraints:
+    output_format: OutputFormat, tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
+) -> StructuredOutput:
+    """Return the constraint on an answer in a format. With tools, a call may take its place.
+
+    Only Harmony's headers distinguish calls from answers before they begin. In other formats the forms of
+    calls are alternatives of the answer.
+    """
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
-    if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
-        reject(options.name("response_format"), served.card, "its output format cannot combine it with tool calls")
+    stops, forms = served.renderer.stop_token_ids, [output_format]
+    if tools and served.renderer.call_header(None) is not None:
+        stops = tuple(stop for stop in stops if stop not in served.renderer.call_stop_token_ids)
+    elif tools:
+        forms += _calls_as_text(tools, options, served)
     if len(ids) > 1:
         # The last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
         last = served.renderer.decode(ids[-1:])
         header, ids = header.removesuffix(last), ids[:-1]
-        output_format = msgspec.structs.replace(output_format, prefix=last)
-    return Constraints(guided=StructuredOutput(alternatives=(output_format,), trigger=header, trigger_ids=ids))
+        forms[0] = msgspec.structs.replace(output_format, prefix=last)
+    return StructuredOutput(
+        alternatives=tuple(forms),
+        trigger=header,
+        trigger_ids=ids,
+        unfinished_ids=tuple(stops) if ids else (),
+    )
+
+
+def _calls_as_text(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> list[OutputFormat]:
+    """Return the forms of calls in an output format that does not mark calls before they begin."""
+    opening = served.renderer.call_opening
+    if opening is None:
+        name = options.name("response_format")
+        reject(name, served.card, "its output format cannot combine it with tool calls")
+    return [OutputFormat(prefix=opening, json_schema=json.dumps(_call_schema(tool))) for tool in tools]
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a call as an object with name and arguments."""
+    properties = {"name": {"const": tool.name}, "arguments": json.loads(_schema(tool))}
+    required = list(properties)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:

@@ -63,6 +63,7 @@ class ChoiceRequest:
         options, sampling = self.options, self.request.sampling
         is_bounded = options.stop or not options.parallel_tool_calls or self.is_prompt_only
         is_special = options.returns_token_ids or not options.shows_reasoning or sampling.logprobs is not None
+        is_special = is_special or options.output_format is not None
         return not (is_bounded or is_special or self.prompt_logprobs is not None)
 
 
@@ -101,7 +102,7 @@ def prepare_conversation(
     renderer, requested = served.renderer, options.sampling
     reject_unsupported(options, call.cache_salt, served.card)
     prompt = conversation_prompt(conversation, options, served)
-    ids, (forced_ids, guided, guided_by) = prompt.ids, prompt.constraints
+    ids, (forced_ids, guided, guided_by, ignored) = prompt.ids, prompt.constraints
     if not ids:
         raise InvalidRequest(
             "the model's chat template makes an empty prompt of the messages; send text", field=options.name("messages")
@@ -132,7 +133,8 @@ def prepare_conversation(
         )
         for request in _requests(calls, call)
     )
-    ignored = ("name",) if prompt.drops_names else ()
+    if prompt.drops_names:
+        ignored = (*ignored, "name")
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n, ignored=ignored)
 
 

@@ -103,6 +103,8 @@ class PlainCharacters:
 
 class CharacterRenderer:
     stop_token_ids: tuple[int, ...] = (END,)
+    call_stop_token_ids = ()
+    call_opening = None
     variables = frozenset({"tools", "reasoning_effort"})
     is_loaded = True
 

@@ -417,3 +417,24 @@ async def test_scheduling_fields_then_every_call_to_workers_has_them(path: str, 
     assert [each.conversation_id for each in (full, named, plain)] == ["c", "s", None]
     assert (plain.priority, plain.dp_rank, plain.prefill_dp_rank, plain.relax_dp_rank) == (0, None, None, False)
     check_error(await post(served, path, body(), headers={"x-session-id": "s" * 257}), 400, "invalid_request", None)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (RESPONSES, response)])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_answer_in_a_format_when_the_model_ends_without_one_then_it_is_incomplete(
+    path: str, body: Any, logprobs: bool
+) -> None:
+    if path == CHAT:
+        fields = {"response_format": {"type": "json_object"}, "logprobs": logprobs}
+    else:
+        fields = {"text": {"format": {"type": "json_object"}}, "top_logprobs": int(logprobs)}
+    served = front(chunk("hm", ids=[REASONING], logprobs=logprobs), stop(""))
+    answer = (await post(served, path, body(**fields))).json()
+    if path == CHAT:
+        assert answer["choices"][0]["message"]["content"] in (None, "")
+        assert answer["choices"][0]["finish_reason"] == "length"
+    else:
+        assert answer["status"] == "incomplete"
+    served = front(chunk("{}", ids=[CONTENT], logprobs=logprobs), stop(""))
+    answer = (await post(served, path, body(**fields))).json()
+    assert (answer["choices"][0]["finish_reason"] if path == CHAT else answer["status"]) in ("stop", "completed")

@@ -31,7 +31,8 @@ def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_par
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
-    assert choice.request.sampling.guided == StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
+    guided = StructuredOutput(alternatives=(OutputFormat(json_schema=json.dumps(CITY)),))
+    assert choice.request.sampling.guided == guided
     (call,) = choice.make_parser().push(harmony.renderer.encode('{"city": "Bern"}')).deltas
     assert (call.name, call.text) == ("get_weather", '{"city": "Bern"}')
 
@@ -119,11 +120,56 @@ def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_b
     ]
 
 
-def test_strict_tool_when_it_can_not_be_held_then_refused_by_name(harmony: ServedModel) -> None:
-    with pytest.raises(UnsupportedParameter, match=r"^tools\.strict"):
-        chat(harmony, tools=[STRICT], response_format=FORMAT)
-    with pytest.raises(UnsupportedParameter, match="guided"):
-        chat(refusing(harmony, "guided"), tools=[STRICT])
+def test_strict_tool_beside_a_response_format_then_a_call_and_an_answer_have_a_form_each(harmony: ServedModel) -> None:
+    guided = chat(harmony, tools=[STRICT, TIME], response_format=FORMAT).choices[0].request.sampling.guided
+    assert guided is not None
+    assert guided.trigger == HEADER.removesuffix(".")
+    assert [json.loads(each.json_schema) for each in guided.alternatives] == [CITY, {}]
+    answer = guided.otherwise
+    assert answer is not None
+    assert answer.trigger == "<|channel|>final"
+    assert [json.loads(each.json_schema) for each in answer.alternatives] == [CITY]
+
+
+@pytest.mark.parametrize("tools", [[], [STRICT], [TIME]])
+def test_response_format_then_the_output_may_not_end_without_an_answer_or_a_call(
+    harmony: ServedModel, tools: list[Any]
+) -> None:
+    guided = chat(harmony, tools=tools, response_format=FORMAT).choices[0].request.sampling.guided
+    assert guided is not None
+    ends_call, ends_answer = harmony.renderer.call_stop_token_ids, harmony.renderer.stop_token_ids
+    allowed = ends_call if tools else ()
+    assert set(guided.unfinished_ids) == set(ends_answer) - set(allowed)
+
+
+@pytest.mark.parametrize("choice", ["auto", NAMED])
+def test_strict_tool_when_the_engine_can_not_enforce_it_then_ignored_and_listed(
+    harmony: ServedModel, choice: Any
+) -> None:
+    plan = chat(refusing(harmony, "guided"), tools=[STRICT], tool_choice=choice)
+    assert plan.choices[0].request.sampling.guided is None
+    assert plan.ignored == ("tools.strict",)
+
+
+@pytest.mark.parametrize("tool", [STRICT, WEATHER])
+def test_chat_template_when_a_format_and_tools_are_given_then_an_answer_or_a_whole_call(
+    make_template: TemplateModels, tool: Any
+) -> None:
+    served = make_template(tool_call_parser="hermes")
+    plan = chat(served, tools=[tool], response_format=FORMAT)
+    guided = plan.choices[0].request.sampling.guided
+    assert guided is not None
+    answer, call = guided.alternatives
+    assert (answer.prefix, json.loads(answer.json_schema)) == ("", CITY)
+    assert call.prefix == "<tool_call>\n"
+    properties = json.loads(call.json_schema)["properties"]
+    assert properties == {"name": {"const": "get_weather"}, "arguments": CITY}
+    assert plan.ignored == (("tools.strict",) if tool is STRICT else ())
+    parser = plan.choices[0].make_parser()
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    deltas = [*parser.push(served.renderer.encode(text)).deltas, *parser.finish().deltas]
+    assert {delta.name for delta in deltas} - {None} == {"get_weather"}
+    assert json.loads("".join(delta.text for delta in deltas)) == {"city": "Bern"}
 
 
 def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:

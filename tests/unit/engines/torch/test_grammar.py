@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -224,3 +225,30 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path
     ids = write(grammar_matcher, 1)
     text = "".join(pieces[i] if i < 11 else chr(i - 11) for i in ids[:-1]).replace("▁", " ")
     assert json.loads(text) == {"a": 12}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_output_when_stop_tokens_may_not_end_the_free_text_then_it_never_ends_without_the_answer(
+    grammar_compiler: GrammarCompiler, seed: int
+) -> None:
+    wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=STOPS)
+    ids = write(grammar_compiler.compile(wanted, STOPS), seed, most=5000)
+    answer = spell(ids[ids.index(CHANNEL) + 1 : -1])
+    assert set(json.loads(answer)) == {"city", "ok", "kind"}
+
+
+def test_free_text_when_a_call_may_end_it_then_its_stop_token_only(grammar_compiler: GrammarCompiler) -> None:
+    wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=(END,))
+    assert set(STOPS) & allowed(grammar_compiler.compile(wanted, STOPS)) == {CALL}
+
+
+@pytest.mark.parametrize(("trigger", "value"), [(CHANNEL, 1), (MESSAGE, 2)])
+def test_two_triggers_then_the_form_of_the_one_that_comes_first(
+    grammar_compiler: GrammarCompiler, trigger: int, value: int
+) -> None:
+    second = guided({"const": 2}, after=(MESSAGE,))
+    wanted = msgspec.structs.replace(guided({"const": 1}, after=(CHANNEL,)), otherwise=second)
+    matcher = grammar_compiler.compile(wanted, STOPS)
+    for token_id in (ord("x"), trigger):
+        matcher.accept_token(token_id)
+    assert allowed(matcher) == {ord(str(value))}
