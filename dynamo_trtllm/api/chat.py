@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from dynamo_trtllm.api import rejected_fields
+from dynamo_trtllm.api import custom_tools, rejected_fields
+from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, tag_of, without_hosted
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_LABEL,
@@ -112,6 +113,35 @@ class AssistantToolCall(RequestModel):
     function: CalledFunction
 
 
+class CalledCustom(RequestModel):
+    name: Id
+    input: Arguments
+
+
+class AssistantCustomCall(RequestModel):
+    no_ops: ClassVar = {"index": tuple(range(128))}
+
+    id: Id
+    type: Literal["custom"]
+    custom: CalledCustom
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call of the function that the model saw."""
+        return CalledFunction(name=self.custom.name, arguments=custom_tools.arguments_of(self.custom.input))
+
+
+def _kind_of_call(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind or 'function'}>"
+
+
+_ToolCall = Annotated[
+    Annotated[AssistantToolCall, Tag("<function>")] | Annotated[AssistantCustomCall, Tag("<custom>")],
+    Discriminator(_kind_of_call),
+]
+
+
 class AssistantMessage(RequestModel):
     no_ops: ClassVar = {"annotations": ([],), "prefix": (False,)}
     unsupported: ClassVar = rejected_fields.OF_ASSISTANT_MESSAGES
@@ -121,7 +151,7 @@ class AssistantMessage(RequestModel):
     name: Name | None = None
     reasoning_content: LongText | None = None
     reasoning: LongText | None = None  # other servers' name for `reasoning_content`
-    tool_calls: List[AssistantToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
+    tool_calls: List[_ToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -156,21 +186,51 @@ class Function(RequestModel):
     strict: bool = False
 
 
-def _function_only(value: Any) -> Any:
-    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
-        unsupported(f"of type {shown(kind)} is not supported; only 'function' is")
-    return value
-
-
 class FunctionTool(RequestModel):
     type: Literal["function"]
     function: Function
 
 
+class GrammarFormat(RequestModel):
+    type: Literal["grammar"]
+    grammar: custom_tools.Grammar
+
+
+class Custom(RequestModel):
+    """A tool whose input is a text."""
+
+    name: Name
+    description: Description = ""
+    format: Annotated[custom_tools.TextFormat | GrammarFormat, Discriminator("type")] = custom_tools.TextFormat()
+
+    def function(self) -> Function:
+        """Return the function that the model sees."""
+        grammar = self.format.grammar if isinstance(self.format, GrammarFormat) else None
+        return Function(
+            name=self.name,
+            description=custom_tools.described(self.description, grammar),
+            parameters=dict(custom_tools.SCHEMA),
+            strict=True,
+        )
+
+
+class CustomTool(RequestModel):
+    type: Literal["custom"]
+    custom: Custom
+
+
+_TOOL_TYPES = ("function", "custom")
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(tag_of(*_TOOL_TYPES)),
+    BeforeValidator(without_hosted(*_TOOL_TYPES)),
+]
 # The limit exists because the prompt contains all tools.
 ToolsSize = BeforeValidator(lambda tools: check_size(tools, MAX_TOOLS_BYTES))
 Tools = Annotated[
-    List[Annotated[FunctionTool, BeforeValidator(_function_only)]],
+    List[_Tool],
     Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
     ToolsSize,
 ]
@@ -229,9 +289,28 @@ class ToolNamed(RequestModel):
     function: FunctionName
 
 
+class CustomNamed(RequestModel):
+    type: Literal["custom"]
+    custom: FunctionName
+
+    @property
+    def function(self) -> FunctionName:
+        """The function that the model sees."""
+        return self.custom
+
+
+_AnyNamed = Annotated[
+    Annotated[ToolNamed, Tag("<function>")]
+    | Annotated[CustomNamed, Tag("<custom>")]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(tag_of("function", "custom")),
+    BeforeValidator(without_hosted("function", "custom")),
+]
+
+
 class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
-    tools: List[ToolNamed] = Field(max_length=MAX_TOOLS)
+    tools: List[_AnyNamed] = Field(max_length=MAX_TOOLS)
 
 
 class ToolsAllowed(RequestModel):
@@ -239,7 +318,7 @@ class ToolsAllowed(RequestModel):
     allowed_tools: AllowedTools
 
 
-ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | ToolsAllowed
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | CustomNamed | ToolsAllowed
 
 
 def _tool_choice(value: Any, info: ValidationInfo) -> Any:
@@ -251,9 +330,13 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
             return ToolChoice(mode="named", name=named.function.name)
         case {"type": "allowed_tools"}:
             allowed = ToolsAllowed.model_validate(value, context=info.context).allowed_tools
-            return ToolChoice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+            served = [tool for tool in allowed.tools if not isinstance(tool, HostedTool)]
+            return ToolChoice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in served))
         case {"type": "custom"}:
-            unsupported("of type 'custom' is not supported; only 'function' is")
+            custom = CustomNamed.model_validate(value, context=info.context)
+            return ToolChoice(mode="named", name=custom.custom.name)
+        case {"type": str(kind)}:
+            unsupported(f"demands {shown(kind)}, which this server does not run; name a function")
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
 
 
@@ -288,7 +371,7 @@ class ChatRequest(CompletionFields):
         if self.top_logprobs and not self.logprobs:
             invalid("is only allowed with logprobs set to true", field="top_logprobs")
         agreed({"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens})
-        if (name := first_repeated(tool.function.name for tool in self.tools)) is not None:
+        if (name := first_repeated(function.name for function in self.functions)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
         self._check_effort()
         return self
@@ -302,6 +385,20 @@ class ChatRequest(CompletionFields):
         if effort is not None and effort not in get_args(Effort):
             invalid(f"must be one of {', '.join(get_args(Effort))}", self.template_arg_path("reasoning_effort"))
         agreed({self.template_arg_path("reasoning_effort"): effort, "reasoning_effort": self.reasoning_effort})
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """The functions that the model sees for `tools`."""
+        return [
+            tool.function if isinstance(tool, FunctionTool) else tool.custom.function()
+            for tool in self.tools
+            if not isinstance(tool, HostedTool)
+        ]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools whose input is a text."""
+        return frozenset(tool.custom.name for tool in self.tools if isinstance(tool, CustomTool))
 
     @property
     def template_args(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from dynamo_trtllm.api import chat, rejected_fields
+from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, without_hosted
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_TEXT,
@@ -22,6 +24,7 @@ from dynamo_trtllm.api.request_model import (
     shown,
     unsupported,
 )
+from dynamo_trtllm.api.response_tools import NamedTool, ServedTool, Tools, served_tools
 from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
@@ -30,7 +33,18 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 _TEXT_PARTS = ("input_text", "output_text")
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
-_TYPES = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
+_CHOSEN = ("function", "custom", "local_shell")  # types of tools that a tool_choice can name
+_TYPES = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "item_reference",
+)
 
 
 def _texts(value: Any, info: ValidationInfo) -> list[str]:
@@ -88,26 +102,80 @@ class ReasoningItem(RequestModel):
 class FunctionCallItem(RequestModel):
     hints: ClassVar = frozenset({"created_by"})
     no_ops: ClassVar = {"async": (False,), "caller": ({"type": "direct"},)}
-    unsupported: ClassVar = {"namespace": "name the function alone"}
 
     type: Literal["function_call"]
     id: Label | None = None
     call_id: Id
     name: Id
+    namespace: Id | None = None
     arguments: chat.Arguments
     status: Status | None = None
 
 
 class FunctionOutputItem(RequestModel):
-    hints: ClassVar = frozenset({"created_by", "name"})
+    hints: ClassVar = frozenset({"created_by", "name", "namespace"})
     no_ops: ClassVar = {"caller": ({"type": "direct"},)}
-    unsupported: ClassVar = {"namespace": "name the function alone"}
 
     type: Literal["function_call_output"]
     id: Label | None = None
     call_id: Id
     output: Texts
     status: Status | None = None
+
+
+class CustomCallItem(RequestModel):
+    hints: ClassVar = frozenset({"created_by"})
+
+    type: Literal["custom_tool_call"]
+    id: Label | None = None
+    call_id: Id
+    name: Id
+    namespace: Id | None = None
+    input: chat.Arguments
+    status: Status | None = None
+
+
+class CustomOutputItem(RequestModel):
+    hints: ClassVar = frozenset({"created_by", "name", "namespace"})
+
+    type: Literal["custom_tool_call_output"]
+    id: Label | None = None
+    call_id: Id
+    output: Texts
+    status: Status | None = None
+
+
+class ShellAction(RequestModel):
+    hints: ClassVar = frozenset({"env", "user"})  # the model can't set them
+
+    type: Literal["exec"] = "exec"
+    command: List[LongText] = Field(max_length=MAX_ITEMS)
+    timeout_ms: int | None = None
+    working_directory: LongText | None = None
+
+
+class LocalShellCallItem(RequestModel):
+    type: Literal["local_shell_call"]
+    id: Label | None = None
+    call_id: Id
+    action: ShellAction
+    status: Status | None = None
+
+
+class LocalShellOutputItem(RequestModel):
+    """The output of a shell. OpenAI's `id` is that of the call; Codex sends `call_id`."""
+
+    type: Literal["local_shell_call_output"]
+    id: Label | None = None
+    call_id: Id | None = None
+    output: Texts
+    status: Status | None = None
+
+    @model_validator(mode="after")
+    def _has_an_id(self) -> LocalShellOutputItem:
+        if self.id is None and self.call_id is None:
+            invalid("is required", field="id")
+        return self
 
 
 class ItemReference(RequestModel):
@@ -140,6 +208,10 @@ Item = (
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CustomOutputItem, Tag("<custom_tool_call_output>")]
+    | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
+    | Annotated[LocalShellOutputItem, Tag("<local_shell_call_output>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
 )
 InputItem = Annotated[Item, Discriminator(lambda value: f"<{_kind(value)}>"), BeforeValidator(_typed)]
@@ -149,24 +221,6 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # no effect: the reasoning is returned as plain text
 MAX_INSTRUCTIONS = 256 << 10  # characters; every event that contains the response repeats them
 MAX_INCLUDED = 16
-
-
-class ResponsesFunctionTool(RequestModel):
-    no_ops: ClassVar = {"async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
-    unsupported: ClassVar = {"output_schema": "results are not checked"}
-
-    type: Literal["function"]
-    name: chat.Name
-    description: chat.Description = ""
-    parameters: Schema = Field(default_factory=dict)
-    strict: bool = False
-
-
-def _tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        unsupported(f"{shown(kind)} is not supported; only 'function' is", field="type")
-    return value
 
 
 class Reasoning(RequestModel):
@@ -212,15 +266,30 @@ class TextConfig(RequestModel):
     format: Format = TextFormat(type="text")
 
 
-class NamedTool(RequestModel):
-    type: Literal["function"] = "function"
-    name: Id
+def _tag_of_named(value: Any) -> str:
+    return HOSTED if isinstance(value, HostedTool) or _type_of_named(value) not in _CHOSEN else "<named>"
+
+
+def _type_of_named(value: Any) -> Any:
+    return value.get("type") or "function" if isinstance(value, dict) else getattr(value, "type", None)
+
+
+_ToolNamed = Annotated[
+    Annotated[NamedTool, Tag("<named>")] | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(_tag_of_named),
+    BeforeValidator(without_hosted(*_CHOSEN, default="function")),
+]
 
 
 class ResponsesAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=chat.MAX_TOOLS)
+    tools: List[_ToolNamed] = Field(min_length=1, max_length=chat.MAX_TOOLS)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of the functions of the tools that are served."""
+        return tuple(tool.function for tool in self.tools if isinstance(tool, NamedTool))
 
 
 def _tool_choice(value: Any, info: ValidationInfo) -> Any:
@@ -231,8 +300,8 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
-    if kind not in ("function", "allowed_tools"):
-        unsupported(f"of type {shown(kind)} is not supported; 'function' and 'allowed_tools' are")
+    if kind not in (*_CHOSEN, "allowed_tools"):
+        unsupported(f"demands {shown(kind)}, which this server does not run; name a function")
     choice = ResponsesAllowedTools if kind == "allowed_tools" else NamedTool
     return choice.model_validate(value, context=info.context)
 
@@ -261,11 +330,6 @@ Items = Annotated[List[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
 InputSent: TypeAlias = Annotated[LongText, Field(min_length=1)] | Items
 Included = Annotated[
     List[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=MAX_INCLUDED)
-]
-Tools = Annotated[
-    List[Annotated[ResponsesFunctionTool, BeforeValidator(_tool)]],
-    Field(max_length=chat.MAX_TOOLS, description=f"At most {chat.MAX_TOOLS_BYTES} bytes of JSON together."),
-    chat.ToolsSize,
 ]
 
 
@@ -304,9 +368,14 @@ class ResponseRequest(SamplingFields):
                 "is not supported, except as false; leave it out", field="stream_options.continuous_usage_stats"
             )
         agreed({"max_output_tokens": self.max_output_tokens, "max_tokens": self.max_tokens})
-        if (name := first_repeated(tool.name for tool in self.tools)) is not None:
+        if (name := first_repeated(tool.name for tool in self.served_tools)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
         return self
+
+    @functools.cached_property
+    def served_tools(self) -> tuple[ServedTool, ...]:
+        """The functions that the model sees for `tools`."""
+        return tuple(served_tools(self.tools))
 
     @property
     def output_tokens(self) -> int | None:

@@ -17,6 +17,7 @@ import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.custom_tools import input_of
 from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
@@ -141,6 +142,8 @@ class _TextChoice:
         self._content = [choice_request.echo]
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._custom_tools = choice_request.options.custom_tools
+        self._inputs: dict[int, list[str]] = {}  # of the calls of custom tools in a stream, by index
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -229,14 +232,18 @@ class _ChatChoice(_TextChoice):
             message |= _reasoning(reasoning)
         if self._calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [
-                {"id": tool_call_id(), "type": "function", "function": {"name": name, "arguments": "".join(arguments)}}
-                for name, arguments in self._calls.values()
-            ]
+            message["tool_calls"] = [self._call(name, "".join(texts)) for name, texts in self._calls.values()]
         return {
             "message": message,
             "logprobs": chat_logprobs(self._logprobs, self._renderer) if self._logprobs else None,
         }
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        if name in self._custom_tools:
+            custom = {"name": name, "input": input_of(arguments)}
+            return {"id": tool_call_id(), "type": "custom", "custom": custom}
+        function = {"name": name, "arguments": arguments}
+        return {"id": tool_call_id(), "type": "function", "function": function}
 
     def start(self) -> bytes:
         before, after = self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
@@ -258,7 +265,7 @@ class _ChatChoice(_TextChoice):
     def _delta(self, delta: ChoiceDelta) -> bytes:
         data, ids = b"", _token_ids(delta)
         for deltas in _by_event(delta.deltas) or ([[]] if ids else []):
-            fields = _chat_delta(deltas)
+            fields = self._fields(deltas)
             scored = _logprobs(deltas)
             if scored or ids:
                 logprobs = chat_logprobs(scored, self._renderer) if scored else None
@@ -267,6 +274,40 @@ class _ChatChoice(_TextChoice):
             elif fields:
                 before, after = self._around_delta
                 data += before + orjson.dumps(fields) + after
+        if delta.finish is not None:
+            data += self._custom_inputs()
+        return data
+
+    def _fields(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the fields of one event. The input of a custom tool waits for its end."""
+        if not self._custom_tools:
+            return _chat_delta(deltas)
+        shown = []
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            held = self._inputs.get(delta.call_index) if delta.channel is _CALL else None
+            if delta.channel is _CALL and delta.name in self._custom_tools:
+                self._inputs[delta.call_index] = [delta.text]
+                custom = {"name": delta.name, "input": ""}
+                call = {"index": delta.call_index, "id": tool_call_id(), "type": "custom"}
+                calls.append(call | {"custom": custom})
+            elif held is not None:
+                held.append(delta.text)
+            else:
+                shown.append(delta)
+        fields = _chat_delta(shown)
+        if calls:
+            fields["tool_calls"] = [*fields.get("tool_calls", ()), *calls]
+        return fields
+
+    def _custom_inputs(self) -> bytes:
+        """Return the events with the inputs of custom tools."""
+        data = b""
+        before, after = self._around_delta
+        for index, texts in self._inputs.items():
+            call = {"index": index, "custom": {"input": input_of("".join(texts))}}
+            data += before + orjson.dumps({"tool_calls": [call]}) + after
+        self._inputs.clear()
         return data
 
 

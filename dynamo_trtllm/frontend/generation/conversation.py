@@ -33,6 +33,7 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     n: int = 1
     tool_choice: ToolChoice = _AUTO
+    custom_tools: frozenset[str] = frozenset()  # of chat: tools whose input is a text
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True  # False: the output ends before the second call
     output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
@@ -68,8 +69,7 @@ def chat_conversation(body: ChatRequest) -> Conversation:
     return Conversation(
         messages=tuple(_message(message) for message in body.messages),
         tools=tuple(
-            Tool(name=t.function.name, description=t.function.description, parameters=t.function.parameters)
-            for t in body.tools
+            Tool(name=each.name, description=each.description, parameters=each.parameters) for each in body.functions
         ),
         reasoning_effort=body.effort or "medium",
         template_args={name: value for name, value in body.template_args.items() if name != _EFFORT},
@@ -89,7 +89,8 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         stop=tuple(body.stop),
         n=body.n,
         tool_choice=body.tool_choice,
-        strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
+        custom_tools=body.custom_tools,
+        strict_tools=frozenset(each.name for each in body.functions if each.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=next(iter(formats.values()), None),
         shows_reasoning=body.include_reasoning,

@@ -29,8 +29,8 @@ def text(**fields: Any) -> CompletionRequest:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
-        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"verbosity": "low"}, "verbosity"),
         ({"service_tier": "turbo"}, "service_tier"),

@@ -206,11 +206,6 @@ def test_items_when_they_come_back_from_an_answer_then_taken() -> None:
         ({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}, "input[0].content", "input_file"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]}, "input[0].content", "refusal"),
         ({"type": "reasoning", "id": "x", "summary": [], "encrypted_content": "x"}, "input[0].encrypted_content", ""),
-        (
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
-            "input[0].namespace",
-            "",
-        ),
     ],
 )
 def test_item_we_do_not_take_then_refused_by_its_name(item: dict[str, Any], field: str, words: str) -> None:
@@ -249,6 +244,6 @@ def test_invalid_value_then_the_field_is_named(fields: dict[str, Any], field: st
     assert field in caught.value.message
 
 
-@pytest.mark.parametrize("kind", ["web_search", "file_search", "mcp", "code_interpreter", "custom", "local_shell"])
+@pytest.mark.parametrize("kind", ["web_search", "file_search", "mcp", "code_interpreter"])
 def test_built_in_tool_then_refused_by_its_name(kind: str) -> None:
     assert kind in check_refused("tools[0].type", tools=[{"type": kind}])

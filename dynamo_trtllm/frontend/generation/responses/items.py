@@ -9,27 +9,49 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from dynamo_trtllm.api.responses import FunctionCallItem, FunctionOutputItem, MessageItem, ReasoningItem
+from dynamo_trtllm.api.custom_tools import input_of
+from dynamo_trtllm.api.response_tools import ServedTool
+from dynamo_trtllm.api.responses import (
+    CustomCallItem,
+    CustomOutputItem,
+    FunctionCallItem,
+    FunctionOutputItem,
+    LocalShellCallItem,
+    LocalShellOutputItem,
+    MessageItem,
+    ReasoningItem,
+)
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import chat_logprobs, tool_call_id
 from dynamo_trtllm.frontend.generation.responses.response_store import item_id
+from dynamo_trtllm.frontend.generation.responses.tool_items import (
+    CALLS,
+    OUTPUTS,
+    PREFIXES,
+    call_head,
+    shell_action,
+    tool_call,
+)
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.base import Channel, Delta, Message, Renderer, ToolCall
+from dynamo_trtllm.tokenization.base import Channel, Delta, Message, Renderer
 
 Item: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
 
 COMMENTARY: Final = "commentary"  # the phase of messages before calls or before the final answer
 FINAL_ANSWER: Final = "final_answer"
-_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", **PREFIXES}
+_OutputItem: TypeAlias = FunctionOutputItem | CustomOutputItem | LocalShellOutputItem
+_CallItem: TypeAlias = FunctionCallItem | CustomCallItem | LocalShellCallItem
 
 
-def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem) -> Item:
+def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> Item:
     """Return the item as it is stored and listed. `named` adds an id if it has none."""
     if isinstance(item, MessageItem):
         part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
@@ -37,8 +59,14 @@ def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOu
         head = {"id": item.id, "type": "message", "role": item.role}
         phase = {"phase": item.phase} if item.phase is not None and item.role == "assistant" else {}
         return {**head, **phase, "status": "completed", "content": content}
-    output = {"output": "\n".join(item.output)} if isinstance(item, FunctionOutputItem) else {}
-    return item.model_dump() | {"status": item.status or "completed"} | output
+    fields = item.model_dump() | {"status": item.status or "completed"}
+    if isinstance(item, LocalShellOutputItem):
+        fields["call_id"] = item.call_id or item.id
+    if isinstance(item, _OutputItem):
+        fields["output"] = "\n".join(item.output)
+    if fields.get("namespace", "") is None:
+        del fields["namespace"]
+    return fields
 
 
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
@@ -54,6 +82,8 @@ def characters(items: Iterable[Item]) -> int:
     return sum(
         len(item.get("output", ""))
         + len(item.get("arguments", ""))
+        + len(item.get("input", ""))
+        + sum(map(len, item.get("action", {}).get("command", ())))
         + sum(len(part["text"]) for name in ("content", "summary") for part in item.get(name, ()))
         for item in items
     )
@@ -62,15 +92,16 @@ def characters(items: Iterable[Item]) -> int:
 def messages_of(items: Iterable[Item]) -> list[Message]:
     """Convert items to messages. Raises InvalidRequest for a function result without a call."""
     all_items = list(items)
-    answered = {item["call_id"] for item in all_items if item["type"] == "function_call_output"}
-    called: set[str] = set()
+    answered = {item["call_id"] for item in all_items if item["type"] in OUTPUTS}
+    called: dict[str, str] = {}  # ids of the calls so far, by their own and their items' ids
     messages: list[Message] = []
     turn: list[Item] = []  # of the assistant
     for item in all_items:
         kind = item["type"]
-        if kind == "function_call" and item["status"] == "incomplete" and item["call_id"] not in answered:
+        is_call = kind in CALLS
+        if is_call and item["status"] == "incomplete" and item["call_id"] not in answered:
             continue  # the call was cut off and never made
-        is_assistant = kind != "function_call_output" and item.get("role", "assistant") == "assistant"
+        is_assistant = kind not in OUTPUTS and item.get("role", "assistant") == "assistant"
         if turn and not (is_assistant and _can_follow(item, turn[-1])):
             messages += _assistant(turn)
             turn = []
@@ -80,14 +111,14 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             messages.append(Message(role=item["role"], content=_said(item["content"])))
         else:
             messages.append(_result(item, called))
-        if kind == "function_call":
-            called.add(item["call_id"])
+        if is_call:
+            called[item["call_id"]] = called[item["id"] or ""] = item["call_id"]
     return messages + _assistant(turn)
 
 
 def _can_follow(item: Item, before: Item) -> bool:
     """Return whether one message may hold both items. Calls follow commentary, not an answer."""
-    if item["type"] == "function_call" and before.get("phase") == FINAL_ANSWER:
+    if item["type"] in CALLS and before.get("phase") == FINAL_ANSWER:
         return False
     return _rank(item) >= _rank(before)
 
@@ -96,21 +127,19 @@ def _rank(item: Item) -> int:
     """Return the place of the assistant's item in Harmony's order of a turn."""
     if item.get("phase") == COMMENTARY:
         return 1
-    return {"reasoning": 0, "message": 2, "function_call": 3}[item["type"]]
+    return {"reasoning": 0, "message": 2}.get(item["type"], 3)
 
 
 def _assistant(turn: Iterable[Item]) -> list[Message]:
     """Return the message of an assistant's turn. Reasoning without text or calls is dropped."""
     by_type: defaultdict[str, list[Item]] = defaultdict(list)
     for item in turn:
-        by_type[COMMENTARY if item.get("phase") == COMMENTARY else item["type"]].append(item)
+        kind = "call" if item["type"] in CALLS else item["type"]
+        by_type[COMMENTARY if item.get("phase") == COMMENTARY else kind].append(item)
     preamble = "\n".join(_said(item["content"]) for item in by_type[COMMENTARY])
     content = "\n".join(_said(item["content"]) for item in by_type["message"])
     reasoning = "\n".join(_said(item["content"] or item["summary"]) for item in by_type["reasoning"])
-    calls = tuple(
-        ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"])
-        for item in by_type["function_call"]
-    )
+    calls = tuple(map(tool_call, by_type["call"]))
     if not (by_type["message"] or by_type[COMMENTARY] or calls):
         return []
     return [
@@ -128,14 +157,17 @@ def _said(parts: Iterable[Item]) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
-def _result(item: Item, called: set[str]) -> Message:
-    if item["call_id"] not in called:
+def _result(item: Item, called: Mapping[str, str]) -> Message:
+    call_id = called.get(item["call_id"])
+    if call_id is None:
+        kind = item["type"]
+        call = kind.removesuffix("_output")
         raise InvalidRequest(
-            f"input has a function_call_output with call_id {item['call_id']!r}, but no earlier function_call with "
+            f"input has a {kind} with call_id {item['call_id']!r}, but no earlier {call} with "
             "that call_id; send the call too, or the previous_response_id of its response",
             field="input",
         )
-    return Message(role="tool", content=item["output"], tool_call_id=item["call_id"])
+    return Message(role="tool", content=item["output"], tool_call_id=call_id)
 
 
 # --- output ----------------------------------------------------------------------------------------------
@@ -193,7 +225,7 @@ class _Item:
 
     def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
         self.kind = kind
-        self._id = item_id(_PREFIXES[kind.head["type"]], response_id, "o", index)
+        self._id = item_id(_PREFIXES[call.get("type", kind.head["type"])], response_id, "o", index)
         self._index = index
         self._call = call
         self._texts: list[str] = []
@@ -213,7 +245,8 @@ class _Item:
             yield _event("output_item.added", self._index, item=item | {"content": []})
             yield self._event("content_part.added", part=self._part(""))
 
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent:
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
+        """Add a text. Return its event, if it has one before the item is complete."""
         self._texts.append(text)
         if not logprobs:
             return TextDelta(self._delta.template, self._delta.prefix, text)
@@ -239,11 +272,44 @@ class _Item:
         return {"logprobs": logprobs} if self.kind.event == "output_text" else {}
 
 
-class OutputBuilder:
-    """The output of one response, built delta by delta. At most one item is open, the last one."""
+class _WholeCall(_Item):
+    """A call whose item has no arguments: the text is read when it is complete."""
 
-    def __init__(self, response_id: str, renderer: Renderer) -> None:
+    def start(self) -> Iterator[Event]:
+        yield _event("output_item.added", self._index, item=self.item("in_progress"))
+
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
+        self._texts.append(text)
+        return None
+
+    def item(self, status: str) -> Item:
+        arguments = "".join(self._texts)
+        if self._call["type"] == "custom_tool_call":
+            body: Item = {"input": "" if status == "in_progress" else input_of(arguments)}
+        else:
+            body = {"action": shell_action("" if status == "in_progress" else arguments)}
+        return {"id": self._id, "status": status, **self._call, **body}
+
+    def finish(self, status: str) -> Iterator[Event]:
+        item = self.item(status)
+        if "input" in item:
+            text = item["input"]
+            yield self._event("custom_tool_call_input.delta", delta=text)
+            yield self._event("custom_tool_call_input.done", input=text)
+        yield _event("output_item.done", self._index, item=item)
+
+
+class OutputBuilder:
+    """The output of one response, built delta by delta. At most one item is open, the last one.
+
+    `tools` are those that the model saw, by name.
+    """
+
+    def __init__(
+        self, response_id: str, renderer: Renderer, tools: Mapping[str, ServedTool] = MappingProxyType({})
+    ) -> None:
         self._response_id = response_id
+        self._tools = tools
         self._renderer = renderer
         self._done: list[Item] = []
         self._open: _Item | None = None
@@ -259,7 +325,9 @@ class OutputBuilder:
             if each.text or each.name is not None:
                 item = self._item(kind, each, events)
                 if each.text:
-                    events.append(item.text(each.text, self._take_logprobs(kind, each.logprobs)))
+                    event = item.text(each.text, self._take_logprobs(kind, each.logprobs))
+                    if event is not None:
+                        events.append(event)
             elif each.logprobs:
                 if self._scored_kind is not kind:
                     self._logprobs.clear()
@@ -272,8 +340,9 @@ class OutputBuilder:
         if self._open is None:
             return []
         events: list[OutputEvent] = []
-        if logprobs := self._take_logprobs(self._open.kind):
-            events.append(self._open.text("", logprobs))
+        logprobs = self._take_logprobs(self._open.kind)
+        if logprobs and (event := self._open.text("", logprobs)) is not None:
+            events.append(event)
         finish_events = list(self._open.finish(status))
         events += finish_events
         self._done.append(finish_events[-1]["item"])
@@ -289,10 +358,21 @@ class OutputBuilder:
         if self._open is not None and self._open.kind is kind and delta.name is None:
             return self._open
         events += self.finish("completed")
-        call = {} if kind is not _CALL else {"call_id": tool_call_id(), "name": delta.name or ""}
-        item = self._open = _Item(kind, self._response_id, len(self._done), **call)
+        index = len(self._done)
+        if kind is _CALL:
+            item = self._call(delta.name or "", index)
+        else:
+            item = _Item(kind, self._response_id, index)
+        self._open = item
         events += item.start()
         return item
+
+    def _call(self, name: str, index: int) -> _Item:
+        head = call_head(self._tools.get(name), name)
+        call = {"call_id": tool_call_id(), **head}
+        if head["type"] == "function_call":
+            return _Item(_CALL, self._response_id, index, **call)
+        return _WholeCall(_CALL, self._response_id, index, **call)
 
     def _take_logprobs(self, kind: _Kind, more: Sequence[TokenLogprob] = ()) -> list[Item]:
         """Return the waiting log-probabilities of an item, and more of them.

@@ -13,11 +13,11 @@ from dynamo_trtllm.api.chat import ToolChoice
 from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.request_model import MAX_TEXT
 from dynamo_trtllm.api.response_schemas import ResponseMeta
+from dynamo_trtllm.api.response_tools import NamedTool, echoed
 from dynamo_trtllm.api.responses import (
     InputItem,
     ItemReference,
     JsonSchemaFormat,
-    NamedTool,
     ResponseRequest,
     ResponsesAllowedTools,
 )
@@ -58,7 +58,7 @@ def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
     return Conversation(
         messages=(*system, *messages_of(items)),
         tools=tuple(
-            Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in body.tools
+            Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in body.served_tools
         ),
         reasoning_effort=body.reasoning.effort or "medium",
     )
@@ -69,7 +69,7 @@ def _options(body: ResponseRequest, card: ModelDeploymentCard) -> GenerationOpti
         sampling=sampling_of(body, card, body.output_tokens, body.logprobs),
         stop=tuple(body.stop),
         tool_choice=_chat_tool_choice(body),
-        strict_tools=frozenset(tool.name for tool in body.tools if tool.strict),
+        strict_tools=frozenset(tool.name for tool in body.served_tools if tool.is_strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=body.output_format,
         effort_given=body.reasoning.effort is not None,
@@ -79,10 +79,10 @@ def _options(body: ResponseRequest, card: ModelDeploymentCard) -> GenerationOpti
 
 def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
     match body.tool_choice:
-        case NamedTool(name=name):
+        case NamedTool(function=name):
             return ToolChoice(mode="named", name=name)
-        case ResponsesAllowedTools(mode=mode, tools=tools):
-            return ToolChoice(mode=mode, allowed=tuple(tool.name for tool in tools))
+        case ResponsesAllowedTools(mode=mode, functions=functions):
+            return ToolChoice(mode=mode, allowed=functions)
         case mode:
             return ToolChoice(mode=mode)
 
@@ -94,7 +94,8 @@ class ResponseBuilder:
         self.id = meta.id
         self.stored = body.store
         self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
-        self._output = OutputBuilder(self.id, plan.choices[0].renderer)
+        tools = {tool.name: tool for tool in body.served_tools}
+        self._output = OutputBuilder(self.id, plan.choices[0].renderer, tools)
         self._items = plan.items
         self._base = _echo(meta, body, plan)
         self._finish = ""
@@ -239,14 +240,19 @@ def _echo(meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> di
         "store": body.store,
         "temperature": sampling.temperature,
         "text": {"format": _format(body), "verbosity": "medium"},
-        "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools],
+        "tool_choice": _tool_choice(body),
+        "tools": echoed(body.tools),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _tool_choice(body: ResponseRequest) -> Any:
+    choice = body.tool_choice
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
 def _format(body: ResponseRequest) -> dict[str, Any]:

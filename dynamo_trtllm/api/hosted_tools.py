@@ -1,0 +1,64 @@
+"""Leave out the tools that a server would run, such as web search: this server runs none.
+
+A client that lists such tools by default can do without them. So they are named as ignored, and the other tools are
+served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from pydantic import ValidationInfo
+
+from dynamo_trtllm.api.request_model import Label, RequestModel, invalid, kind_of, shown, unsupported
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
+
+HOSTED: Final = "<hosted>"  # tag of HostedTool in unions
+
+
+class HostedTool(RequestModel):
+    """A tool that is left out."""
+
+    type: Label
+
+
+def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, ValidationInfo], Any]:
+    """Return a validator of one tool that takes all fields but the type from a hosted one.
+
+    A type that is not among `served` is treated as an unknown field is: with `--unknown-fields reject` it is an error,
+    and otherwise only if it is misspelled. `default` is that of a tool without a type, which else is an error.
+    """
+
+    def checked(value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            invalid(f"must be an object, not {kind_of(value)}")
+        kind = value.get("type")
+        if kind is None:
+            kind = default
+        if kind is None:
+            invalid("is required", field="type")
+        if not isinstance(kind, str):
+            invalid(f"must be a string, not {kind_of(kind)}", field="type")
+        if kind in served:
+            return value
+        ignored: IgnoredFields | None = info.context
+        if ignored is None:
+            unsupported(f"{shown(kind)} is not supported; use {' or '.join(map(repr, served))}", field="type")
+        meant = ignored.meant(kind, served)
+        if meant is not None:
+            unsupported(f"{shown(kind)} is not known; did you mean {meant!r}?", field="type")
+        ignored.add((f"tools.{kind}",))
+        return {"type": kind}
+
+    return checked
+
+
+def tag_of(*served: str) -> Callable[[Any], str]:
+    """Return a function that returns the tag of a tool in a union, before and after it is parsed."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return f"<{kind}>" if kind in served else HOSTED
+
+    return tag
