@@ -20,15 +20,17 @@ from dynamo_trtllm.api.request_model import (
 from dynamo_trtllm.api.sampling import TokenId
 
 
+_OWN = ("prompt", "add_special_tokens", "add_generation_prompt")  # fields that chat requests lack
+
+
 class TokenizeRequest(ChatRequest):
     """The prompt of a text completion, or a chat request.
 
     Fields of a chat request that do not change its prompt have no effect.
     """
 
-    no_ops: ClassVar = {
-        name: values for name, values in ChatRequest.no_ops.items() if name != "add_generation_prompt"
-    } | {"continue_final_message": (False,)}
+    no_ops: ClassVar = {name: values for name, values in ChatRequest.no_ops.items() if name not in _OWN}
+    unsupported: ClassVar = {name: reason for name, reason in ChatRequest.unsupported.items() if name not in _OWN}
 
     prompt: LongText | None = None
     messages: List[ChatMessage] = Field(default_factory=list, max_length=MAX_ITEMS)
