@@ -252,8 +252,9 @@ class _ChatChoice(_TextChoice):
         return event(self._chunk({"role": "assistant", "content": "", "refusal": None}) | self._first)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        if len(delta.deltas) == 1 and delta.finish is None and not delta.token_ids:  # most deltas
-            only = delta.deltas[0]
+        deltas = delta.deltas
+        if len(deltas) == 1 and delta.finish is None and not delta.token_ids:  # most deltas
+            (only,) = deltas
             channel = only.channel
             if only.text and channel is not _CALL and not only.logprobs:
                 text = orjson.dumps(only.text)
