@@ -191,7 +191,7 @@ class FunctionTool(RequestModel):
     function: Function
 
 
-class GrammarFormat(RequestModel):
+class ChatGrammarFormat(RequestModel):
     type: Literal["grammar"]
     grammar: custom_tools.Grammar
 
@@ -201,11 +201,11 @@ class Custom(RequestModel):
 
     name: Name
     description: Description = ""
-    format: Annotated[custom_tools.TextFormat | GrammarFormat, Discriminator("type")] = custom_tools.TextFormat()
+    format: Annotated[custom_tools.AnyText | ChatGrammarFormat, Discriminator("type")] = custom_tools.AnyText()
 
     def function(self) -> Function:
         """Return the function that the model sees."""
-        grammar = self.format.grammar if isinstance(self.format, GrammarFormat) else None
+        grammar = self.format.grammar if isinstance(self.format, ChatGrammarFormat) else None
         return Function(
             name=self.name,
             description=custom_tools.described(self.description, grammar),
@@ -214,7 +214,7 @@ class Custom(RequestModel):
         )
 
 
-class CustomTool(RequestModel):
+class ChatCustomTool(RequestModel):
     type: Literal["custom"]
     custom: Custom
 
@@ -222,7 +222,7 @@ class CustomTool(RequestModel):
 _TOOL_TYPES = ("function", "custom")
 _Tool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[ChatCustomTool, Tag("<custom>")]
     | Annotated[HostedTool, Tag(HOSTED)],
     Discriminator(tag_of(*_TOOL_TYPES)),
     BeforeValidator(without_hosted(*_TOOL_TYPES)),
@@ -398,7 +398,7 @@ class ChatRequest(CompletionFields):
     @property
     def custom_tools(self) -> frozenset[str]:
         """The names of the tools whose input is a text."""
-        return frozenset(tool.custom.name for tool in self.tools if isinstance(tool, CustomTool))
+        return frozenset(tool.custom.name for tool in self.tools if isinstance(tool, ChatCustomTool))
 
     @property
     def template_args(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ SCHEMA: Final[Mapping[str, Any]] = {
 }
 
 
-class TextFormat(RequestModel):
+class AnyText(RequestModel):
     type: Literal["text"] = "text"
 
 

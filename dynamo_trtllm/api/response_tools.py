@@ -67,7 +67,7 @@ class CustomTool(RequestModel):
     type: Literal["custom"]
     name: chat.Name
     description: chat.Description = ""
-    format: Annotated[custom_tools.TextFormat | GrammarFormat, Discriminator("type")] = custom_tools.TextFormat()
+    format: Annotated[custom_tools.AnyText | GrammarFormat, Discriminator("type")] = custom_tools.AnyText()
 
     def text(self) -> str:
         """Return the description that the model sees."""

@@ -19,7 +19,6 @@ from dynamo_trtllm.api.request_model import (
 )
 from dynamo_trtllm.api.sampling import TokenId
 
-
 _OWN = ("prompt", "add_special_tokens", "add_generation_prompt")  # fields that chat requests lack
 
 
