@@ -44,6 +44,32 @@ class ErrorObject(TypedDict):
     error: ErrorDetail
 
 
+MessagesErrorType: TypeAlias = Literal[
+    "invalid_request_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "overloaded_error",
+    "timeout_error",
+    "api_error",
+]
+
+
+class MessagesErrorDetail(TypedDict):
+    type: MessagesErrorType
+    message: Annotated[str, Field(description="What is wrong and what to change.")]
+    param: Annotated[str | None, Field(description="The field that is wrong, if any.")]
+    code: Annotated[str, Field(description="Stable error code; docs/api.md lists all.")]
+
+
+class MessagesErrorObject(TypedDict):
+    """The body of an error of `/v1/messages`, and an event that ends its stream."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
 class ModelObject(TypedDict):
     id: str
     object: Literal["model"]
@@ -339,8 +365,66 @@ class InputTokensObject(TypedDict):
     input_tokens: Count
 
 
+class MessageUsage(TypedDict):
+    input_tokens: Annotated[Count, Field(description="Without those read from the cache.")]
+    output_tokens: Annotated[Count, Field(description="With those of reasoning.")]
+    cache_read_input_tokens: Count
+    cache_creation_input_tokens: Annotated[Count, Field(description="Always 0.")]
+
+
+StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlockObject(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlockObject(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[str, Field(description="Empty: nothing is signed.")]
+
+
+class ToolUseBlockObject(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageObject(TypedDict):
+    """Anthropic's Message object."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlockObject | ThinkingBlockObject | ToolUseBlockObject]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    dynamo_trtllm: NotRequired[Stats]
+    nvext: NotRequired[NvExtAnswer]
+
+
+@with_config(_OPEN)
+class MessageEvent(TypedDict):
+    """One event of a stream of `/v1/messages`. The last one is `message_stop`, or an error."""
+
+    type: str
+
+
+class MessageTokensObject(TypedDict):
+    input_tokens: Count
+
+
 _ROOTS: Final = (
     ErrorObject,
+    MessagesErrorObject,
+    MessageObject,
+    MessageEvent,
+    MessageTokensObject,
     ModelList,
     ReadyObject,
     FrontendReady,
@@ -387,6 +471,14 @@ def error_body(message: str, *, type: ErrorType, param: str | None = None, code:
     return {"error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}}
 
 
+def messages_error_body(
+    message: str, *, type: MessagesErrorType, param: str | None, code: str, request_id: str
+) -> MessagesErrorObject:
+    text = shorten(message, LONGEST)
+    error: MessagesErrorDetail = {"type": type, "message": text, "param": param, "code": code}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
 def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
     """Return the `/v1/models` entry of a model. `created` is in seconds since the epoch."""
     return {
@@ -405,3 +497,4 @@ class ResponseMeta:
     id: str
     model: str
     created: int
+    request_id: str = ""  # for errors

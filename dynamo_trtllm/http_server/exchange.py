@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, RequestTimeout
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, to_response
+from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, ErrorForm, openai_error, to_response
 
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 _FLUSH_BYTES = 32 << 10
@@ -173,6 +173,8 @@ class HttpResponse:
         self._is_chunked = is_chunked
         self.keeps_alive = keeps_alive
         self.headers: dict[str, str] = {}  # sent in addition to those of the handler
+        self.error_form: ErrorForm = openai_error
+        self.request_id = ""  # of the request, for its errors
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0  # of `send_events`
 
@@ -201,7 +203,7 @@ class HttpResponse:
         if not self.started:
             if isinstance(error, RequestTimeout):
                 self.keeps_alive = False  # the rest of the request may still arrive
-            response = to_response(error, retry_after_s)
+            response = to_response(error, retry_after_s, self.error_form, self.request_id)
             self.send_json(response.status, response.body, response.headers)
 
     def start_events(self, headers: Mapping[str, str]) -> None:

@@ -9,20 +9,22 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-from dynamo_trtllm.api.response_schemas import error_body
 from dynamo_trtllm.background import first_of
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server.connection import HttpConnection
-from dynamo_trtllm.http_server.errors import INVALID
+from dynamo_trtllm.http_server.errors import ErrorForm
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.network.listening import Acceptor, allow_files
 from dynamo_trtllm.observability import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
+
+
+_NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
 
 
 class Route(NamedTuple):
@@ -36,17 +38,25 @@ class Route(NamedTuple):
 class Router:
     """The handler of all requests. Routes of GET serve HEAD, too."""
 
-    def __init__(self, routes: Sequence[Route], hint: str = "", origins: Set[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        hint: str = "",
+        origins: Set[str] = frozenset(),
+        error_forms: Mapping[str, ErrorForm] = _NO_FORMS,
+    ) -> None:
         """Create the router. The first path that matches decides.
 
         Args:
             routes: the routes.
             hint: ends the error for an unknown path.
             origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
+            error_forms: the form of errors, by the beginning of the path. Others have OpenAI's.
         """
         self.routes = routes
         self._hint = hint
         self._origins = origins
+        self._error_forms = error_forms
         by_path: dict[str, dict[str, Handler]] = {}
         for route in routes:
             by_path.setdefault(route.path, {})[route.method] = route.handler
@@ -62,18 +72,21 @@ class Router:
             DynamoError: the handler failed after it had started the response.
         """
         set_request_id(request, response)
+        for beginning, form in self._error_forms.items():
+            if request.path.startswith(beginning):
+                response.error_form = form
+                response.headers["Request-Id"] = response.request_id  # as its clients name it
         if self._origins and self._answer_origin(request, response):
             return
         methods = self._exact.get(request.path) or self._match(request)
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         about = f"{request.method} {request.path}"
         if not methods:
-            body = error_body(f"not found: {about}{self._hint}", type=INVALID, code="unknown_url")
-            response.send_json(404, body)
+            message = f"not found: {about}{self._hint}"
+            response.send_json(404, _body(response, 404, message, "unknown_url"))
         elif handler is None:
-            body = error_body(
-                f"{request.method} is not allowed on {request.path}", type=INVALID, code="method_not_allowed"
-            )
+            message = f"{request.method} is not allowed on {request.path}"
+            body = _body(response, 405, message, "method_not_allowed")
             allowed = [*methods, "HEAD"] if "GET" in methods else methods
             response.send_json(405, body, {"Allow": ", ".join(allowed)})
         else:
@@ -110,6 +123,10 @@ class Router:
         return {}
 
 
+def _body(response: HttpResponse, status: int, message: str, code: str) -> Mapping[str, Any]:
+    return response.error_form(status, message, code=code, request_id=response.request_id)
+
+
 def _compile(path: str) -> re.Pattern[str]:
     """Return the pattern of a path with parameters."""
     pattern = re.sub(r"{(\w+):path}", r"(?P<\1>.*)", path.replace(".", r"\."))
@@ -142,6 +159,7 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
     # It is never reset: the server logs exceptions in this task, which serves no other request.
     observe_logging.request_id.set(request_id)
     request.id = request_id if ENGINE_ID.fullmatch(request_id) else ""
+    response.request_id = request_id
     response.headers["X-Request-Id"] = request_id
 
 
