@@ -37,6 +37,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     deltas: tuple[Delta, ...] = ()  # in the order of generation
     token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
+    stop: str | None = None  # the stop string that ended the output, with `finish`
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first delta of a choice, if the client asked for them
 
 
@@ -58,6 +59,7 @@ class StopStrings:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
         self._matched = [0] * len(stops)  # per stop string: length of its prefix with which the text ends
         self._pending = ""
+        self.found: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and True if a stop string follows it."""
@@ -67,6 +69,7 @@ class StopStrings:
         if hits:  # the one that ends first; of those that end together, the longest
             end, size = min(hits)
             self._pending = ""
+            self.found = text[end + size : end]
             return text[: end + size], True
         keep = max(self._matched)
         self._pending = text[len(text) - keep :]
@@ -207,6 +210,7 @@ class ChoiceState:
             deltas=tuple(deltas) if len(deltas) < 2 else joined(deltas),
             token_ids=ids if self._options.returns_token_ids else (),
             finish=self.finish,
+            stop=None if self._stops is None else self._stops.found,
             prompt_logprobs=scored,
         )
 

@@ -41,6 +41,7 @@ class GenerationOptions:
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last ones; -1: as many as the context allows; None: all
+    fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
     names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, where they differ
 

@@ -303,6 +303,8 @@ def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, 
             f"prompt and output; shorten the prompt by at least {1 - available} tokens",
             field=options.name("messages"),
         )
+    if wanted is not None and wanted > available and options.fits_context:
+        return available
     if wanted is not None and wanted > available:
         name = options.name("max_tokens")
         raise ContextTooLong(
