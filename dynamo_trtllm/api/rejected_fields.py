@@ -120,6 +120,16 @@ OF_RESPONSES: Final[Mapping[str, str]] = {
     "structured_outputs": "use text.format",
 }
 
+OF_MESSAGES: Final[Mapping[str, str]] = {
+    "input": "use messages",
+    "max_completion_tokens": "use max_tokens",
+    "output_format": "use output_config.format",
+    "prompt": "use messages",
+    "reasoning_effort": "use output_config.effort",
+    "response_format": "use output_config.format",
+    "structured_outputs": "use output_config.format",
+}
+
 OF_NVEXT: Final[Mapping[str, str]] = {
     "annotations": "responses have no annotations; use extra_fields",
     "backend_instance_id": "the router chooses the worker",

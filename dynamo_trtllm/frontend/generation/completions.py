@@ -434,6 +434,7 @@ class CompletionAdapter(Generic[B]):
     prompt: frozenset[str]
     prepare: Callable[[B, ServedModel, GenerateRequest], GenerationPlan]
     choice: type[_TextChoice]
+    ping: bytes = b""
 
     async def resolve(
         self, body: B, served: ServedModel, call: GenerateRequest

@@ -21,6 +21,7 @@ from dynamo_trtllm.discovery.records import endpoint_of
 from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
+from dynamo_trtllm.frontend.generation.messages.message_builder import MessagesAdapter
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, StoredResponse, store_limits
@@ -28,7 +29,7 @@ from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
-from dynamo_trtllm.http_server.errors import retry_headers
+from dynamo_trtllm.http_server.errors import messages_error, retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
 from dynamo_trtllm.messages import Instance
@@ -43,6 +44,7 @@ PAGE_MAY = (
 NO_WORKER = "no worker has registered yet"
 LISTED: Final = 100  # most entries of a list in /health, unless the query has another limit
 MAX_LISTED: Final = 1_000_000
+_MESSAGES: Final = "/v1/messages"
 
 
 @dataclass(eq=False)
@@ -306,6 +308,7 @@ def build_app(
         Route("POST", "/v1/chat/completions", GenerateEndpoint(CHAT, app_state)),
         Route("POST", "/v1/completions", GenerateEndpoint(TEXT, app_state)),
         Route("POST", "/v1/responses", GenerateEndpoint(responses, app_state)),
+        Route("POST", _MESSAGES, GenerateEndpoint(MessagesAdapter(), app_state)),
         Route("GET", "/v1/responses/{id}", stored.retrieve),
         Route("DELETE", "/v1/responses/{id}", stored.delete),
         Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
@@ -322,7 +325,8 @@ def build_app(
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
-    router = Router(routes, "; see /docs for the API", config.allowed_origins)
+    forms = {_MESSAGES: messages_error}
+    router = Router(routes, "; see /docs for the API", config.allowed_origins, forms)
     return FrontendApp(router, app_state.traces, response_store.aclose)
 
 

@@ -16,9 +16,9 @@ COMMENT: Final = b": keep-alive\n\n"  # clients ignore lines that begin with a c
 
 
 class KeepAlive:
-    """Sends a comment each time a streamed response was silent for a while.
+    """Sends a ping each time a streamed response was silent for a while.
 
-    The response headers precede the first comment if nothing was sent before it.
+    The response headers precede the first ping if nothing was sent before it.
     A stream has one timer, which is not set anew for each event.
     When it fires after an event, it waits for the rest of the silence.
 
@@ -26,6 +26,7 @@ class KeepAlive:
         seconds: longest silence.
         since_s: when the silence began, in the time of `time.monotonic`.
         headers: returns the response headers that are known now.
+        ping: what is sent: an event that clients know, or a comment.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class KeepAlive:
         seconds: float,
         since_s: float,
         headers: Callable[[], Mapping[str, str]],
+        ping: bytes = COMMENT,
     ) -> None:
         self._response = response
         self._seconds = seconds
         self._written_s = since_s
         self._headers = headers
+        self._ping = ping
         self._timer: asyncio.TimerHandle | None = None
         self._wait()
 
@@ -53,7 +56,7 @@ class KeepAlive:
         await self._response.send_events(events, last=last)
 
     def stop(self) -> None:
-        """Send no further comments. Idempotent."""
+        """Send no further pings. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -71,6 +74,6 @@ class KeepAlive:
             if not response.started:
                 response.start_events(self._headers())
             if response.is_writable:  # otherwise the client has not read what was sent before
-                response.write(COMMENT)
+                response.write(self._ping)
             self._written_s = time.monotonic()
         self._wait()

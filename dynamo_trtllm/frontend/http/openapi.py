@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import dynamo_trtllm
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.messages import CountTokensRequest, MessagesRequest
 from dynamo_trtllm.api.request_model import REF, request_schemas
 from dynamo_trtllm.api.response_schemas import Schema, response_schemas
 from dynamo_trtllm.api.responses import ResponseRequest
@@ -51,6 +52,7 @@ class Operation(NamedTuple):
     errors: frozenset[int] = frozenset()
     query: Mapping[str, Schema] = {}
     is_503_answer: bool = False  # the body of a 503 is `answer` and no error
+    error: str = "Error"  # schema of errors
 
 
 _BODY_HEADERS: Final = {
@@ -62,7 +64,7 @@ _GENERATION_HEADERS: Final = {
     "x-session-id": "Up to 256 characters: the conversation, unless the body names one.",
 }
 _CHAT, _TEXT, _RESPONSES, _RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{id}"
-_MODEL = "/v1/models/{id}"
+_MODEL, _MESSAGES = "/v1/models/{id}", "/v1/messages"
 _PAGE: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -81,6 +83,8 @@ _HEALTH = "Get the state of the deployment: instances, and what is missing. Alwa
 _READY = "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
 _TOKENIZE = "Tokenize a prompt or a conversation, as vLLM does."
 _DETOKENIZE = "Return the text of token ids, as vLLM does."
+_CREATE_MESSAGE = "Create the next message of a conversation, as Anthropic's API does."
+_COUNT_MESSAGES = "Count the tokens of the prompt that a request for a message would have."
 _COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
 _NOT_FOUND: Final = frozenset({404})
 _RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})  # of a body that is tokenized
@@ -103,6 +107,17 @@ OPERATIONS: Final = (
     Operation(
         "get", f"{_RESPONSE}/input_items", "listInputItems", _LIST_ITEMS, "ResponseItems", errors=LOOKED_UP, query=_PAGE
     ),
+    Operation(
+        *("post", _MESSAGES, "createMessage", _CREATE_MESSAGE, "Message", "MessagesRequest"),
+        "MessageEvent",
+        error="MessagesError",
+    ),
+    Operation(
+        *("post", f"{_MESSAGES}/count_tokens", "countMessageTokens", _COUNT_MESSAGES),
+        *("MessageTokens", "CountTokensRequest"),
+        errors=_RECEIVED,
+        error="MessagesError",
+    ),
     Operation("post", "/tokenize", "tokenize", _TOKENIZE, "Tokenization", "TokenizeRequest", errors=_RECEIVED),
     Operation(
         *("post", "/detokenize", "detokenize", _DETOKENIZE),
@@ -123,7 +138,7 @@ OPERATIONS: Final = (
 
 _REQUESTS: Final = (
     *(ChatRequest, CompletionRequest, ResponseRequest),
-    *(TokenizeRequest, DetokenizeRequest),
+    *(TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest),
 )
 
 
@@ -180,10 +195,10 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     answer = ref(operation.answer)
     content: dict[str, Any] = {JSON: {"schema": answer}} if operation.answer else {"text/plain": {"schema": TEXT}}
     if operation.event is not None:
-        content[EVENTS] = {"schema": _event(operation.event, ends=operation.event != "ResponseEvent")}
+        content[EVENTS] = {"schema": _event(operation)}
     answers = {200: _answer(200, content)}
     for status in {*operation.errors, *(ANY_ERROR if operation.event else ()), 500}:
-        answers[status] = _answer(status, {JSON: {"schema": ref("Error")}})
+        answers[status] = _answer(status, {JSON: {"schema": ref(operation.error)}})
     if operation.is_503_answer:
         answers[503] = _answer(503, {JSON: {"schema": answer}})
     if operation.event is not None:
@@ -192,9 +207,14 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     return answers
 
 
-def _event(name: str, *, ends: bool) -> Schema:
-    """Return the schema of one event: OpenAPI 3.1 cannot describe a stream. `ends`: the last event is not JSON."""
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [ref(name), ref("Error")]}}
+def _event(operation: Operation) -> Schema:
+    """Return the schema of one event: OpenAPI 3.1 cannot describe a stream.
+
+    The last event may not be JSON.
+    """
+    kinds = [ref(name) for name in (operation.event, operation.error) if name is not None]
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
+    ends = operation.event not in ("ResponseEvent", "MessageEvent")
     return {
         "type": "object",
         "properties": {"event": TEXT, "data": {"anyOf": [data, {"const": DONE}]} if ends else data},

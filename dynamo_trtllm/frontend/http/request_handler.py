@@ -16,11 +16,12 @@ from dynamo_trtllm.api.unknown_fields import collector
 from dynamo_trtllm.errors import Cancelled, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
+from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
-from dynamo_trtllm.frontend.http.keep_alive import KeepAlive
+from dynamo_trtllm.frontend.http.keep_alive import COMMENT, KeepAlive
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
@@ -32,7 +33,7 @@ MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 _MAX_SESSION_ID = 256
 
 
-AnswerBuilder: TypeAlias = CompletionBuilder | ResponseBuilder
+AnswerBuilder: TypeAlias = CompletionBuilder | ResponseBuilder | MessageBuilder
 
 
 class ApiAdapter(Protocol[B]):
@@ -42,6 +43,7 @@ class ApiAdapter(Protocol[B]):
     id_prefix: str
     body: type[B]
     prompt: frozenset[str]  # the body's fields that are not needed any more after planning
+    ping: bytes  # the event of a silent stream; b"": a comment
 
     async def resolve(
         self, body: B, served: ServedModel, call: GenerateRequest
@@ -92,10 +94,17 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         context.release_body()
         response.deadline = context.deadline
         context.create_choices(plan, adapter.id_prefix)
-        meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()))
+        meta = ResponseMeta(
+            id=context.answer_id,
+            model=body.model,
+            created=int(time.time()),
+            request_id=response.request_id,
+        )
         context.is_streamed, context.builder = body.stream, adapter.builder(meta, body, plan)
         if body.stream and (seconds := self._app_state.config.sse_keep_alive_s):
-            context.keep_alive = KeepAlive(response, seconds, context.received_s, context.served_by)
+            context.keep_alive = KeepAlive(
+                response, seconds, context.received_s, context.served_by, adapter.ping or COMMENT
+            )
         await context.acquire_permits()
         task, running = asyncio.current_task(), self._app_state.running
         assert task is not None

@@ -8,9 +8,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 import orjson
 
+from dynamo_trtllm.api.messages import CountTokensRequest
 from dynamo_trtllm.api.response_schemas import (
     DetokenizationObject,
     InputTokensObject,
+    MessageTokensObject,
     TokenizationObject,
 )
 from dynamo_trtllm.api.responses import ResponseRequest
@@ -18,6 +20,7 @@ from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.api.unknown_fields import collector
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options
+from dynamo_trtllm.frontend.generation.messages.message_builder import messages_prompt
 from dynamo_trtllm.frontend.generation.preprocess import (
     MAX_PROMPT_TOKENS,
     checked_ids,
@@ -32,7 +35,7 @@ from dynamo_trtllm.http_server.server import Route
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import ServedModel
 
-R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest)
+R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
 
 # Reads what a request refers to. Returns the work that makes the response, which may take long and
 # is safe in a thread, and the characters of stored text that it renders.
@@ -71,10 +74,17 @@ def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> lis
     detokenize = TokenizationEndpoint("detokenize", DetokenizeRequest, _detokenization, app_state)
     resolve = _input_tokens(responses)
     count = TokenizationEndpoint("input_tokens", ResponseRequest, resolve, app_state)
+    count_tokens = TokenizationEndpoint(
+        "count_tokens",
+        CountTokensRequest,
+        _message_tokens,
+        app_state,
+    )
     return [
         Route("POST", "/tokenize", tokenize),
         Route("POST", "/detokenize", detokenize),
         Route("POST", "/v1/responses/input_tokens", count),
+        Route("POST", "/v1/messages/count_tokens", count_tokens),
     ]
 
 
@@ -139,3 +149,10 @@ def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
         return lambda: {"object": "response.input_tokens", "input_tokens": len(prompt())}, size
 
     return resolve
+
+
+async def _message_tokens(
+    body: CountTokensRequest, served: ServedModel
+) -> tuple[Callable[[], MessageTokensObject], int]:
+    """Return the work that answers `/v1/messages/count_tokens`."""
+    return lambda: {"input_tokens": len(messages_prompt(body, served))}, 0

@@ -7,13 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.messages import MessagesRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.responses import LOGPROBS, ResponseRequest
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
+from dynamo_trtllm.frontend.generation.messages.message_builder import (
+    MessageBuilder,
+    prepare_messages,
+)
 from dynamo_trtllm.frontend.generation.preprocess import (
     GenerationPlan,
     prepare_chat,
@@ -33,6 +40,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, OutputParser, ServedModel
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from tests.unit.frontend import messages_client
 from tests.unit.frontend.responses_client import EVENT
 from tests.unit.tokenization.parser_helpers import cut
 
@@ -206,6 +214,47 @@ def _merged_events(data: bytes) -> list[Result]:
         EVENT.validate_python(event, strict=True)
         del event["sequence_number"]  # the number of the first of the merged events
     return events
+
+
+# --- messages ------------------------------------------------------------------------------
+
+
+def messages(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
+    """Return the whole message, and the events of the stream with consecutive deltas merged."""
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in TOOLS]
+    choice = {"type": "auto", "disable_parallel_tool_use": case.is_one_call}
+    fields = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    fields |= {"tools": tools, "tool_choice": choice, "stop_sequences": case.stop}
+    thinking = {"type": "disabled" if case.hides_reasoning else "adaptive"}
+    body = parse(MessagesRequest, json.dumps(fields | {"thinking": thinking}).encode())
+    plan = prepare_messages(body, served, body.call("r", 0.0, ""))
+    deltas, state = deltas_of(case, steps, plan)
+    streamed, whole = MessageBuilder(RESPONSE, plan), MessageBuilder(RESPONSE, plan)
+    data = streamed.start() + b"".join(map(streamed.delta, deltas))
+    data += streamed.finish(state.usage(), {})
+    for delta in deltas:
+        whole.push(delta)
+    message = json.loads(orjson.dumps(whole.body(state.usage(), {})))
+    events = _merged_deltas(messages_client.parsed(data.decode()))
+    for block in (*message["content"], *(each.get("content_block", {}) for each in events)):
+        if "id" in block:
+            block["id"] = "toolu"
+    return {"message": message, "events": events, "usage": state.usage()}
+
+
+def _merged_deltas(events: list[Result]) -> list[Result]:
+    messages_client.check_order(events)
+    merged: list[Result] = []
+    for event in events:
+        last = merged[-1] if merged else {}
+        delta, before = event.get("delta", {}), last.get("delta", {})
+        if last.get("index") == event.get("index") and "type" in delta:
+            if before.get("type") == delta["type"]:
+                field = next(name for name in delta if name != "type")
+                before[field] += delta[field]
+                continue
+        merged.append(event)
+    return merged
 
 
 def output(result: Result) -> list[tuple[str, str | None, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm import errors
+from dynamo_trtllm.frontend.generation.messages.message_builder import PING
 from dynamo_trtllm.frontend.http.keep_alive import COMMENT
 from tests.memory_http import MemoryClient
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
@@ -22,12 +23,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
 }
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 DONE = b"data: [DONE]\n\n"
 
 
 def send(served: FakeFrontend, path: str = CHAT, **fields: Any) -> MemoryClient:
     client = MemoryClient(served.app)
-    body = json.dumps({"model": MODEL, "stream": True, **BODIES[path], **fields}).encode()
+    asked = BODIES.get(path, BODIES[CHAT] | {"max_tokens": 9})
+    body = json.dumps({"model": MODEL, "stream": True, **asked, **fields}).encode()
     client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
     return client
 
@@ -60,6 +63,16 @@ async def test_silence_before_and_between_tokens_then_headers_and_comments(path:
     assert client.received.index(COMMENT) < client.received.index(b"one") < client.received.rindex(COMMENT)
     assert b"two" in client.received
     assert client.received.endswith(b"0\r\n\r\n")
+
+
+async def test_silence_of_a_message_then_pings() -> None:
+    waits = asyncio.Event()
+    client = send(front(chunk("one"), waits, stop("two"), sse_keep_alive_s=SILENCE_S), MESSAGES)
+    await until(lambda: client.received.count(PING) > 1)
+    waits.set()
+    await client.until_answered()
+    assert COMMENT not in client.received
+    assert b"message_stop" in client.received
 
 
 async def test_silence_in_the_queue_then_headers_and_comments() -> None:

@@ -22,6 +22,7 @@ from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, Catalog, Fak
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+MESSAGES = "/v1/messages"
 STATS = {"x-dynamo-stats": "1"}
 UNLISTED = {"/openapi.json", "/docs"}
 
@@ -34,6 +35,10 @@ async def ask(served: FakeFrontend, method: str, path: str, **kwargs: Any) -> ht
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return chat(max_tokens=9) | fields
 
 
 @cache
@@ -74,7 +79,7 @@ def test_openapi_then_it_lists_exactly_the_routes_of_the_app() -> None:
 
 
 def test_openapi_then_a_generation_lists_every_status_that_an_error_can_have() -> None:
-    for path in (CHAT, TEXT, "/v1/responses"):
+    for path in (CHAT, TEXT, "/v1/responses", MESSAGES):
         answers = document()["paths"][path]["post"]["responses"]
         assert set(answers) == {"200", *map(str, STATUS.values())}
         for status in ("429", "503"):
@@ -99,6 +104,20 @@ async def test_text_then_whole_and_streamed_answers_are_as_described(fields: dic
     streamed = await ask(front(*script), "POST", TEXT, json=asked | {"stream": True}, headers=STATS)
     for line in streamed.text.split("\n\n")[:-2]:
         schema("TextCompletion").validate(json.loads(line.removeprefix("data: ")))
+
+
+async def test_messages_then_whole_and_streamed_answers_and_errors_are_as_described() -> None:
+    script = [chunk("why", ids=[REASONING]), chunk("{", ids=[CALL]), stop("}")]
+    asked = message(thinking={"type": "adaptive"})
+    whole = await ask(front(*script), "POST", MESSAGES, json=asked, headers=STATS)
+    schema("Message").validate(whole.json())
+    streamed = await ask(front(*script), "POST", MESSAGES, json=asked | {"stream": True})
+    for event in streamed.text.split("\n\n")[:-1]:
+        schema("MessageEvent").validate(json.loads(event.partition("\ndata: ")[2]))
+    counted = await ask(front(), "POST", f"{MESSAGES}/count_tokens", json=asked)
+    schema("MessageTokens").validate(counted.json())
+    failed = await ask(front(errors.NoInstances("none")), "POST", MESSAGES, json=asked)
+    schema("MessagesError").validate(failed.json())
 
 
 async def test_tokenization_then_as_described() -> None:
@@ -147,6 +166,12 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         chat(logit_bias={"17": -100}, reasoning_effort="low", response_format={"type": "json_object"}),
     ],
     "CompletionRequest": [{"model": "m", "prompt": prompt} for prompt in ("a", [1, 2], ["a", "b"], [[1], [2, 3]])],
+    "MessagesRequest": [
+        message(system="be", stop_sequences=["x"], thinking={"type": "adaptive"}),
+        message(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}]),
+        message(tools=[{"name": "f", "input_schema": {}}, {"type": "bash_20250124", "name": "b"}]),
+    ],
+    "CountTokensRequest": [{"model": "m", "messages": [{"role": "user", "content": "hi"}]}],
     "ResponseRequest": [
         {"model": "m", "input": "hi", "text": {"format": {"type": "text"}}},
         {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
@@ -155,6 +180,12 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [{"model": "m"}, chat(temprature=1), chat(stop=[""]), chat(n=0), chat(modalities=["audio"])],
     "CompletionRequest": [{"model": "m", "prompt": ""}, {"model": "m", "prompt": "a", "suffix": "b"}],
+    "MessagesRequest": [
+        message(max_tokens=None),
+        message(system=5),
+        message(tools=[{"type": 5}]),
+        message(messages=[{"role": "user", "content": [{"type": "image"}]}]),
+    ],
     "ResponseRequest": [{"model": "m", "input": []}, {"model": "m", "input": "hi", "background": True}],
 }
 

@@ -14,7 +14,16 @@ from benchmarks import parser as benchmark
 from dynamo_trtllm.messages import FinishReason
 from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from tests.unit.frontend.split_helpers import Case, OtherFormat, Result, chat, responses, served_by, text
+from tests.unit.frontend.split_helpers import (
+    Case,
+    OtherFormat,
+    Result,
+    chat,
+    messages,
+    responses,
+    served_by,
+    text,
+)
 from tests.unit.frontend.test_event_order import harmony
 from tests.unit.tokenization.test_harmony_parser import STREAMS
 
@@ -41,7 +50,8 @@ PIECES = (
 )
 STOPS = ((), ("STOP",), ("STOP", "look", "}]"), ("\n\n", "OP"))
 REASONING, CALLS = ("none", "basic", "deepseek_r1"), ("none", "hermes", "json")
-ADAPTERS: Sequence[Callable[[ServedModel, Case, Sequence[int]], Result]] = (chat, responses, text)
+Adapter = Callable[[ServedModel, Case, Sequence[int]], Result]
+ADAPTERS: Sequence[Adapter] = (chat, responses, messages, text)
 STEPS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 
 

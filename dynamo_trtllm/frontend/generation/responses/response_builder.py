@@ -268,6 +268,7 @@ class ResponsesAdapter:
     endpoint = "responses"
     body = ResponseRequest
     prompt = frozenset({"input"})
+    ping = b""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
