@@ -11,17 +11,19 @@ from pathlib import Path
 
 from dynamo_trtllm.api.chat import AssistantMessage, ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.messages import MessagesRequest
 from dynamo_trtllm.api.request_model import RequestModel
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.api.sampling import NvExt
 from scripts.config_reference import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "api-fields.md"
-_ENDPOINTS = 3
+_ENDPOINTS = 4
 PLACES: dict[str, tuple[type[RequestModel], str]] = {
     "chat": (ChatRequest, ""),
     "completions": (CompletionRequest, ""),
     "responses": (ResponseRequest, ""),
+    "messages": (MessagesRequest, ""),
     "assistant messages": (AssistantMessage, "messages[]."),
     "all": (NvExt, "nvext."),
 }

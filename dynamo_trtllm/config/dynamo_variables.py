@@ -325,9 +325,20 @@ _IGNORED: tuple[_Group, ...] = (
     ),
     _Group(
         (FRONTEND,),
+        "/v1/messages is always served",
+        "DYN_ENABLE_ANTHROPIC_API",
+        TRUE,
+    ),
+    _Group(
+        (FRONTEND,),
+        "the billing line of Claude Code is never part of a prompt",
+        "DYN_STRIP_ANTHROPIC_PREAMBLE",
+        TRUE,
+    ),
+    _Group(
+        (FRONTEND,),
         "not supported",
-        "DYN_KSERVE_GRPC_SERVER DYN_GRPC_METRICS_PORT DYN_ENABLE_ANTHROPIC_API "
-        "DYN_STRIP_ANTHROPIC_PREAMBLE DYN_ENABLE_STREAMING_TOOL_DISPATCH "
+        "DYN_KSERVE_GRPC_SERVER DYN_GRPC_METRICS_PORT DYN_ENABLE_STREAMING_TOOL_DISPATCH "
         "DYN_ENABLE_STREAMING_REASONING_DISPATCH DYN_ENABLE_FORCE_INCLUDE_USAGE "
         "DYN_ENABLE_EXPERIMENTAL_PARSERS_V2 DYN_DISABLE_FRONTEND_NVEXT "
         "DYN_DISABLE_FRONTEND_ADMIN_API DYN_METADATA_HEADER DYN_FRONTEND_ROUTE_EXTENSIONS "
