@@ -61,7 +61,7 @@ def _bash(name: Any) -> dict[str, Any]:
 
 def _text_editor(name: Any, version: str) -> dict[str, Any]:
     undo = ("undo_edit",) if version <= _LAST_UNDO else ()
-    properties = {"command": {"enum": [*_FILE_COMMANDS, *undo]}, **_FILE_PROPERTIES}
+    properties = {"command": _one_of(*_FILE_COMMANDS, *undo), **_FILE_PROPERTIES}
     if version >= _FIRST_INSERT_TEXT:
         properties["insert_text"] = _INSERT_TEXT
     else:
@@ -72,7 +72,7 @@ def _text_editor(name: Any, version: str) -> dict[str, Any]:
 
 def _memory(name: Any) -> dict[str, Any]:
     properties = {
-        "command": {"enum": [*_FILE_COMMANDS, "delete", "rename"]},
+        "command": _one_of(*_FILE_COMMANDS, "delete", "rename"),
         **_FILE_PROPERTIES,
         "insert_text": _INSERT_TEXT,
         "old_path": {"type": "string", "description": "rename: the present path."},
@@ -80,6 +80,10 @@ def _memory(name: Any) -> dict[str, Any]:
     }
     about = "Read and write files below /memories, which later conversations can read."
     return _function(name, about, properties, ["command"])
+
+
+def _one_of(*commands: str) -> dict[str, Any]:
+    return {"type": "string", "enum": list(commands)}
 
 
 def _function(

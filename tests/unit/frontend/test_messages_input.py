@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from dynamo_trtllm.tokenization.base import Conversation, Message, ToolCall
+from dynamo_trtllm.api.messages import MessagesRequest
+from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.frontend.generation.messages.message_builder import prepare_messages
+from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, ToolCall
+from tests.unit.frontend import plan_helpers
 from tests.unit.frontend.app_helpers import CALL, FakeFrontend, front, stop
 from tests.unit.frontend.messages_client import COUNT, HI, PATH, TOOL, check_error, made, post
+from tests.unit.frontend.plan_helpers import TemplateModels
 
 IGNORED = "x-dynamo-ignored-fields"
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -63,6 +69,35 @@ async def test_conversation_with_every_block_then_its_messages() -> None:
         Message(role="tool", content="42", tool_call_id="toolu_1"),
         Message(role="user", content="and?"),
     )
+
+
+def test_conversation_then_the_prompt_of_the_same_chat_request(
+    harmony: ServedModel,
+    make_template: TemplateModels,
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+    said = {"role": "assistant", "content": "I look."}
+    asked = [
+        {"role": "system", "content": "be"},
+        *HI,
+        said | {"reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+    blocks = [text("I look."), {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}}]
+    turns = [
+        *HI,
+        turn("assistant", {"type": "thinking", "thinking": "hm"}, *blocks),
+        turn("user", {"type": "tool_result", "tool_use_id": "c", "content": "42"}),
+    ]
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for model in (harmony, make_template()):
+        chat = plan_helpers.chat(model, messages=asked, tools=[tool])
+        fields = {"messages": turns, "system": "be", "max_tokens": 9}
+        fields |= {"model": "m", "tools": [{"name": "f", "input_schema": schema}]}
+        body = parse(MessagesRequest, json.dumps(fields).encode())
+        plan = prepare_messages(body, model, body.call("r", 0.0, ""))
+        assert plan_helpers.prompt(plan, model) == plan_helpers.prompt(chat, model)
 
 
 @pytest.mark.parametrize(
