@@ -44,7 +44,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 class _TextBlock:
     """A text block whose text is built delta by delta."""
 
-    kind: ClassVar[str] = "text"
     delta_kind: ClassVar[str] = "text_delta"
     field: ClassVar[str] = "text"  # of the delta
 
@@ -84,7 +83,7 @@ class _TextBlock:
 class _ThinkingBlock(_TextBlock):
     """A block of reasoning. Nothing is signed here, so its signature is empty."""
 
-    kind = field = "thinking"
+    field = "thinking"
     delta_kind = "thinking_delta"
 
     def content(self) -> dict[str, Any]:
@@ -105,7 +104,6 @@ class _ToolUseBlock(_TextBlock):
     Others are sent at their end, as an object.
     """
 
-    kind = "tool_use"
     delta_kind = "input_json_delta"
     field = "partial_json"
 
@@ -219,18 +217,20 @@ class MessageBuilder:
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta, b"" for an empty one."""
-        data = b""
+        events: list[bytes] = []
         for each in delta.deltas:
-            is_new_call = each.name is not None
-            if self._open is None or is_new_call or self._open.channel is not each.channel:
+            block, is_new_call = self._open, each.name is not None
+            if block is None or is_new_call or block.channel is not each.channel:
                 if not (each.text or is_new_call):
-                    continue  # only log-probabilities
-                data += self._close() + self._begin(each)
-            if each.text and self._open is not None:
-                data += self._open.add(each.text)
+                    continue
+                events.append(self._close())
+                block = self._begin(each)
+                events.append(block.start())
+            if each.text:
+                events.append(block.add(each.text))
         if delta.finish is not None:
             self._finish, self._stop = delta.finish, delta.stop
-        return data
+        return b"".join(events)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
         """Return the last events."""
@@ -242,8 +242,8 @@ class MessageBuilder:
         response = to_response(error, form=messages_error, request_id=self._request_id)
         return b"event: error\ndata: " + orjson.dumps(response.body) + b"\n\n"
 
-    def _begin(self, delta: Delta) -> bytes:
-        """Open the block of a delta. Return its event."""
+    def _begin(self, delta: Delta) -> _TextBlock:
+        """Open the block of a delta."""
         index = len(self._blocks)
         block: _TextBlock
         if delta.channel is Channel.CALL:
@@ -254,7 +254,7 @@ class MessageBuilder:
             block = _TextBlock(index, delta.channel)
         self._blocks.append(block)
         self._open = block
-        return block.start()
+        return block
 
     def _close(self) -> bytes:
         """Close the open block. Return its events."""
