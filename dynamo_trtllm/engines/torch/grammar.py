@@ -188,8 +188,37 @@ def _content(alternative: OutputFormat) -> str:
     schema = json.loads(alternative.json_schema) or _ANY_OBJECT
     if not isinstance(schema, dict):
         raise ValueError("the JSON schema must be an object")
+    schema = closed(schema)
     options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
+
+
+_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
+_LISTS: Final = ("anyOf", "oneOf", "prefixItems")
+_OPEN: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but those that it names, unless it says otherwise.
+
+    XGrammar, which vLLM and TensorRT-LLM use, has this rule by default (`strict_mode`). Without it, a model may add
+    properties until it reaches max_tokens. Schemas within `allOf` stay open: each names a part of the properties.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name in _SCHEMAS:
+        if isinstance(named := schema.get(name), dict):
+            found[name] = {key: closed(each) for key, each in named.items()}
+    for name in _LISTS:
+        if isinstance(listed := schema.get(name), list):
+            found[name] = [closed(each) for each in listed]
+    if isinstance(schema.get("items"), dict):
+        found["items"] = closed(schema["items"])
+    is_composed = any(name in schema for name in ("anyOf", "oneOf", "if"))
+    if "properties" in schema and not is_composed and not any(name in schema for name in _OPEN):
+        found["additionalProperties"] = False
+    return found
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.grammar import GrammarCompiler, GrammarMatcher
+from dynamo_trtllm.engines.torch.grammar import GrammarCompiler, GrammarMatcher, closed
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput, token_ids
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
@@ -252,3 +252,30 @@ def test_two_triggers_then_the_form_of_the_one_that_comes_first(
     for token_id in (ord("x"), trigger):
         matcher.accept_token(token_id)
     assert allowed(matcher) == {ord(str(value))}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        ({"properties": {"a": {}}}, True),
+        ({"properties": {"a": {}}, "additionalProperties": True}, False),
+        ({"properties": {"a": {}}, "patternProperties": {"^b": {}}}, False),
+        ({"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, False),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, False),
+        ({"type": "object"}, False),
+    ],
+)
+def test_schema_when_it_names_properties_then_objects_have_no_others(schema: Any, is_closed: bool) -> None:
+    assert (closed(schema).get("additionalProperties") is False) == is_closed
+    inner = closed({"items": schema, "anyOf": [schema], "$defs": {"x": schema}})
+    for each in (inner["items"], inner["anyOf"][0], inner["$defs"]["x"]):
+        assert (each.get("additionalProperties") is False) == is_closed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_output_when_the_schema_does_not_forbid_more_properties_then_there_are_none(
+    grammar_compiler: GrammarCompiler, seed: int
+) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    ids = write(grammar_compiler.compile(guided(schema), STOPS), seed)
+    assert set(json.loads(spell(ids[:-1]))) == {"ok"}
