@@ -1,0 +1,127 @@
+"""Drives each client as its users do: a plain answer, a stream, a tool loop of two turns, structured output.
+
+Steps run against the demo deployment (tiny-gpt-oss on CPUs), or, where a model must call tools well, against a stand-in
+with scripted answers. A driver runs one step with the client's own interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.clients.environments import ENVIRONMENTS
+from tests.clients.scripted_model import MODEL, answer, call
+from tests.e2e.cluster import TINY
+
+DRIVERS = Path(__file__).parent / "drivers"
+STEP_TIMEOUT_S = 100.0
+pytestmark = [pytest.mark.extra, pytest.mark.timeout(1000)]  # the first step of a client also installs it
+
+HEALTH = call("get_system_health", "{}")
+LOOP = (HEALTH, answer("It is up."), answer("You are welcome."))
+READY = '{"is_ready":true}'
+LOOP_WITH_FORMAT = (HEALTH, answer(READY), answer(READY))
+
+
+class Step(NamedTuple):
+    """One step of a driver. Without `answers` it runs against the demo deployment, otherwise against the stand-in."""
+
+    client: str
+    driver: str
+    name: str
+    answers: Sequence[str] = ()
+
+    @property
+    def label(self) -> str:
+        return f"{self.client}-{self.name}-{'stand-in' if self.answers else 'demo'}"
+
+
+def steps(client: str, driver: str, *names: str, **scripted: Sequence[str]) -> list[Step]:
+    """Return steps against the demo deployment (`names`), and against the stand-in with their answers (`scripted`)."""
+    demo = [Step(client, driver, name) for name in names]
+    return demo + [Step(client, driver, name, answers) for name, answers in scripted.items()]
+
+
+STEPS = [
+    *steps(
+        *("openai", "openai_python.py", "plain", "stream", "tools", "structured", "named_tool"),
+        *("strict_tool_and_format", "responses", "responses_tools", "responses_structured"),
+    ),
+    *steps("litellm", "litellm_sdk.py", "plain", "stream", "tools", "tools_openai", "structured", "messages"),
+    *steps(
+        *(
+            "openai-agents",
+            "openai_agents.py",
+            "plain",
+            "stream",
+            "structured",
+            "chat",
+            "chat_stream",
+            "chat_structured",
+        ),
+        tools=LOOP,
+        chat_tools=LOOP,
+        tools_structured=LOOP_WITH_FORMAT,
+        chat_tools_structured=LOOP_WITH_FORMAT,
+    ),
+    *steps(
+        *("langchain", "langchain_agents.py", "plain", "stream", "structured", "structured_by_function"),
+        tools=LOOP[:2],
+        agent=LOOP,
+        agent_stream=LOOP[:2],
+        responses_agent=LOOP,
+        agent_provider_strategy=LOOP_WITH_FORMAT,
+        agent_tool_strategy=(HEALTH, call("Ready", READY), call("Ready", READY)),
+    ),
+    *steps(
+        *("instructor", "instructor_modes.py", "json_schema", "tools", "tools_strict", "responses_tools", "partial"),
+        json_mode=(answer('{"state": "healthy"}'),),
+    ),
+    *steps(
+        *("pydantic-ai", "pydantic_agents.py", "plain", "stream", "structured", "structured_by_tool"),
+        tools=LOOP,
+        responses_tools=LOOP,
+        tools_structured=LOOP_WITH_FORMAT,
+    ),
+]
+
+
+@functools.cache
+def installed(client: str) -> None:
+    ENVIRONMENTS[client].install()
+
+
+def run(step: Step, url: str, model: str, folder: Path) -> str:
+    """Run a driver in a folder. Return what it shows of the step. Fail with the end of its output."""
+    environment = ENVIRONMENTS[step.client]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["PATH"] = f"{environment.programs}:{env['PATH']}"
+    driver = environment.place(DRIVERS / step.driver)
+    command = [environment.interpreter(driver), str(driver), url, model, step.name]
+    done = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=STEP_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{done.stdout}{done.stderr}"[-2000:], pytrace=False)
+    return str(json.loads(done.stdout.splitlines()[-1])["shown"])
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.label)
+def test_client_when_it_runs_a_step_then_it_gets_what_it_expects(
+    step: Step, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    installed(step.client)
+    if step.answers:
+        url, script = request.getfixturevalue("scripted")
+        script.begin(step.answers)
+        assert run(step, url, MODEL, tmp_path)
+        assert (len(script.prompts), step.label) == (len(step.answers), step.label)
+    else:
+        assert run(step, request.getfixturevalue("demo_url"), TINY, tmp_path)
