@@ -49,9 +49,9 @@ def plain(base_url: str, model: str) -> str:
     return _messages(items)[-1]
 
 
-def tools(base_url: str, model: str) -> str:
+def _loop(base_url: str, model: str, more: str = "") -> str:
     """Run the shell command that the model calls for, and send back its output."""
-    items, errors = _exec(base_url, model, "Write the word ready into state.txt")
+    items, errors = _exec(base_url, model, "Write the word ready into state.txt", more)
     commands = [item for item in items if item["type"] == "command_execution"]
     check(commands and commands[0]["exit_code"] == 0, items, errors)
     check(Path("state.txt").read_text() == "ready\n", items)
@@ -59,14 +59,17 @@ def tools(base_url: str, model: str) -> str:
     return _messages(items)[-1]
 
 
-def plain_reduced(base_url: str, model: str) -> str:
-    """Turn off the hosted tools and the namespaces (R1)."""
-    items, errors = _exec(base_url, model, "Hello", REDUCED)
-    check(_messages(items), items, errors)
-    return _messages(items)[-1]
+def tools(base_url: str, model: str) -> str:
+    """Offer all tools of Codex, hosted ones and namespaces included (R1)."""
+    return _loop(base_url, model)
+
+
+def tools_reduced(base_url: str, model: str) -> str:
+    """Turn off the hosted tools and the namespaces."""
+    return _loop(base_url, model, REDUCED)
 
 
 REDUCED = 'web_search = "disabled"\nfeatures.multi_agent = false\n'
 
 if __name__ == "__main__":
-    run(plain, tools, plain_reduced)
+    run(plain, tools, tools_reduced)
