@@ -40,13 +40,13 @@ class Environment:
         return self.folder / ("node_modules/.bin" if self.is_node else "bin")
 
     def interpreter(self, driver: Path) -> str:
-        """Return the command that runs a driver. A driver of a program of npm may be written in Python."""
+        """Return what runs a driver, which for a program of npm may be written in Python."""
         if driver.suffix == ".mjs":
             return "node"
         return sys.executable if self.is_node else str(self.programs / "python")
 
     def place(self, driver: Path) -> Path:
-        """Return where the driver runs: Node looks for packages beside a script, so it gets a copy there."""
+        """Return where the driver runs. Node looks for packages beside a script: it gets a copy."""
         if driver.suffix != ".mjs":
             return driver
         for each in driver.parent.glob("*.mjs"):
@@ -64,19 +64,37 @@ class Environment:
         shutil.rmtree(self.folder, ignore_errors=True)  # of an interrupted run
         self.folder.mkdir(parents=True)
         if self.is_node:
-            self._run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), *self.pins)
+            self._run(
+                "npm",
+                "install",
+                "--no-audit",
+                "--no-fund",
+                "--prefix",
+                str(self.folder),
+                *self.pins,
+            )
         else:
             self._run(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
             uv = str(ROOT / "scripts" / "uv")
-            self._run(uv, "pip", "install", "--quiet", "--python", str(self.programs / "python"), *self.pins)
+            self._run(
+                uv,
+                "pip",
+                "install",
+                "--quiet",
+                "--python",
+                str(self.programs / "python"),
+                *self.pins,
+            )
         (self.folder / "complete").touch()
 
     def _run(self, *command: str) -> None:
         # A PYTHONPATH of the tests would shadow the packages of the environment.
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+        limits = {"timeout": INSTALL_TIMEOUT_S, "check": False}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, **limits)
         if done.returncode != 0:
-            raise RuntimeError(f"{self.name}: {command[:3]} failed:\n{(done.stdout + done.stderr)[-2000:]}")
+            output = (done.stdout + done.stderr)[-2000:]
+            raise RuntimeError(f"{self.name}: {command[:3]} failed:\n{output}")
 
 
 def python(name: str, *pins: str) -> Environment:
@@ -95,7 +113,7 @@ ENVIRONMENTS = {
         node("openai-node", "openai@7.59.0", "zod@4.6.7"),
         node("codex", "@openai/codex@0.171.0"),
         python("litellm", "litellm==1.110.2"),
-        python("litellm-proxy", "litellm[proxy]==1.110.2"),
+        python("litellm-proxy", "litellm[proxy]==1.108.7"),
         python("langchain", "langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24"),
         python("openai-agents", "openai-agents==0.24.0"),
         python("pydantic-ai", "pydantic-ai-slim[openai]==2.68.0"),
@@ -104,7 +122,7 @@ ENVIRONMENTS = {
         python("smolagents", "smolagents[openai]==1.26.0"),
         node("ai-sdk", "ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"),
         python("anthropic", "anthropic==2.14.0"),
-        python("lm-eval", "lm-eval[api]==0.4.13"),
+        python("lm-eval", "lm-eval[api]==0.4.13", "transformers==5.23.0"),
         python("aiperf", "aiperf==0.13.0"),
     )
 }

@@ -1,7 +1,7 @@
-"""A stand-in for a model that calls tools well: a frontend on a real socket whose tokens come from a script.
+"""A stand-in for a model that calls tools well: a frontend on a real socket with scripted tokens.
 
-The HTTP server, the API, the prompt format and the parsers are those of the product. No engine runs: the answers are
-texts in the format of gpt-oss, played in order, one per request.
+The HTTP server, the API, the prompt format and the parsers are those of the product.
+No engine runs: the answers are texts in the format of gpt-oss, played in order, one per request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.server import http_server
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ModelDeploymentCard, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    ModelDeploymentCard,
+    token_ids,
+)
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import ServedModel
@@ -30,7 +36,11 @@ STEP_TOKENS = 4
 START_S = 60.0
 RETURN, CALL = 200002, 200012  # end an answer and a call
 CARD = ModelDeploymentCard(
-    name=MODEL, context_length=1 << 17, vocab_size=201088, eos_token_ids=(RETURN, CALL), renderer="harmony"
+    name=MODEL,
+    context_length=1 << 17,
+    vocab_size=201088,
+    eos_token_ids=(RETURN, CALL),
+    renderer="harmony",
 )
 
 
@@ -45,13 +55,14 @@ def final(text: str) -> str:
 
 def call(name: str, arguments: str) -> str:
     """Return a function call with a line of reasoning before it."""
-    header = f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-    return f"<|channel|>analysis<|message|>I need {name}.<|end|>{header}{arguments}<|call|>"
+    thought = f"<|channel|>analysis<|message|>I need {name}.<|end|>"
+    header = f"<|start|>assistant<|channel|>commentary to=functions.{name} "
+    return f"{thought}{header}<|constrain|>json<|message|>{arguments}<|call|>"
 
 
 @dataclass
 class Script(PlayedPipeline):
-    """Plays the answers in order, one per request, and the last one again for requests beyond them."""
+    """Plays the answers in order, one per request, and the last one for all further requests."""
 
     tokenizer: HarmonyRenderer
     answers: Sequence[str] = ()
@@ -68,7 +79,8 @@ class Script(PlayedPipeline):
         for start in range(0, len(ids), STEP_TOKENS):
             is_last = start + STEP_TOKENS >= len(ids)
             finish = FinishReason.STOP if is_last else None
-            if not on_chunk(Chunk(token_ids=token_ids(ids[start : start + STEP_TOKENS]), finish_reason=finish)):
+            step = token_ids(ids[start : start + STEP_TOKENS])
+            if not on_chunk(Chunk(token_ids=step, finish_reason=finish)):
                 return
             await asyncio.sleep(0)  # the next step comes with another event
 
@@ -89,7 +101,7 @@ def serving() -> Iterator[tuple[str, Script]]:
 
     async def serve() -> None:
         metrics = FrontendMetrics()
-        app = build_app(config, catalog, script, metrics, not_ready_reason=lambda: None)  # type: ignore[arg-type]
+        app = build_app(config, catalog, script, metrics, not_ready_reason=lambda: None)
         server = http_server(app.router, config)
         loop = asyncio.get_running_loop()
         stops.append(lambda: loop.call_soon_threadsafe(server.stop))

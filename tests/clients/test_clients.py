@@ -1,7 +1,8 @@
-"""Drives each client as its users do: a plain answer, a stream, a tool loop of two turns, structured output.
+"""Drives each client as its users do: plain answers, streams, tool loops, structured output.
 
-Steps run against the demo deployment (tiny-gpt-oss on CPUs), or, where a model must call tools well, against a stand-in
-with scripted answers. A driver runs one step with the client's own interpreter.
+Steps run against the demo deployment (tiny-gpt-oss on CPUs).
+Where a model must call tools well, they run against a stand-in with scripted answers.
+A driver runs one step with the client's own interpreter.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from dynamo_trtllm.demo_models import resolve
 from tests.clients.environments import ENVIRONMENTS
 from tests.clients.scripted_model import MODEL, answer, call
 from tests.e2e.cluster import PLAIN, TINY
 
 DRIVERS = Path(__file__).parent / "drivers"
 STEP_TIMEOUT_S = 100.0
-pytestmark = [pytest.mark.extra, pytest.mark.timeout(1000)]  # the first step of a client also installs it
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.timeout(1000),
+]  # the first step of a client also installs it
 
 HEALTH = call("get_system_health", "{}")
 LOOP = (HEALTH, answer("It is up."), answer("You are welcome."))
@@ -33,7 +38,11 @@ LOOP_WITH_FORMAT = (HEALTH, answer(READY), answer(READY))
 
 
 class Step(NamedTuple):
-    """One step of a driver. Without `answers` it runs against the demo deployment, otherwise against the stand-in."""
+    """One step of a driver.
+
+    Args:
+        answers: those of the stand-in; without any, the step runs against the demo deployment.
+    """
 
     client: str
     driver: str
@@ -46,7 +55,12 @@ class Step(NamedTuple):
 
 
 def steps(client: str, driver: str, *names: str, **scripted: Sequence[str]) -> list[Step]:
-    """Return steps against the demo deployment (`names`), and against the stand-in with their answers (`scripted`)."""
+    """Return steps.
+
+    Args:
+        names: steps against the demo deployment.
+        scripted: steps against the stand-in, with its answers.
+    """
     demo = [Step(client, driver, name) for name in names]
     return demo + [Step(client, driver, name, answers) for name, answers in scripted.items()]
 
@@ -56,7 +70,16 @@ STEPS = [
         *("openai", "openai_python.py", "plain", "stream", "tools", "structured", "named_tool"),
         *("strict_tool_and_format", "responses", "responses_tools", "responses_structured"),
     ),
-    *steps("litellm", "litellm_sdk.py", "plain", "stream", "tools", "tools_openai", "structured", "messages"),
+    *steps(
+        "litellm",
+        "litellm_sdk.py",
+        "plain",
+        "stream",
+        "tools",
+        "tools_openai",
+        "structured",
+        "messages",
+    ),
     *steps(
         *(
             "openai-agents",
@@ -74,7 +97,14 @@ STEPS = [
         chat_tools_structured=LOOP_WITH_FORMAT,
     ),
     *steps(
-        *("langchain", "langchain_agents.py", "plain", "stream", "structured", "structured_by_function"),
+        *(
+            "langchain",
+            "langchain_agents.py",
+            "plain",
+            "stream",
+            "structured",
+            "structured_by_function",
+        ),
         tools=LOOP[:2],
         agent=LOOP,
         agent_stream=LOOP[:2],
@@ -83,11 +113,26 @@ STEPS = [
         agent_tool_strategy=(HEALTH, call("Ready", READY), call("Ready", READY)),
     ),
     *steps(
-        *("instructor", "instructor_modes.py", "json_schema", "tools", "tools_strict", "responses_tools", "partial"),
+        *(
+            "instructor",
+            "instructor_modes.py",
+            "json_schema",
+            "tools",
+            "tools_strict",
+            "responses_tools",
+            "partial",
+        ),
         json_mode=(answer('{"state": "healthy"}'),),
     ),
     *steps(
-        *("pydantic-ai", "pydantic_agents.py", "plain", "stream", "structured", "structured_by_tool"),
+        *(
+            "pydantic-ai",
+            "pydantic_agents.py",
+            "plain",
+            "stream",
+            "structured",
+            "structured_by_tool",
+        ),
         tools=LOOP,
         responses_tools=LOOP,
         tools_structured=LOOP_WITH_FORMAT,
@@ -98,7 +143,15 @@ STEPS = [
         tools_reduced=SHELL,
     ),
     *steps(
-        *("openai-node", "openai_node.mjs", "plain", "stream", "tools", "structured", "zod_tool_and_format"),
+        *(
+            "openai-node",
+            "openai_node.mjs",
+            "plain",
+            "stream",
+            "tools",
+            "structured",
+            "zod_tool_and_format",
+        ),
         *("responses",),
         run_tools=LOOP[:2],
     ),
@@ -113,6 +166,9 @@ STEPS = [
         *("smolagents", "smolagents_agent.py", "plain", "stream"),
         tools=(HEALTH, call("final_answer", '{"answer": "It is up."}')),
     ),
+    *steps("litellm-proxy", "litellm_gateway.py", "chat", "responses"),
+    *steps("lm-eval", "lm_eval_tasks.py", "likelihood", "generation"),
+    *steps("aiperf", "aiperf_profile.py", "chat", "responses"),
 ]
 
 
@@ -122,14 +178,21 @@ def installed(client: str) -> None:
 
 
 def run(step: Step, url: str, model: str, folder: Path) -> str:
-    """Run a driver in a folder. Return what it shows of the step. Fail with the end of its output."""
+    """Run a driver in a folder. Return what it shows. Fail with the end of its output."""
     environment = ENVIRONMENTS[step.client]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PATH"] = f"{environment.programs}:{env['PATH']}"
+    env["TOKENIZER"] = str(resolve(TINY))  # for programs that count tokens
     driver = environment.place(DRIVERS / step.driver)
     command = [environment.interpreter(driver), str(driver), url, model, step.name]
     done = subprocess.run(
-        command, env=env, cwd=folder, capture_output=True, text=True, timeout=STEP_TIMEOUT_S, check=False
+        command,
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=STEP_TIMEOUT_S,
+        check=False,
     )
     if done.returncode != 0:
         pytest.fail(f"{done.stdout}{done.stderr}"[-2000:], pytrace=False)

@@ -1,7 +1,8 @@
 // Vercel's AI SDK with its provider for servers that speak OpenAI's API.
 
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { Output, generateText, stepCountIs, streamText, tool } from "ai";
+import { generateText } from "ai";
+import { Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 import { DESCRIPTION, QUESTION, STATUS, check, run } from "./steps.mjs";
 
@@ -14,9 +15,10 @@ const tools = {
   }),
 };
 
-// docs: ai-sdk
 async function plain(baseURL, model) {
-  const provider = createOpenAICompatible({ name: "local", baseURL, supportsStructuredOutputs: true });
+  // docs: ai-sdk
+  const options = { supportsStructuredOutputs: true };
+  const provider = createOpenAICompatible({ name: "local", baseURL, ...options });
   const { text } = await generateText({ model: provider(model), prompt: "Hello" });
   // docs: end
   check(text);

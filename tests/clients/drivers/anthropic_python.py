@@ -6,8 +6,8 @@ from steps import DESCRIPTION, QUESTION, STATUS, check, run
 HELLO = {"max_tokens": 400, "messages": [{"role": "user", "content": "Hello"}]}
 
 
-# docs: anthropic
 def plain(base_url: str, model: str) -> str:
+    # docs: anthropic
     client = anthropic.Anthropic(base_url=base_url, api_key="none")
     messages = [{"role": "user", "content": "Hello"}]
     answer = client.messages.create(model=model, max_tokens=400, messages=messages)
@@ -40,7 +40,10 @@ def tools(base_url: str, model: str) -> str:
     check(first.stop_reason == "tool_use", first)
     (use,) = [block for block in first.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": use.id, "content": STATUS}
-    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    messages += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
     second = client.messages.create(**asked)
     texts = [block.text for block in second.content if block.type == "text"]
     check(texts, second)
@@ -48,7 +51,8 @@ def tools(base_url: str, model: str) -> str:
 
 
 def count_tokens(base_url: str, model: str) -> int:
-    count = _client(base_url).messages.count_tokens(model=model, messages=HELLO["messages"]).input_tokens
+    asked = {"model": model, "messages": HELLO["messages"]}
+    count = _client(base_url).messages.count_tokens(**asked).input_tokens
     check(count > 0)
     return count
 

@@ -21,7 +21,7 @@ wire_api = "responses"
 
 
 def _exec(base_url: str, model: str, task: str, more: str = "") -> tuple[list[dict], str]:
-    """Run a task with the configuration of the documentation. Return the finished items and the errors."""
+    """Run a task with the documented configuration. Return the finished items and the errors."""
     home = Path("codex-home").absolute()
     home.mkdir()
     text = CONFIG.replace("MODEL", model).replace("http://localhost:8000", base_url)
@@ -30,7 +30,12 @@ def _exec(base_url: str, model: str, task: str, more: str = "") -> tuple[list[di
     flags = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     env = os.environ | {"CODEX_HOME": str(home)}
     done = subprocess.run(
-        ["codex", "exec", *flags, task], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        ["codex", "exec", *flags, task],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     items = [event["item"] for event in events if event["type"] == "item.completed"]

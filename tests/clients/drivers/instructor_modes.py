@@ -27,8 +27,8 @@ def _create(base_url: str, model: str, mode: instructor.Mode) -> Health:
     return answer
 
 
-# docs: instructor
 def json_schema(base_url: str, model: str) -> Health:
+    # docs: instructor
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none")
     asker = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     messages = [{"role": "user", "content": "Is the system healthy?"}]
@@ -57,7 +57,8 @@ def responses_tools(base_url: str, model: str) -> Health:
 def partial(base_url: str, model: str) -> Health:
     messages = [{"role": "user", "content": "Is the system healthy?"}]
     asked = {"model": model, "messages": messages, "max_retries": 0}
-    parts = list(_client(base_url, instructor.Mode.TOOLS).create_partial(response_model=Health, **asked))
+    client = _client(base_url, instructor.Mode.TOOLS)
+    parts = list(client.create_partial(response_model=Health, **asked))
     check(parts and parts[-1].state in ("healthy", "failing"), parts)
     return parts[-1]
 

@@ -21,8 +21,8 @@ def get_system_health() -> str:
     return STATUS
 
 
-# docs: langchain
 def plain(base_url: str, model: str) -> str:
+    # docs: langchain
     llm = ChatOpenAI(base_url=f"{base_url}/v1", api_key="none", model=model)
     text = llm.invoke("Hello").content
     # docs: end
@@ -58,7 +58,8 @@ def structured(base_url: str, model: str) -> str:
 
 def structured_by_function(base_url: str, model: str) -> str:
     """Demand a call of a function that is the format (R4)."""
-    answer = _llm(base_url, model).with_structured_output(Ready, method="function_calling").invoke("Hello")
+    llm = _llm(base_url, model).with_structured_output(Ready, method="function_calling")
+    answer = llm.invoke("Hello")
     check(isinstance(answer, Ready), answer)
     return answer
 
@@ -93,7 +94,8 @@ def agent_tool_strategy(base_url: str, model: str) -> str:
 
 def agent_stream(base_url: str, model: str) -> str:
     agent = create_agent(_llm(base_url, model), [get_system_health], name="ops_agent")
-    seen = [part for part, _ in agent.stream({"messages": [("user", QUESTION)]}, stream_mode="messages")]
+    asked = {"messages": [("user", QUESTION)]}
+    seen = [part for part, _ in agent.stream(asked, stream_mode="messages")]
     check(any(part.type == "tool" for part in seen), seen)
     return seen[-1].content or "".join(part.content for part in seen if part.type != "tool")
 

@@ -5,7 +5,10 @@ import pydantic
 from steps import DESCRIPTION, QUESTION, STATUS, check, run
 
 FUNCTION = {"name": "get_system_health", "description": DESCRIPTION}
-TOOL = {"type": "function", "function": FUNCTION | {"parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": FUNCTION | {"parameters": {"type": "object", "properties": {}}},
+}
 
 
 class Ready(pydantic.BaseModel):
@@ -14,8 +17,8 @@ class Ready(pydantic.BaseModel):
     is_ready: bool
 
 
-# docs: litellm
 def plain(base_url: str, model: str) -> str:
+    # docs: litellm
     messages = [{"role": "user", "content": "Hello"}]
     options = {"api_base": f"{base_url}/v1", "api_key": "none"}
     answer = litellm.completion(model=f"hosted_vllm/{model}", messages=messages, **options)
@@ -25,7 +28,8 @@ def plain(base_url: str, model: str) -> str:
     return text
 
 
-def _ask(base_url: str, model: str, messages: list, prefix: str = "hosted_vllm", **more: object) -> object:
+def _ask(base_url: str, model: str, messages: list, **more: object) -> object:
+    prefix = more.pop("prefix", "hosted_vllm")
     options = {"api_base": f"{base_url}/v1", "api_key": "none", "max_retries": 0}
     return litellm.completion(model=f"{prefix}/{model}", messages=messages, **options, **more)
 
@@ -41,10 +45,13 @@ def stream(base_url: str, model: str) -> str:
 def _loop(base_url: str, model: str, prefix: str) -> str:
     """Send back the message object itself, with the fields that LiteLLM adds to it (R2)."""
     messages = [{"role": "user", "content": QUESTION}]
-    message = _ask(base_url, model, messages, prefix, tools=[TOOL]).choices[0].message
+    message = _ask(base_url, model, messages, prefix=prefix, tools=[TOOL]).choices[0].message
     check(message.tool_calls, message)
-    messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS}]
-    answer = _ask(base_url, model, messages, prefix, tools=[TOOL]).choices[0].message
+    messages += [
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS},
+    ]
+    answer = _ask(base_url, model, messages, prefix=prefix, tools=[TOOL]).choices[0].message
     check(answer.content, answer)
     return answer.content
 
@@ -66,7 +73,8 @@ def structured(base_url: str, model: str) -> str:
 def messages(base_url: str, model: str) -> str:
     """Serve Anthropic's API in the client: it translates to chat completions."""
     asked = {"model": f"hosted_vllm/{model}", "max_tokens": 200, "api_base": f"{base_url}/v1"}
-    answer = litellm.anthropic.messages.create(messages=[{"role": "user", "content": "Hello"}], api_key="none", **asked)
+    asked |= {"messages": [{"role": "user", "content": "Hello"}], "api_key": "none"}
+    answer = litellm.anthropic.messages.create(**asked)
     texts = [block["text"] for block in answer["content"] if block["type"] == "text"]
     check(texts and texts[0], answer)
     return texts[0]

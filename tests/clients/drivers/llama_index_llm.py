@@ -15,8 +15,8 @@ class Ready(pydantic.BaseModel):
     is_ready: bool
 
 
-# docs: llama-index
 def plain(base_url: str, model: str) -> str:
+    # docs: llama-index
     options = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 8192}
     llm = OpenAILike(model=model, api_base=f"{base_url}/v1", api_key="none", **options)
     text = llm.complete("Hello").text
@@ -46,7 +46,8 @@ def tools(base_url: str, model: str) -> str:
         return STATUS
 
     async def ask() -> str:
-        agent = FunctionAgent(tools=[get_system_health], llm=_llm(base_url, model), name="ops_agent")
+        llm = _llm(base_url, model)
+        agent = FunctionAgent(tools=[get_system_health], llm=llm, name="ops_agent")
         context = Context(agent)
         first = await agent.run(QUESTION, ctx=context)
         await agent.run("Thanks", ctx=context)

@@ -20,8 +20,8 @@ def get_system_health() -> str:
     return STATUS
 
 
-# docs: openai-agents
 def plain(base_url: str, model: str) -> str:
+    # docs: openai-agents
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none")
     agents.set_tracing_disabled(True)
     chosen = agents.OpenAIResponsesModel(model, client)
@@ -54,7 +54,8 @@ def _loop(base_url: str, model: str, api: str, **more: object) -> agents.RunResu
     first = agents.Runner.run_sync(agent, QUESTION)
     check(any(item.type == "tool_call_output_item" for item in first.new_items), first)
     # A second question with all items that the SDK keeps of the first one.
-    second = agents.Runner.run_sync(agent, [*first.to_input_list(), {"role": "user", "content": "Thanks"}])
+    history = [*first.to_input_list(), {"role": "user", "content": "Thanks"}]
+    second = agents.Runner.run_sync(agent, history)
     check(second.final_output is not None, second)
     return first
 
@@ -80,11 +81,13 @@ def tools(base_url: str, model: str) -> str:
 
 
 def chat_structured(base_url: str, model: str) -> str:
-    return agents.Runner.run_sync(_agent(base_url, model, "chat", output_type=Ready), "Hello").final_output
+    agent = _agent(base_url, model, "chat", output_type=Ready)
+    return agents.Runner.run_sync(agent, "Hello").final_output
 
 
 def structured(base_url: str, model: str) -> str:
-    return agents.Runner.run_sync(_agent(base_url, model, "responses", output_type=Ready), "Hello").final_output
+    agent = _agent(base_url, model, "responses", output_type=Ready)
+    return agents.Runner.run_sync(agent, "Hello").final_output
 
 
 def chat_tools_structured(base_url: str, model: str) -> str:

@@ -11,8 +11,8 @@ const tool = { type: "function", function: { name, description: DESCRIPTION, par
 const Ready = z.object({ is_ready: z.boolean() });
 const HELLO = [{ role: "user", content: "Hello" }];
 
-// docs: openai-node
 async function plain(baseURL, model) {
+  // docs: openai-node
   const client = new OpenAI({ baseURL, apiKey: "none" });
   const messages = [{ role: "user", content: "Hello" }];
   const answer = await client.chat.completions.create({ model, messages });

@@ -8,14 +8,14 @@ from steps import DESCRIPTION, QUESTION, STATUS, check, run
 
 
 class Health(pydantic.BaseModel):
-    """An answer, and the arguments of a tool. A tiny model may never end a free text: there is none."""
+    """An answer, and the arguments of a tool, without free text, which may never end."""
 
     state: Literal["healthy", "failing"]
     is_ready: bool
 
 
-# docs: openai
 def plain(base_url: str, model: str) -> str:
+    # docs: openai
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none")
     messages = [{"role": "user", "content": "Hello"}]
     answer = client.chat.completions.create(model=model, messages=messages)
@@ -43,11 +43,18 @@ def tools(base_url: str, model: str) -> str:
     function = {"name": "get_system_health", "description": DESCRIPTION}
     function["parameters"] = {"type": "object", "properties": {}}
     messages = [{"role": "user", "content": QUESTION}]
-    asked = {"model": model, "messages": messages, "tools": [{"type": "function", "function": function}]}
+    asked = {
+        "model": model,
+        "messages": messages,
+        "tools": [{"type": "function", "function": function}],
+    }
     client = _client(base_url)
     message = client.chat.completions.create(**asked).choices[0].message
     check(message.tool_calls, message)
-    messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS}]
+    messages += [
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS},
+    ]
     answer = client.chat.completions.create(**asked).choices[0].message
     check(answer.content, answer)
     return answer.content
@@ -89,7 +96,8 @@ def responses(base_url: str, model: str) -> str:
     second = client.responses.create(model=model, input="Hello", previous_response_id=first.id)
     check(second.output_text, second)
     with client.responses.stream(model=model, input="Hello") as events:
-        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        kind = "response.output_text.delta"
+        text = "".join(event.delta for event in events if event.type == kind)
         check(text == events.get_final_response().output_text, text)
     return text
 
@@ -103,7 +111,10 @@ def responses_tools(base_url: str, model: str) -> str:
     first = client.responses.create(model=model, input=items, tools=[tool], store=False)
     calls = [item for item in first.output if item.type == "function_call"]
     check(calls, first)
-    items += [*first.output, {"type": "function_call_output", "call_id": calls[0].call_id, "output": STATUS}]
+    items += [
+        *first.output,
+        {"type": "function_call_output", "call_id": calls[0].call_id, "output": STATUS},
+    ]
     second = client.responses.create(model=model, input=items, tools=[tool], store=False)
     check(second.output_text, second)
     return second.output_text

@@ -15,8 +15,8 @@ class Ready(pydantic.BaseModel):
     is_ready: bool
 
 
-# docs: pydantic-ai
 def plain(base_url: str, model: str) -> str:
+    # docs: pydantic-ai
     provider = OpenAIProvider(base_url=f"{base_url}/v1", api_key="none")
     agent = Agent(OpenAIChatModel(model, provider=provider))
     text = agent.run_sync("Hello").output

@@ -12,8 +12,8 @@ def get_system_health() -> str:
     return STATUS
 
 
-# docs: smolagents
 def plain(base_url: str, model: str) -> str:
+    # docs: smolagents
     llm = OpenAIModel(model_id=model, api_base=f"{base_url}/v1", api_key="none")
     text = llm([ChatMessage(role="user", content="Hello")]).content
     # docs: end
@@ -33,7 +33,8 @@ def tools(base_url: str, model: str) -> str:
     llm = OpenAIModel(model_id=model, api_base=f"{base_url}/v1", api_key="none")
     agent = ToolCallingAgent(tools=[get_system_health], model=llm, max_steps=3, verbosity_level=0)
     text = agent.run(QUESTION)
-    calls = [call.name for step in agent.memory.steps for call in getattr(step, "tool_calls", None) or []]
+    called = [getattr(step, "tool_calls", None) or [] for step in agent.memory.steps]
+    calls = [call.name for each in called for call in each]
     check(calls == ["get_system_health", "final_answer"], calls, text)
     return text
 

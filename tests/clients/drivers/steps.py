@@ -1,6 +1,7 @@
 """Runs one step of a driver: `python DRIVER.py BASE_URL MODEL STEP`. Needs nothing but Python.
 
-A driver has one function per step. A step uses the client as its users do, and checks what the client returns.
+A driver has one function per step.
+A step uses the client as its users do, and checks what the client returns.
 """
 
 import json

@@ -1,0 +1,96 @@
+"""LiteLLM's proxy before the server, and the openai package before the proxy."""
+
+import os
+import secrets
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+from steps import DESCRIPTION, QUESTION, STATUS, check, run
+
+# docs: litellm-proxy
+CONFIG = """
+model_list:
+  - model_name: MODEL
+    litellm_params:
+      model: hosted_vllm/MODEL
+      api_base: http://localhost:8000/v1
+"""
+# docs: end
+START_S = 80.0
+
+
+@contextmanager
+def _proxy(base_url: str, model: str) -> Iterator[openai.OpenAI]:
+    """Start the proxy with the configuration of the documentation."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = CONFIG.replace("MODEL", model).replace("http://localhost:8000", base_url)
+    Path("config.yaml").write_text(text)
+    command = ["litellm", "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
+    key = f"sk-{secrets.token_hex(32)}"  # the proxy does not start without one
+    env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
+    with Path("proxy.log").open("w") as log:
+        child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        _until_alive(child, f"http://127.0.0.1:{port}/health/liveliness")
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def _until_alive(child: subprocess.Popen, url: str) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            urllib.request.urlopen(url).close()
+            return
+        except OSError:
+            check(
+                child.poll() is None and time.monotonic() < end,
+                Path("proxy.log").read_text()[-1500:],
+            )
+            time.sleep(0.5)
+
+
+def chat(base_url: str, model: str) -> str:
+    """Ask once, once as a stream, and with a tool in two turns: a start of the proxy takes long."""
+    tool = {"name": "get_system_health", "description": DESCRIPTION}
+    tool["parameters"] = {"type": "object", "properties": {}}
+    messages = [{"role": "user", "content": QUESTION}]
+    asked = {
+        "model": model,
+        "messages": messages,
+        "tools": [{"type": "function", "function": tool}],
+    }
+    with _proxy(base_url, model) as client:
+        hello = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+        check(client.chat.completions.create(**hello).choices[0].message.content)
+        chunks = list(client.chat.completions.create(**hello, stream=True))
+        check(len(chunks) > 3, chunks)
+        message = client.chat.completions.create(**asked).choices[0].message
+        check(message.tool_calls, message)
+        messages += [
+            message,
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS},
+        ]
+        answer = client.chat.completions.create(**asked).choices[0].message
+    check(answer.content, answer)
+    return answer.content
+
+
+def responses(base_url: str, model: str) -> str:
+    with _proxy(base_url, model) as client:
+        text = client.responses.create(model=model, input="Hello").output_text
+    check(text)
+    return text
+
+
+if __name__ == "__main__":
+    run(chat, responses)
