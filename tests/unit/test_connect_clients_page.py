@@ -43,7 +43,7 @@ BLOCKS = BLOCK.findall(PAGE)
 
 
 @pytest.mark.parametrize(("driver", "name", "block"), BLOCKS, ids=[each[1] for each in BLOCKS])
-def test_lines_when_compared_with_the_driver_then_they_are_equal(driver: str, name: str, block: str) -> None:
+def test_lines_when_compared_with_the_driver_then_equal(driver: str, name: str, block: str) -> None:
     imports = [line for line in block.splitlines() if line.startswith(("import ", "from "))]
     source = (DRIVERS / driver).read_text(encoding="utf-8")
     if "subprocess" in source and "CONFIG" not in source:  # the page has a line of a shell
