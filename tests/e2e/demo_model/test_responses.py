@@ -165,9 +165,17 @@ def test_what_we_do_not_have_then_refused_by_name(sdk: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             sdk.responses.create(**GREEDY, input="x", **fields)  # type: ignore[call-overload]
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
+    hosted: Any = {"type": "web_search"}
     with pytest.raises(openai.BadRequestError) as caught:
-        sdk.responses.create(**GREEDY, input="x", tools=[{"type": "web_search"}])
-    assert caught.value.param == "tools[0].type"
+        sdk.responses.create(**GREEDY, input="x", tools=[hosted], tool_choice=hosted)
+    assert caught.value.param == "tool_choice"
+
+
+def test_tool_of_a_server_then_left_out_and_named(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = GREEDY | {"input": "x", "max_output_tokens": 20}
+    raw = sdk.responses.with_raw_response.create(**asked, tools=[{"type": "web_search"}])
+    assert raw.headers["x-dynamo-ignored-fields"] == "tools.web_search"
+    assert raw.parse().status in ("completed", "incomplete")
 
 
 def test_json_schema_then_the_answer_keeps_to_it(sdk: openai.OpenAI) -> None:

@@ -54,9 +54,9 @@ REFUSED: dict[str, tuple[Callable[[openai.OpenAI], Any], type[openai.APIStatusEr
     "endpoint that is none": (
         lambda sdk: sdk.embeddings.create(model=TINY, input="x"), openai.NotFoundError, "unknown_url", None,
     ),
-    "unknown field of a stream": (
-        lambda sdk: sdk.chat.completions.create(**GREEDY, stream=True, extra_body={"nvext": {"x": 1}}),
-        openai.BadRequestError, "unsupported_parameter", "nvext.x",
+    "misspelled field of a stream": (
+        lambda sdk: sdk.chat.completions.create(**GREEDY, stream=True, extra_body={"nvext": {"cache_salts": "x"}}),
+        openai.BadRequestError, "unsupported_parameter", "nvext.cache_salts",
     ),
 }  # fmt: skip
 
