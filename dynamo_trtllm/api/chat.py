@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
@@ -41,7 +41,7 @@ MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may support fewer
 
 
-def part_texts(value: Any, types: Sequence[str], fields: Set[str], info: ValidationInfo) -> list[str]:
+def part_texts(value: Any, types: Sequence[str], fields: frozenset[str], info: ValidationInfo) -> list[str]:
     """Return the texts of `value`: a string, or a list of text parts of these types with no other fields than these.
 
     Other fields are rejected, or ignored as unknown ones.
@@ -72,7 +72,7 @@ def part_texts(value: Any, types: Sequence[str], fields: Set[str], info: Validat
 
 
 def _text(value: Any, info: ValidationInfo) -> str:
-    return "\n".join(part_texts(value, ("text",), {"type", "text", *TextPart.hints}, info))
+    return "\n".join(part_texts(value, ("text",), _PART_FIELDS, info))
 
 
 class TextPart(RequestModel):
@@ -82,6 +82,7 @@ class TextPart(RequestModel):
     text: LongText
 
 
+_PART_FIELDS = frozenset({"type", "text", *TextPart.hints})
 _Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
 Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]

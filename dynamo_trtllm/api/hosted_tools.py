@@ -30,6 +30,8 @@ def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, V
     and otherwise only if it is misspelled. `default` is that of a tool without a type, which else is an error.
     """
 
+    known = frozenset(served)
+
     def checked(value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             invalid(f"must be an object, not {kind_of(value)}")
@@ -45,7 +47,7 @@ def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, V
         ignored: IgnoredFields | None = info.context
         if ignored is None:
             unsupported(f"{shown(kind)} is not supported; use {' or '.join(map(repr, served))}", field="type")
-        meant = ignored.meant(kind, served)
+        meant = ignored.meant(kind, known)
         if meant is not None:
             unsupported(f"{shown(kind)} is not known; did you mean {meant!r}?", field="type")
         ignored.add((f"tools.{kind}",))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
 import orjson
@@ -115,7 +115,7 @@ class RequestModel(BaseModel):
             unsupported(f"is not supported, except as {_alternatives(values)}; {instead}", field=name)
 
 
-def check_unknown(name: str, known: Collection[str], info: ValidationInfo, place: str = "") -> None:
+def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place: str = "") -> None:
     """Ignore an unknown field, or reject it: always, or only if it is misspelled, as the caller of `parse` says.
 
     Args:
@@ -147,7 +147,7 @@ def _names(model: type[RequestModel]) -> frozenset[str]:
 @functools.cache
 def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
     """Return all names that a model accepts with some value."""
-    return _names(model) | model.hints | model.no_ops.keys()
+    return frozenset({*_names(model), *model.hints, *model.no_ops})
 
 
 def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Final, Literal
 
 MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
@@ -21,7 +21,8 @@ class IgnoredFields:
 
     def __init__(self, *, rejects_misspelled: bool = False) -> None:
         self._names: dict[str, None] = {}
-        self._left = _MOST_COMPARED if rejects_misspelled else 0
+        self._rejects_misspelled = rejects_misspelled
+        self._compared: set[tuple[str, Hashable]] = set()  # names, each with the known ones of its place
 
     def add(self, names: Iterable[str]) -> None:
         """Add names."""
@@ -29,14 +30,16 @@ class IgnoredFields:
             if len(self._names) < MAX_IGNORED:
                 self._names[name[:_MAX_NAME]] = None
 
-    def meant(self, name: str, known: Collection[str]) -> str | None:
+    def meant(self, name: str, known: frozenset[str]) -> str | None:
         """Return the known name that a misspelled one stands for. None: it is an unknown field, or they are allowed.
 
         Only the first unknown fields of a request are compared, so that no request costs more than its size.
         """
-        if not self._left or name[:_MAX_NAME] in self._names:
+        if not self._rejects_misspelled or len(self._compared) >= _MOST_COMPARED:
             return None
-        self._left -= 1
+        if len(name) > _MAX_NAME or (name, known) in self._compared:
+            return None
+        self._compared.add((name, known))
         return misspelled(name, known)
 
     def __bool__(self) -> bool:
@@ -53,8 +56,6 @@ def collector(mode: Literal["reject", "warn", "ignore"]) -> IgnoredFields | None
 
 def misspelled(name: str, known: Collection[str]) -> str | None:
     """Return the known name from which a name differs by one edit, or by case and underscores only."""
-    if len(name) > _MAX_NAME:
-        return None
     plain = _plain(name)
     for other in known:
         is_near = len(other) >= _SHORTEST and abs(len(other) - len(name)) <= 1
@@ -76,7 +77,9 @@ def _is_one_edit(one: str, other: str) -> bool:
     while begin < shortest and one[begin] == other[begin]:
         begin += 1
     rest, others = one[begin:], other[begin:]
-    is_changed = rest[1:] == others[1:]
-    is_longer, is_shorter = rest[1:] == others, rest == others[1:]
-    is_swapped = len(rest) > 1 and rest[:2] == others[1::-1] and rest[2:] == others[2:]
-    return is_changed or is_longer or is_shorter or is_swapped
+    if rest[1:] == others[1:]:
+        return True  # another character
+    if rest[1:] == others or rest == others[1:]:
+        return True  # one too many, or one is missing
+    swapped = others[1:2] + others[:1]
+    return rest[:2] == swapped and rest[2:] == others[2:]
