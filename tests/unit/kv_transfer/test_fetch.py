@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
+from dynamo_trtllm.kv_transfer.nixl import fetch
 from dynamo_trtllm.kv_transfer.nixl.fetch import Fetch
 
-CONNECT_S = 0.05
+CONNECT_S = 7.0
 
 
-@contextlib.contextmanager
-def slowly_connected(_offer: Any) -> Iterator[Any]:
-    time.sleep(CONNECT_S)
-    yield SimpleNamespace(name="prefill", broken=False)
+class Clock:
+    """A clock that stands still until the test moves it, so that a busy machine changes nothing."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
-def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region_begins_after_it() -> None:
-    bindings, peers, offer = MagicMock(), MagicMock(), MagicMock(ready=1, kind="DRAM")
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(fetch, "time", clock)
+    return clock
+
+
+def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region_begins_after_it(clock: Clock) -> None:
+    @contextlib.contextmanager
+    def slowly_connected(_offer: Any) -> Iterator[Any]:
+        clock.now += CONNECT_S
+        yield SimpleNamespace(name="prefill", broken=False)
+
+    bindings, peers = MagicMock(), MagicMock(connected=slowly_connected)
     bindings.translated.return_value = contextlib.nullcontext()
-    bindings.agent.transfer.return_value = bindings.agent.check_xfer_state.return_value = "PROC"
-    peers.connected = slowly_connected
+    bindings.agent.transfer.return_value = "PROC"
+    bindings.agent.check_xfer_state.return_value = "PROC"
+    offer = MagicMock(ready=1, kind="DRAM")
     to = Destination([MemoryRegion(4096, 8)])
-    own = bindings, peers, MagicMock(), MagicMock()
-    fetch = Fetch(*own, "t-1", offer, to, slot=0, deadline=time.monotonic() + 60, is_checked=False)
-    assert next(fetch.steps()) < CONNECT_S
+    deadline = clock.now + 60
+    steps = Fetch(bindings, peers, MagicMock(), MagicMock(), "t-1", offer, to, 0, deadline, is_checked=False).steps()
+
+    assert next(steps) == 0
+    clock.now += 2
+    assert next(steps) == 2
