@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,10 +60,15 @@ class StopStrings:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
         self._matched = [0] * len(stops)  # per stop string: length of its prefix with which the text ends
         self._pending = ""
+        first_chars = "".join({stop[0] for stop in stops})
+        self._find_start = re.compile(f"[{re.escape(first_chars)}]").search
         self.found: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and True if a stop string follows it."""
+        # Most text has no character with which a stop string begins. One search shows that for all of them.
+        if not self._pending and self._find_start(text) is None:
+            return text, False
         ends = [self._end(index, text) for index in range(len(self._stops))]
         text, before = self._pending + text, len(self._pending)
         hits = [(before + end, -len(stop)) for end, (stop, _) in zip(ends, self._stops, strict=True) if end is not None]
