@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:  # not on every GPU machine
         from hypothesis import settings
 
-        cases = 600 if config.getoption("--long") else 50
+        cases = 600 if config.getoption("--long") else 25
         settings.register_profile("fixed", max_examples=cases, derandomize=True, deadline=None, database=None)
         settings.load_profile("fixed")
 

@@ -73,6 +73,7 @@ async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as
     assert verdict.counts[Outcome.RIGHT] == verdict.sent > 10, table([verdict])
 
 
+@pytest.mark.long  # tests/e2e/test_launch.py kills the launcher, too
 def test_command_when_it_is_killed_then_nothing_is_left(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
     env = os.environ | {"CHAOS_TEST_MARK": mark, "TMPDIR": str(tmp_path)}

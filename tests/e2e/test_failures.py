@@ -113,6 +113,7 @@ def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides(lasting: Pai
     check_good(lasting.cluster)
 
 
+@pytest.mark.long  # tests/integration/test_cancellation.py covers it without processes
 @pytest.mark.parametrize("stream", [False, True])
 def test_kv_when_a_client_leaves_before_the_first_token_then_free_on_both_sides(
     etcd_server: str, nats_server: str, lasting: Pair, stream: bool
@@ -151,6 +152,7 @@ def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) 
 # --- processes die -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # the chaos fault kill-decode covers it in less time
 def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_another_serves(
     make_cluster: Make,
 ) -> None:
@@ -187,6 +189,7 @@ def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_g
     check_good(pair.cluster)
 
 
+@pytest.mark.long  # the chaos fault kill-prefill covers it in less time
 def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(make_cluster: Make) -> None:
     cluster = make_cluster(flags=QUICK)
     prefill, decode = cluster.mock("prefill", "mock", step_s=5.0), cluster.mock("decode", "mock")
@@ -225,6 +228,7 @@ def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(make_cluste
         assert client.post(CHAT, json=GOOD).status_code == 503
 
 
+@pytest.mark.long  # the chaos fault term-frontend covers it in less time
 def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(lasting: Pair) -> None:
     frontend = Process("dynamo_trtllm.frontend", ["--http-port", "0"], lasting.cluster.env)
     try:
@@ -257,6 +261,7 @@ def test_streams_when_nats_restarts_then_they_go_on_and_later_requests_are_serve
     check_good(pair.cluster)
 
 
+@pytest.mark.long  # tests/integration/test_control_plane.py and the chaos fault kill-nats cover it in less time
 def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_ones_get_503_and_later_200(
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:

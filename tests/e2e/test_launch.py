@@ -267,6 +267,7 @@ def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_sam
     launched.wait_gone(SOON_S)
 
 
+@pytest.mark.long  # the test above that kills a server and a worker covers most of it
 def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_and_all_stops_at_once(
     launch: Launch, deployment: Path, sleeper: Path
 ) -> None:
@@ -313,6 +314,7 @@ def test_launch_when_yaml_key_is_unknown_then_nearest_is_offered_and_nothing_sta
     assert launched.lines == []
 
 
+@pytest.mark.long  # tests/e2e/test_serve.py starts two side by side, too
 def test_launch_when_a_deployment_is_started_twice_with_two_ports_then_both_answer_their_demo_and_exit_0(
     launch: Launch, deployment: Path
 ) -> None:

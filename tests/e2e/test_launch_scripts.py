@@ -36,8 +36,8 @@ def environment(port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "script",
-    # Whole requests take fewer processes, and a part of the same path.
-    [pytest.param(path, marks=pytest.mark.long if path.stem.endswith("_agg") else ()) for path in SCRIPTS],
+    # The others start the same deployment with other settings, or a part of it.
+    [pytest.param(path, marks=() if path.stem == "gpt_oss_disagg" else pytest.mark.long) for path in SCRIPTS],
     ids=lambda path: path.stem,
 )
 def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing_is_left(

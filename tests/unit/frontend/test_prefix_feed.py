@@ -124,12 +124,15 @@ async def test_feed_when_a_worker_does_not_answer_then_its_blocks_are_forgotten_
 ) -> None:
     async with running(pause_s=0.01) as frontend:
         publisher = await frontend.worker(1)
-        publisher.is_deaf = True
+        await until(lambda: not frontend.known.unsynced)
         publisher.on_events([FIRST])
-        await until(lambda: frontend.overlap(1) == 16)  # of use until it is known to be outdated
+        await until(lambda: frontend.overlap(1) == 16)
+        publisher.is_deaf = True
+        frontend.num_lost = 1
+        publisher.on_events([SECOND])  # lost: the number of the next message shows it
         await until(lambda: frontend.overlap(1) == 0)
         publisher.is_deaf = False
-        await until(lambda: frontend.overlap(1) == 16)
+        await until(lambda: frontend.overlap(1) == 32)
         publisher.close()
     assert (
         "worker 1 did not send its prefix cache, asked 3 times: it accepts requests but publishes nothing"
