@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from dynamo_trtllm.api import custom_tools, rejected_fields
-from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, tag_of, without_hosted
+from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, reject_demanded, tag_of, without_hosted
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_LABEL,
@@ -337,7 +337,7 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
             custom = CustomNamed.model_validate(value, context=info.context)
             return ToolChoice(mode="named", name=custom.custom.name)
         case {"type": str(kind)}:
-            unsupported(f"demands {shown(kind)}, which this server does not run; name a function")
+            reject_demanded(kind)
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
 
 

@@ -2,7 +2,7 @@
 
 The client runs some of them.
 They become functions, with the parameters of Anthropic's documentation.
-A server would have to run the others, such as web search: they are left out of the prompt.
+`hosted_tools` says what becomes of the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILE_COMMANDS: Final = ("view", "create", "str_replace", "insert")
 
 
 def client_tool(kind: str, name: Any) -> dict[str, Any] | None:
-    """Return the function of a tool that the client runs. None: the tool has to be left out.
+    """Return the function of a tool that the client runs. None: the type is not one of them.
 
     Args:
         kind: its type, such as "bash_20250124".

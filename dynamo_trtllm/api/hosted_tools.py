@@ -1,15 +1,15 @@
 """Leave out the tools that a server would run, such as web search: this server runs none.
 
 A client that lists such tools by default can do without them. So they are named as ignored, and the other tools are
-served.
+served. Only a `tool_choice` that demands one is an error. This applies to chat, responses and messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from pydantic import ValidationInfo
+from pydantic import ConfigDict, ValidationInfo
 
 from dynamo_trtllm.api.request_model import Label, RequestModel, invalid, kind_of, shown, unsupported
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
@@ -18,13 +18,16 @@ HOSTED: Final = "<hosted>"  # tag of HostedTool in unions
 
 
 class HostedTool(RequestModel):
-    """A tool that is left out."""
+    """A tool that is left out. All its fields are accepted."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     type: Label
+    name: Label | None = None  # by which a `tool_choice` of Anthropic's API demands it
 
 
 def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, ValidationInfo], Any]:
-    """Return a validator of one tool that takes all fields but the type from a hosted one.
+    """Return a validator of one tool that takes all fields but type and name from a hosted one.
 
     A type that is not among `served` is treated as an unknown field is: with `--unknown-fields reject` it is an error,
     and otherwise only if it is misspelled. `default` is that of a tool without a type, which else is an error.
@@ -51,16 +54,32 @@ def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, V
         if meant is not None:
             unsupported(f"{shown(kind)} is not known; did you mean {meant!r}?", field="type")
         ignored.add((f"tools.{kind}",))
-        return {"type": kind}
+        name = value.get("name")
+        return {"type": kind, "name": name if isinstance(name, str) else None}
 
     return checked
 
 
-def tag_of(*served: str) -> Callable[[Any], str]:
-    """Return a function that returns the tag of a tool in a union, before and after it is parsed."""
+def reject_demanded(kind: str, field: str | None = None) -> NoReturn:
+    """Reject a `tool_choice` that demands a hosted tool.
+
+    Args:
+        kind: The type or the name of the tool.
+        field: The `tool_choice`, unless its own validator calls this.
+    """
+    unsupported(f"demands {shown(kind)}, which this server does not run; name a function", field)
+
+
+def tag_of(*served: str, default: str | None = None) -> Callable[[Any], str]:
+    """Return a function that returns the tag of a tool in a union, before and after it is parsed.
+
+    Arguments as for `without_hosted`.
+    """
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if kind is None:
+            kind = default
         return f"<{kind}>" if kind in served else HOSTED
 
     return tag

@@ -14,12 +14,18 @@ from pydantic import (
     Field,
     Tag,
     ValidationInfo,
-    WithJsonSchema,
     model_validator,
 )
 
 from dynamo_trtllm.api import chat, rejected_fields
 from dynamo_trtllm.api.client_tools import client_tool
+from dynamo_trtllm.api.hosted_tools import (
+    HOSTED,
+    HostedTool,
+    reject_demanded,
+    tag_of,
+    without_hosted,
+)
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     Id,
@@ -38,11 +44,9 @@ from dynamo_trtllm.api.request_model import (
 from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields, Stop
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
-from dynamo_trtllm.sanitize import shorten
 
 MAX_STOP_SEQUENCES: Final = 16
 _SUPPORTED_HERE: Final = frozenset({"stop_sequences", "service_tier"})  # not by other endpoints
-_MAX_TYPE: Final = 48  # characters of a tool's type that are reported
 
 
 # --- content blocks ----------------------------------------------------------------------
@@ -227,46 +231,24 @@ class MessageTool(RequestModel):
     strict: bool = False
 
 
-def _functions(tools: Any, info: ValidationInfo) -> Any:
-    """Return the tools as functions, without those that a server would have to run."""
-    if not isinstance(tools, list) or len(tools) > chat.MAX_TOOLS:
-        return tools  # the next validator rejects it
-    functions = []
-    for index, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(kind, str) or kind == "custom":
-            functions.append(tool)
-        elif (function := client_tool(kind, tool.get("name"))) is not None:
-            functions.append(function)
-        elif info.context is None:
-            what = f"a tool of type {shown(kind)} at index {index}"
-            unsupported(f"holds {what}, which is not run here; leave it out")
-        else:
-            info.context.add((f"tools.{shorten(kind, _MAX_TYPE)}",))
-    return functions
+def _as_function(tool: Any) -> Any:
+    """Return the function of a tool that the client runs; any other value unchanged."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    function = client_tool(kind, tool.get("name")) if isinstance(kind, str) else None
+    return tool if function is None else function
 
 
-_TypedTool = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {"type": {"type": "string", "not": {"const": "custom"}}},
-            "required": ["type"],
-            "description": "A tool of Anthropic's. Those that a server would run are left out.",
-        }
-    ),
+_AnyTool = Annotated[
+    Annotated[MessageTool, Tag("<custom>")] | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(tag_of("custom", default="custom")),
+    BeforeValidator(without_hosted("custom", default="custom")),
+    BeforeValidator(_as_function),  # the last validator runs first
 ]
-_ToolsSent = Annotated[List[MessageTool | _TypedTool], Field(max_length=chat.MAX_TOOLS)]
 MessageTools = Annotated[
-    List[MessageTool],
+    List[_AnyTool],
     Field(
         max_length=chat.MAX_TOOLS,
         description=f"At most {chat.MAX_TOOLS_BYTES} bytes of JSON together.",
-    ),
-    BeforeValidator(
-        _functions,
-        json_schema_input_type=_ToolsSent,
     ),
     chat.ToolsSize,
 ]
@@ -351,9 +333,23 @@ class CountTokensRequest(SamplingFields):
             field = "stream_options.continuous_usage_stats"
             unsupported("is not supported, except as false; leave it out", field=field)
         agreed({"stop_sequences": self.stop_sequences or None, "stop": self.stop or None})
-        if (name := first_repeated(tool.name for tool in self.tools)) is not None:
+        if (name := first_repeated(tool.name for tool in self.functions)) is not None:
             invalid(f"names the tool {name!r} twice", field="tools")
         return self
+
+    @model_validator(mode="after")
+    def _choice_is_served(self) -> CountTokensRequest:
+        demanded = self.tool_choice.name
+        served = {tool.name for tool in self.functions}
+        left_out = {tool.name for tool in self.tools if isinstance(tool, HostedTool)}
+        if demanded is not None and demanded in left_out - served:
+            reject_demanded(demanded, field="tool_choice")
+        return self
+
+    @property
+    def functions(self) -> Sequence[MessageTool]:
+        """The functions that the model sees for `tools`."""
+        return [tool for tool in self.tools if isinstance(tool, MessageTool)]
 
     @property
     def stops(self) -> tuple[str, ...]:

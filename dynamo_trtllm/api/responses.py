@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from dynamo_trtllm.api import chat, rejected_fields
-from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, without_hosted
+from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, reject_demanded, without_hosted
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_TEXT,
@@ -301,7 +301,7 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(kind, str):
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
     if kind not in (*_CHOSEN, "allowed_tools"):
-        unsupported(f"demands {shown(kind)}, which this server does not run; name a function")
+        reject_demanded(kind)
     choice = ResponsesAllowedTools if kind == "allowed_tools" else NamedTool
     return choice.model_validate(value, context=info.context)
 

@@ -195,6 +195,24 @@ async def test_tool_that_a_server_would_run_when_unknown_fields_are_rejected_the
     assert "web_search_20250305" in message
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"tools": [TOOL, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice demands 'web_search', which this server does not run",
+        ),
+        ({"tools": [TOOL | {"type": "custm"}]}, "did you mean 'custom'?"),
+    ],
+    ids=["demanded", "misspelled"],
+)
+async def test_tool_that_is_not_served_when_the_client_can_not_do_without_then_400(
+    fields: dict[str, Any], words: str
+) -> None:
+    response = await post(front(), **fields)
+    assert words in check_error(response, 400, "invalid_request_error", "unsupported_parameter")
+
+
 async def test_only_tools_that_a_server_would_run_when_one_is_required_then_400() -> None:
     response = await post(front(), tools=[SEARCH], tool_choice={"type": "any"})
     check_error(response, 400, "invalid_request_error", "invalid_request")

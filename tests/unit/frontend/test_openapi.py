@@ -162,6 +162,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [
         chat(stop="x", seed=None, metadata={"a": "1"}, functions=[]),
         chat(tool_choice={"type": "function", "function": {"name": "f"}}),
+        chat(tools=[{"type": "web_search", "filters": {}}]),
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "stop": ["a", "b"]},
         chat(logit_bias={"17": -100}, reasoning_effort="low", response_format={"type": "json_object"}),
     ],
@@ -170,6 +171,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         message(system="be", stop_sequences=["x"], thinking={"type": "adaptive"}),
         message(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}]),
         message(tools=[{"name": "f", "input_schema": {}}, {"type": "bash_20250124", "name": "b"}]),
+        message(tools=[{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]),
     ],
     "CountTokensRequest": [{"model": "m", "messages": [{"role": "user", "content": "hi"}]}],
     "ResponseRequest": [

@@ -183,7 +183,7 @@ def messages_input(body: CountTokensRequest, served: ServedModel) -> MessagesInp
     effort, ignored = _effort(body, served)
     conversation = Conversation(
         messages=messages_of(body.system, body.messages, system_is_first=not is_harmony),
-        tools=tuple(map(_function, body.tools)),
+        tools=tuple(map(_function, body.functions)),
         reasoning_effort=effort or "medium",
         template_args=_template_args(body, served),
     )
@@ -191,7 +191,7 @@ def messages_input(body: CountTokensRequest, served: ServedModel) -> MessagesInp
         sampling=sampling_of(body, served.card, body.max_tokens, None),
         stop=body.stops,
         tool_choice=_tool_choice(body),
-        strict_tools=frozenset(tool.name for tool in body.tools if tool.strict),
+        strict_tools=frozenset(tool.name for tool in body.functions if tool.strict),
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         output_format=body.output_format,
         shows_reasoning=_shows_reasoning(body),
