@@ -30,6 +30,7 @@ from dynamo_trtllm.api.request_model import (
 from dynamo_trtllm.api.sampling import NO_OPS, CompletionFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
+from dynamo_trtllm.text_input import SCHEMA, arguments_of
 
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 256 << 10  # JSON size of all tools together
@@ -129,7 +130,7 @@ class AssistantCustomCall(RequestModel):
     @property
     def function(self) -> CalledFunction:
         """The call of the function that the model saw."""
-        return CalledFunction(name=self.custom.name, arguments=custom_tools.arguments_of(self.custom.input))
+        return CalledFunction(name=self.custom.name, arguments=arguments_of(self.custom.input))
 
 
 def _kind_of_call(value: Any) -> str:
@@ -210,7 +211,7 @@ class Custom(RequestModel):
         return Function(
             name=self.name,
             description=custom_tools.described(self.description, grammar),
-            parameters=dict(custom_tools.SCHEMA),
+            parameters=dict(SCHEMA),
             strict=True,
         )
 

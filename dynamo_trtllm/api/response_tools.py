@@ -14,6 +14,7 @@ from dynamo_trtllm.api import chat, custom_tools
 from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, tag_of, without_hosted
 from dynamo_trtllm.api.request_model import Id, List, RequestModel, invalid
 from dynamo_trtllm.api.schemas import Schema
+from dynamo_trtllm.text_input import SCHEMA
 
 Kind = Literal["function", "custom", "local_shell"]
 LOCAL_SHELL: Final = "local_shell"  # name of its function
@@ -124,7 +125,7 @@ def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator
             case ResponsesFunctionTool():
                 yield _served(tool.name, tool.description, tool.parameters, tool.strict, "function", namespace)
             case CustomTool():
-                yield _served(tool.name, tool.text(), custom_tools.SCHEMA, True, "custom", namespace)
+                yield _served(tool.name, tool.text(), SCHEMA, True, "custom", namespace)
             case LocalShellTool():
                 about = "Runs a command on the user's computer and returns its output."
                 yield _served(LOCAL_SHELL, about, _LOCAL_SHELL_SCHEMA, True, "local_shell", None)

@@ -17,7 +17,6 @@ import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.custom_tools import input_of
 from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
@@ -26,6 +25,7 @@ from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenLogprob, token_ids
+from dynamo_trtllm.text_input import input_of
 from dynamo_trtllm.tokenization.base import Channel, Delta, Renderer, ServedModel
 
 DONE = b"data: [DONE]\n\n"

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from dynamo_trtllm.api.custom_tools import input_of
 from dynamo_trtllm.api.response_tools import ServedTool
 from dynamo_trtllm.api.responses import (
     CustomCallItem,
@@ -39,6 +38,7 @@ from dynamo_trtllm.frontend.generation.responses.tool_items import (
     tool_call,
 )
 from dynamo_trtllm.messages import TokenLogprob
+from dynamo_trtllm.text_input import input_of
 from dynamo_trtllm.tokenization.base import Channel, Delta, Message, Renderer
 
 Item: TypeAlias = dict[str, Any]

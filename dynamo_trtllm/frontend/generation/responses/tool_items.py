@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import orjson
 
-from dynamo_trtllm.api.custom_tools import arguments_of
 from dynamo_trtllm.api.response_tools import LOCAL_SHELL, ServedTool, qualified_name
+from dynamo_trtllm.text_input import arguments_of
 from dynamo_trtllm.tokenization.base import ToolCall
 
 Item = dict[str, Any]
