@@ -87,6 +87,8 @@ _PART_FIELDS = frozenset({"type", "text", *TextPart.hints})
 _Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
 Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+# The functions of gpt-oss's browser are the only ones with a dot.
+FunctionName = Annotated[str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)]
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 
@@ -172,7 +174,7 @@ class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Text
     tool_call_id: Id
-    name: Name | None = None
+    name: FunctionName | None = None
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -182,7 +184,7 @@ Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
 
 
 class Function(RequestModel):
-    name: Name
+    name: FunctionName
     description: Description = ""
     parameters: Schema = Field(default_factory=dict)
     strict: bool = False
@@ -282,21 +284,21 @@ class ToolChoice(RequestModel):
     )
 
 
-class FunctionName(RequestModel):
+class NameOnly(RequestModel):
     name: Label
 
 
 class ToolNamed(RequestModel):
     type: Literal["function"]
-    function: FunctionName
+    function: NameOnly
 
 
 class CustomNamed(RequestModel):
     type: Literal["custom"]
-    custom: FunctionName
+    custom: NameOnly
 
     @property
-    def function(self) -> FunctionName:
+    def function(self) -> NameOnly:
         """The function that the model sees."""
         return self.custom
 
@@ -401,6 +403,12 @@ class ChatRequest(CompletionFields):
     def custom_tools(self) -> frozenset[str]:
         """The names of the tools whose input is a text."""
         return frozenset(tool.custom.name for tool in self.tools if isinstance(tool, ChatCustomTool))
+
+    @property
+    def text_tools(self) -> frozenset[str]:
+        """The names of the tools whose input is any text."""
+        tools = (tool.custom for tool in self.tools if isinstance(tool, ChatCustomTool))
+        return frozenset(tool.name for tool in tools if tool.format.type == "text")
 
     @property
     def template_args(self) -> dict[str, Any]:

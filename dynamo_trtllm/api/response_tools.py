@@ -43,6 +43,7 @@ class ServedTool(NamedTuple):
     kind: Kind
     own_name: str
     namespace: str | None = None
+    is_text: bool = False  # its input is any text
 
 
 class ResponsesFunctionTool(RequestModel):
@@ -50,7 +51,7 @@ class ResponsesFunctionTool(RequestModel):
     unsupported: ClassVar = {"output_schema": "results are not checked"}
 
     type: Literal["function"]
-    name: chat.Name
+    name: chat.FunctionName
     description: chat.Description = ""
     parameters: Schema = Field(default_factory=dict)
     strict: bool = False
@@ -125,7 +126,8 @@ def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator
             case ResponsesFunctionTool():
                 yield _served(tool.name, tool.description, tool.parameters, tool.strict, "function", namespace)
             case CustomTool():
-                yield _served(tool.name, tool.text(), SCHEMA, True, "custom", namespace)
+                served = _served(tool.name, tool.text(), SCHEMA, True, "custom", namespace)
+                yield served._replace(is_text=tool.format.type == "text")
             case LocalShellTool():
                 about = "Runs a command on the user's computer and returns its output."
                 yield _served(LOCAL_SHELL, about, _LOCAL_SHELL_SCHEMA, True, "local_shell", None)
@@ -154,7 +156,10 @@ def _served(
 
 
 def qualified_name(name: str, namespace: str | None) -> str:
-    """Return the name under which the model sees a function. No function's own name contains a dot."""
+    """Return the name under which the model sees a function.
+
+    Namespaces have no dot in their name, so only those of gpt-oss's browser can be written in two ways.
+    """
     return name if namespace is None else f"{namespace}.{name}"
 
 

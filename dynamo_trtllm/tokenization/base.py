@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from enum import StrEnum, auto
@@ -54,6 +54,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = {}  # JSON Schema
+    is_text: bool = False  # its input is any text, for which `parameters` have one string
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,12 +180,16 @@ class Renderer(Protocol):
                 state of the parser and are not output, except that the name of a call is in the first step.
         """
 
-    def call_header(self, name: str | None) -> TokenIds | None:
+    def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
+        """Return the names of those tools that the model was trained with, which the format treats apart."""
+
+    def call_header(self, tool: Tool | None) -> TokenIds | None:
         """Return ids that make the model call a tool when they follow the rendered prompt.
 
         Args:
-            name: Name of the tool; the output then continues with the arguments. With None the output continues with
-                the name, right after `to=functions.`, and the rest of the header.
+            tool: The tool; the output then continues with the arguments, or the text of a built-in tool. With None
+                the output continues with the name of a function, right after `to=functions.`, and the rest of the
+                header.
 
         Returns:
             The ids, or None if the format has no such header or calls are not parsed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from itertools import takewhile
@@ -19,7 +19,7 @@ import openai_harmony as oh
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization import harmony_parser, vocabulary
+from dynamo_trtllm.tokenization import harmony_builtins, harmony_parser, vocabulary
 from dynamo_trtllm.tokenization.base import (
     INLINE_BYTES,
     NO_FORCED_IDS,
@@ -32,7 +32,9 @@ from dynamo_trtllm.tokenization.base import (
     TextCache,
     TokenTextCache,
     Tool,
+    ToolCall,
 )
+from dynamo_trtllm.tokenization.harmony_builtins import PYTHON
 from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
 
@@ -88,7 +90,7 @@ class HarmonyRenderer:
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt. Raise InvalidRequest."""
         try:
-            ids = token_ids(self._system(conversation.reasoning_effort, self.today(), bool(conversation.tools)))
+            ids = self._system_ids(conversation)
             for message in conversation_messages(conversation):
                 self._append(ids, message)
         except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
@@ -119,13 +121,18 @@ class HarmonyRenderer:
             is_call_split=self._is_call_split,
         )
 
-    def call_header(self, name: str | None) -> TokenIds | None:
+    def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
+        return frozenset(tool.name for tool in tools if harmony_builtins.is_builtin(tool))
+
+    def call_header(self, tool: Tool | None) -> TokenIds | None:
         if not self._is_call_split:
             return None
-        if name is not None:
-            _check_name(name, "tool_choice")
-        rest = "" if name is None else f"{name} <|constrain|>json<|message|>"
-        return self._control_text(f"<|channel|>commentary to=functions.{rest}")
+        if tool is None:
+            return self._control_text("<|channel|>commentary to=functions.")
+        _check_name(tool.name, "tool_choice")
+        if harmony_builtins.is_builtin(tool):
+            return self._header_end(harmony_builtins.CHANNEL, f" to={tool.name}", harmony_builtins.CONTENT_TYPE)
+        return self._header_end("commentary", f" to=functions.{tool.name}", "json")
 
     def answer_header(self) -> tuple[str, TokenIds]:
         return _ANSWER, self._control_text(_ANSWER)
@@ -139,9 +146,21 @@ class HarmonyRenderer:
         all_bytes = self._tokenizer.all_bytes
         return BytesTextParser(TokenTextCache(lambda token_id: b"" if token_id in hidden else all_bytes(token_id)))
 
-    def _make_system(self, effort: str, today: date, has_tools: bool) -> list[int]:
-        options = oh.RenderOptions(conversation_has_function_tools=has_tools)
-        ids: list[int] = self._harmony.render(system_message(effort, today), options)
+    def _system_ids(self, conversation: Conversation) -> TokenIds:
+        """Return the system message. A client's description of Python replaces Harmony's."""
+        builtins = self.builtin_tools(conversation.tools)
+        has_functions = len(builtins) < len(conversation.tools)
+        ids = token_ids(self._system(conversation.reasoning_effort, self.today(), builtins, has_functions))
+        description = next((tool.description for tool in conversation.tools if tool.name == PYTHON), "")
+        if not description or PYTHON not in builtins:
+            return ids
+        begin = ids.index(harmony_parser.MESSAGE) + 1
+        text = self.decode(ids[begin:-1]).replace(harmony_builtins.PYTHON_DESCRIPTION, description)
+        return ids[:begin] + self._token_cache.get(text) + ids[-1:]
+
+    def _make_system(self, effort: str, today: date, builtins: frozenset[str], has_functions: bool) -> list[int]:
+        options = oh.RenderOptions(conversation_has_function_tools=has_functions)
+        ids: list[int] = self._harmony.render(system_message(effort, today, builtins), options)
         return ids
 
     def _append(self, ids: TokenIds, message: HarmonyMessage) -> None:
@@ -168,11 +187,22 @@ class HarmonyRenderer:
         if role != oh.Role.ASSISTANT or channel is None:
             sender, address = sender + address, ""
         ids = token_ids([harmony_parser.START, *self.encode(sender)])
-        if channel is not None:
-            blank = "" if content_type is None else " "
-            ids.extend([harmony_parser.CHANNEL, *self.encode(f"{channel}{address}{blank}")])
-        if content_type is not None:
-            ids.extend([harmony_parser.CONSTRAIN, *self.encode(content_type)])
+        if channel is None:
+            ids.append(harmony_parser.MESSAGE)
+        else:
+            ids.extend(self._header_end(channel, address, content_type))
+        return ids
+
+    def _header_end(self, channel: str, address: str, content_type: str | None) -> TokenIds:
+        """Return the end of a header, from the channel on. gpt-oss marks a content type, except that of its tools."""
+        ids = token_ids([harmony_parser.CHANNEL])
+        if content_type is None:
+            ids.extend(self.encode(channel + address))
+        elif content_type == harmony_builtins.CONTENT_TYPE:
+            ids.extend(self.encode(f"{channel}{address} {content_type}"))
+        else:
+            marked = [harmony_parser.CONSTRAIN, *self.encode(content_type)]
+            ids.extend([*self.encode(f"{channel}{address} "), *marked])
         ids.append(harmony_parser.MESSAGE)
         return ids
 
@@ -185,12 +215,12 @@ class HarmonyMessage(NamedTuple):
     author: str | None = None
     recipient: str | None = None
     channel: str | None = None
-    content_type: str | None = None  # after <|constrain|>
+    content_type: str | None = None
     tools: tuple[Tool, ...] = ()  # of a developer message
 
 
-def system_message(effort: str, today: date) -> oh.Message:
-    """Return the first message of a prompt. Raise UnsupportedParameter."""
+def system_message(effort: str, today: date, builtins: frozenset[str] = frozenset()) -> oh.Message:
+    """Return the first message of a prompt, with the built-in tools of these names. Raise UnsupportedParameter."""
     known = _EFFORTS.get(effort)
     if known is None:
         raise UnsupportedParameter(
@@ -198,7 +228,7 @@ def system_message(effort: str, today: date) -> oh.Message:
             field="reasoning_effort",
         )
     system = oh.SystemContent.new().with_reasoning_effort(known).with_conversation_start_date(today.isoformat())
-    return oh.Message.from_role_and_content(oh.Role.SYSTEM, system)
+    return oh.Message.from_role_and_content(oh.Role.SYSTEM, harmony_builtins.add_to(system, builtins))
 
 
 def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage]:
@@ -208,12 +238,14 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
     if conversation.answer_schema:
         texts.append(f"{_FORMATS}\n\n{conversation.answer_schema}")
     instructions = "\n\n".join(texts)
-    if instructions or conversation.tools:
-        yield _developer(instructions, conversation.tools)
+    functions = tuple(tool for tool in conversation.tools if not harmony_builtins.is_builtin(tool))
+    if instructions or functions:
+        yield _developer(instructions, functions)
     last_answer = max((i for i, m in enumerate(conversation.messages) if _is_answer(m)), default=-1)
-    names: dict[str, str] = {}
+    addresses: dict[str, _Address] = {}
+    function_names = frozenset(tool.name for tool in functions)
     for index, message in enumerate(conversation.messages[len(leading) :], start=len(leading)):
-        yield from _turn(message, names, keep_reasoning=index > last_answer)
+        yield from _turn(message, addresses, function_names, keep_reasoning=index > last_answer)
 
 
 def _is_answer(message: Message) -> bool:
@@ -229,12 +261,22 @@ def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessag
     return HarmonyMessage(oh.Role.DEVELOPER, instructions, tools=tools)
 
 
-def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> Iterator[HarmonyMessage]:
+class _Address(NamedTuple):
+    """The recipient and the channel of a call. Its result has them too, as author and channel."""
+
+    recipient: str
+    channel: str
+
+
+def _turn(
+    message: Message, addresses: dict[str, _Address], functions: frozenset[str], *, keep_reasoning: bool
+) -> Iterator[HarmonyMessage]:
     """Yield the Harmony messages of one message.
 
     Args:
         message: The message.
-        names: Tool names by id of the earlier tool calls. The calls of this message are added.
+        addresses: Those of the earlier tool calls, by the ids of the calls. The calls of this message are added.
+        functions: Names of the request's tools that are not built-in.
         keep_reasoning: Include the reasoning of an assistant message without an answer.
     """
     calls = message.tool_calls
@@ -250,24 +292,34 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
             if message.content or is_answer:
                 yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel="commentary" if calls else "final")
             for call in calls:
-                _check_name(call.name, "messages")
-                recipient = f"functions.{call.name}"
-                yield HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json")
-            names.update((call.id, call.name) for call in calls)
+                sent = _call(call, functions)
+                yield sent
+                addresses[call.id] = _Address(sent.recipient or "", sent.channel or "")
         case "tool":
-            name = names.get(message.tool_call_id or "")
-            if name is None:
+            address = addresses.get(message.tool_call_id or "")
+            if address is None:
                 raise InvalidRequest(
                     f"tool_call_id {message.tool_call_id!r} does not match a tool call of an earlier assistant message",
                     field="messages",
                 )
-            yield HarmonyMessage(oh.Role.TOOL, message.content, f"functions.{name}", "assistant", "commentary")
+            yield HarmonyMessage(oh.Role.TOOL, message.content, address.recipient, "assistant", address.channel)
         case "system" | "developer":
             yield _developer(message.content)
         case role:
             raise InvalidRequest(
                 f"unknown role {role!r}; use system, developer, user, assistant or tool", field="messages"
             )
+
+
+def _call(call: ToolCall, functions: frozenset[str]) -> HarmonyMessage:
+    """Return the message of an earlier call. `functions`: as for `_turn`."""
+    _check_name(call.name, "messages")
+    text = harmony_builtins.call_text(call, functions)
+    if text is None:
+        recipient = f"functions.{call.name}"
+        return HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json")
+    channel, content_type = harmony_builtins.CHANNEL, harmony_builtins.CONTENT_TYPE
+    return HarmonyMessage(oh.Role.ASSISTANT, text, None, call.name, channel, content_type)
 
 
 def _check_name(name: str, field: str) -> None:

@@ -5,14 +5,15 @@ The parser accepts any output of a model without an error, omits all markers, an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from enum import StrEnum, auto
 from typing import Final, NamedTuple
 
+from dynamo_trtllm import text_input
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Channel, DeltaBuilder, StepOutput, TokenTextCache
+from dynamo_trtllm.tokenization.harmony_builtins import PYTHON
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL, NAMED_SPECIALS
 
 ASSISTANT: Final = "assistant"
@@ -20,27 +21,28 @@ CHANNELS: Final = ("analysis", "commentary", "final")
 _FUNCTIONS: Final = "functions."
 _TO: Final = "to="
 _NO_TOOLS: Final = frozenset(("all", "user", ASSISTANT))  # recipients that are not tools
-_BUILTIN_TOOL: Final = re.compile(r"(python|browser|container)(\..*)?\Z")  # gpt-oss knows them from training
 
 
 class Header(NamedTuple):
-    """Role, channel and recipient of a message header; empty if the header does not have it."""
+    """Role, channel, recipient and content type of a message header; empty if the header does not have it."""
 
     role: str = ASSISTANT
     channel: str = ""
     recipient: str = ""
+    content_type: str = ""
 
     @property
     def call(self) -> str | None:
-        """Return the name of the called function, or None.
-
-        Invalid names, and gpt-oss's built-in tools without the prefix `functions.`, do not count as calls.
-        """
+        """Return the name of the called tool, or None. Calls with an invalid name do not count."""
         if self.role != ASSISTANT or self.recipient in _NO_TOOLS:
             return None
         name = self.recipient.removeprefix(_FUNCTIONS)
-        is_builtin = name == self.recipient and _BUILTIN_TOOL.match(name) is not None
-        return name if TOOL_NAME.match(name) and not is_builtin else None
+        return name if TOOL_NAME.match(name) else None
+
+    @property
+    def is_text_call(self) -> bool:
+        """Return whether what a call holds is a text, not JSON: gpt-oss was trained to write code to `python`."""
+        return self.recipient == PYTHON and self.content_type != "json"
 
     @property
     def is_commentary(self) -> bool:
@@ -91,7 +93,7 @@ class HarmonyParser:
 
     Text that is not valid Harmony becomes final text, without control tokens. This applies to
     invalid, overlong and unfinished headers, and to text between messages. Calls without a valid
-    name, or of gpt-oss's built-in tools, are text, too.
+    name are text, too. The code of a call of `python` becomes the arguments of a function.
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
 
     Args:
@@ -119,6 +121,7 @@ class HarmonyParser:
         self._header: list[int] = []
         self._blanks = 0  # in the header
         self._calls = 0
+        self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
         self._run(forced_ids)
         self._prefill_ids = len(self._header)  # number of tokens in the header that are not output
@@ -203,6 +206,9 @@ class HarmonyParser:
         if self._is_call_split and header.call is not None:
             self._position = _Position.ARGUMENTS
             self._out.begin_call(self._calls, header.call)
+            self._is_text_call = header.is_text_call
+            if self._is_text_call:
+                self._out.add_arguments(self._calls, text_input.OPENING)
             self._calls += 1
         elif header.is_reasoning:
             self._position = self._reasoning
@@ -228,12 +234,12 @@ class HarmonyParser:
         role = sent.pop(0) if sent and self._header[0] == START else ASSISTANT
         channel = addressed.pop(0) if addressed else ""
         recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
-        num_others = sum(not _is_recipient(word) for word in addressed)
+        others = [word for word in addressed if not _is_recipient(word)]
         if not all(map(_is_recipient, sent)) or _is_recipient(channel):
             return None
-        if len(recipients) > 1 or num_others > 1 or len(content_type) > 1:
+        if len(recipients) > 1 or len(others) > 1 or len(content_type) > 1:
             return None
-        return Header(role, channel, "".join(recipients))
+        return Header(role, channel, "".join(recipients), "".join(content_type or others))
 
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the output cut off."""
@@ -273,10 +279,14 @@ class HarmonyParser:
     def _flush(self) -> None:
         self._put(self._decoder.decode(b"", final=True))
         self._decoder.reset()
+        if self._is_text_call:
+            self._out.add_arguments(self._calls - 1, text_input.CLOSING)
+            self._is_text_call = False
 
     def _put(self, text: str) -> None:
         channel = _CHANNELS.get(self._position)
         if channel is not None:
             self._out.add(channel, text)
         elif self._position is _Position.ARGUMENTS:
-            self._out.add_arguments(self._calls - 1, text)
+            arguments = text_input.escaped(text) if self._is_text_call else text
+            self._out.add_arguments(self._calls - 1, arguments)

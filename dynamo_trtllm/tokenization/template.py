@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -26,6 +26,7 @@ from dynamo_trtllm.tokenization.base import (
     Message,
     OutputParser,
     TokenTextCache,
+    Tool,
     WindowTextParser,
 )
 from dynamo_trtllm.tokenization.chat_output_parser import (
@@ -185,17 +186,20 @@ class ChatTemplateRenderer:
             forced_ids=forced_ids,
         )
 
-    def call_header(self, name: str | None) -> TokenIds | None:
-        """Return the token ids that force a call of the tool `name`.
+    def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
+        return frozenset()
 
-        None: no name is given, the format of calls is unknown, or reasoning comes first (`deepseek_r1`).
+    def call_header(self, tool: Tool | None) -> TokenIds | None:
+        """Return the token ids that force a call of the tool.
+
+        None: no tool is given, the format of calls is unknown, or reasoning comes first (`deepseek_r1`).
         """
         opening = _CALL_OPENINGS.get(self.tool_call_parser)
-        if name is None or opening is None or self.reasoning_parser == "deepseek_r1":
+        if tool is None or opening is None or self.reasoning_parser == "deepseek_r1":
             return None
-        if TOOL_NAME.match(name) is None:
-            raise InvalidRequest(f"tool name {name!r} can't be forced: use letters, digits, '_', '-' and '.'")
-        return self._tokenizer.encode(f'{opening}{{"name": "{name}", "arguments":')
+        if TOOL_NAME.match(tool.name) is None:
+            raise InvalidRequest(f"tool name {tool.name!r} can't be forced: use letters, digits, '_', '-' and '.'")
+        return self._tokenizer.encode(f'{opening}{{"name": "{tool.name}", "arguments":')
 
     @property
     def call_opening(self) -> str | None:

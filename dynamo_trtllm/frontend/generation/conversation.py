@@ -23,6 +23,7 @@ _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 _EFFORT = "reasoning_effort"
 _STRICT = "tools.strict"  # as an ignored field
 _ABRIDGED_CHARS = 16
+_ANY_TEXT = r"(.|\n)+"  # as a regular expression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,17 @@ def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does 
 
 def chat_conversation(body: ChatRequest) -> Conversation:
     """Return the conversation of a chat request, with its tools."""
+    text_tools = body.text_tools
     return Conversation(
         messages=tuple(_message(message) for message in body.messages),
         tools=tuple(
-            Tool(name=each.name, description=each.description, parameters=each.parameters) for each in body.functions
+            Tool(
+                name=function.name,
+                description=function.description,
+                parameters=function.parameters,
+                is_text=function.name in text_tools,
+            )
+            for function in body.functions
         ),
         reasoning_effort=body.effort or "medium",
         template_args={name: value for name, value in body.template_args.items() if name != _EFFORT},
@@ -287,16 +295,22 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
     answer = None
     if options.output_format is not None:
         answer = _formatted_answer(options.output_format, tools, options, served)
-    is_strict = bool(options.strict_tools.intersection(tool.name for tool in tools))
+    # Calls of tools that the model was trained with begin in a form of their own, which triggers no schema.
+    builtins = served.renderer.builtin_tools(tools)
+    functions = tuple(tool for tool in tools if tool.name not in builtins)
+    strict_tools = [tool for tool in tools if tool.name in options.strict_tools]
+    is_strict = any(tool.name not in builtins for tool in strict_tools)
+    is_unenforced = any(tool.name in builtins and not tool.is_text for tool in strict_tools)
     can_be_guided = "guided" not in served.card.unsupported_features
     begun = served.renderer.call_header(None) if is_strict and can_be_guided else None
     if begun is not None:
-        strict = _strict_call(tools, begun, options, served)
+        strict = _strict_call(functions, begun, options, served)
         unfinished = () if answer is None else answer.unfinished_ids
         guided = msgspec.structs.replace(strict, otherwise=answer, unfinished_ids=unfinished)
-        return Constraints(guided=guided, field=options.name("tools"))
+        ignored = (_STRICT,) if is_unenforced else ()
+        return Constraints(guided=guided, field=options.name("tools"), ignored=ignored)
     # Agent frameworks make all tools strict. So `strict` is no error where nothing can enforce it.
-    ignored = (_STRICT,) if is_strict else ()
+    ignored = (_STRICT,) if is_strict or is_unenforced else ()
     return Constraints(guided=answer, field=options.name("response_format"), ignored=ignored)
 
 
@@ -315,6 +329,8 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     """
     requested, is_strict = options.sampling, tool.name in options.strict_tools
     header = _call_header(tool, options, served)
+    if _is_written_as_text(tool, served):
+        return Constraints(forced_ids=header)
     can_be_guided = "guided" not in served.card.unsupported_features
     if is_strict and can_be_guided:
         _check_guidable(options, "tool_choice", served)
@@ -328,6 +344,8 @@ def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Serv
     """Require a call of one of the tools. The common part of the headers is forced if the format allows it."""
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
+    if served.renderer.builtin_tools(tools):
+        forced_ids = forced_ids[:1]  # the headers of its tools and of functions have no more in common
     alternatives = tuple(_alternatives(tools, forced_ids, options, served))
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
 
@@ -357,15 +375,24 @@ def _alternatives(
 ) -> list[OutputFormat]:
     """Return the format of each tool's call after the tokens `begun`."""
     shared = served.renderer.decode(begun)
-    headers = [served.renderer.decode(_call_header(tool, options, served)) for tool in tools]
-    return [
-        OutputFormat(prefix=header.removeprefix(shared), json_schema=_schema(tool))
-        for tool, header in zip(tools, headers, strict=True)
-    ]
+    alternatives = []
+    for tool in tools:
+        header = served.renderer.decode(_call_header(tool, options, served))
+        prefix = header.removeprefix(shared)
+        if _is_written_as_text(tool, served):
+            alternatives.append(OutputFormat(prefix=prefix, json_schema="", regex=_ANY_TEXT))
+        else:
+            alternatives.append(OutputFormat(prefix=prefix, json_schema=_schema(tool)))
+    return alternatives
+
+
+def _is_written_as_text(tool: Tool, served: ServedModel) -> bool:
+    """Return whether the model writes the input of a tool as it is, not as arguments in JSON."""
+    return tool.is_text and tool.name in served.renderer.builtin_tools((tool,))
 
 
 def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) -> TokenIds:
-    header = served.renderer.call_header(tool.name)
+    header = served.renderer.call_header(tool)
     if header is None:
         reject(options.name("tool_choice"), served.card, "its output format does not allow forced calls")
     return header

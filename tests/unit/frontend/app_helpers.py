@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,6 +38,7 @@ from dynamo_trtllm.tokenization.base import (
     DeltaBuilder,
     ServedModel,
     StepOutput,
+    Tool,
     text_output,
 )
 from tests.streaming import PlayedPipeline
@@ -132,7 +133,10 @@ class CharacterRenderer:
     def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None) -> Characters:
         return Characters(forced_ids)
 
-    def call_header(self, name: str | None) -> TokenIds | None:
+    def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
+        return frozenset()
+
+    def call_header(self, tool: Tool | None) -> TokenIds | None:
         return token_ids([CALL])
 
     def answer_header(self) -> tuple[str, TokenIds]:

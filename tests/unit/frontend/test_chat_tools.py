@@ -13,7 +13,7 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import UnsupportedParameter
-from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
@@ -44,16 +44,19 @@ def asked(**fields: Any) -> tuple[ChatRequest, list[str]]:
     return parse(ChatRequest, json.dumps(sent).encode(), ignored), list(ignored)
 
 
+def planned(served: ServedModel, body: ChatRequest) -> GenerationPlan:
+    return prepare_chat(body, served, body.call("r", 0.0, ""))
+
+
 def prompt_of(served: ServedModel, body: ChatRequest) -> str:
-    plan = prepare_chat(body, served, body.call("r", 0.0, ""))
-    return served.renderer.decode(plan.choices[0].request.token_ids)
+    return served.renderer.decode(planned(served, body).choices[0].request.token_ids)
 
 
-def answered(served: ServedModel, steps: list[int], **fields: Any) -> tuple[Any, list[Any]]:
-    """Return the message of an answer with two calls, and the deltas of its events."""
+def answered(served: ServedModel, steps: list[int], text: str = CALLS, **fields: Any) -> tuple[Any, list[Any]]:
+    """Return the message of an answer, by default one with two calls, and the deltas of its events."""
     body, _ = asked(**fields)
-    plan = prepare_chat(body, served, body.call("r", 0.0, ""))
-    case = Case(tuple(harmony().encode(CALLS, allowed_special="all")))
+    plan = planned(served, body)
+    case = Case(tuple(harmony().encode(text, allowed_special="all")))
     deltas, state = deltas_of(case, steps, plan)
     streamed, whole = CHAT.builder(RESPONSE, body, plan), CHAT.builder(RESPONSE, body, plan)
     data = streamed.start() + b"".join(map(streamed.delta, deltas)) + streamed.finish(state.usage(), {})

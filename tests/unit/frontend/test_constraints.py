@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.base import ServedModel, Tool
 from tests.unit.frontend.plan_helpers import (
     CITY,
     FORMAT,
@@ -65,7 +65,7 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
         (f"get_weather{REST}", CITY),
         (f"get_time{REST}", {"type": "object"}),
     ]
-    header = harmony.renderer.call_header("get_time")
+    header = harmony.renderer.call_header(Tool(name="get_time"))
     assert header is not None
     step = choice.make_parser().push(harmony.renderer.encode("get_time") + header[-4:])
     assert [call.name for call in step.deltas] == ["get_time"]
@@ -111,7 +111,7 @@ def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_b
     guided = plan.choices[0].request.sampling.guided
     assert guided is not None
     assert guided.trigger == HEADER.removesuffix(".")
-    natural = harmony.renderer.call_header("get_weather")
+    natural = harmony.renderer.call_header(Tool(name="get_weather"))
     assert natural is not None
     assert natural[: len(guided.trigger_ids)] == guided.trigger_ids  # or it would not be met in what a model writes
     assert [(each.prefix, json.loads(each.json_schema)) for each in guided.alternatives] == [

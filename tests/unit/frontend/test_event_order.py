@@ -84,10 +84,10 @@ def test_responses_when_messages_have_logprobs_then_each_has_its_own(served: Ser
 
 
 @STEPS
-def test_responses_when_text_is_for_a_tool_that_is_not_served_then_it_is_no_answer(
+def test_responses_when_text_is_for_a_tool_of_an_impossible_name_then_it_is_no_answer(
     served: ServedModel, steps: list[int]
 ) -> None:
-    code = "<|channel|>analysis to=python code<|message|>print(1)"
+    code = "<|channel|>analysis to=functions.a/b code<|message|>print(1)"
     result = responses(served, case(f"{code}{NEXT}{FINAL}1<|return|>"), steps)
     assert output(result) == [("message", "commentary", "print(1)"), ("message", "final_answer", "1")]
 

@@ -38,6 +38,8 @@ HEADERS = (
     "<|channel|>commentary to=functions.a <|constrain|>json<|message|>",
     " to=functions.f<|channel|>commentary <|constrain|>json<|message|>",
     "<|channel|>commentary to=python<|message|>",
+    "<|channel|>analysis to=python code<|message|>",
+    " to=browser.search<|channel|>analysis code<|message|>",
     "<|channel|>final no header",
 )
 BODIES = ("I will look. ", "STOP", "ST", "OP", '{"x": 1}', "é𒀀🧑‍🚀", "\n\n", " to=a", "<think>", "")

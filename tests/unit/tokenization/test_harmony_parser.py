@@ -14,7 +14,7 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import OutputParser
+from dynamo_trtllm.tokenization.base import OutputParser, Tool
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.parser_helpers import Seen, calls_of, content_of, cut, fold
 
@@ -23,6 +23,7 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 CALL_F = " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
+PYTHON_CALL = Seen("", "", [["python", '{"input":""}']])
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +90,23 @@ STREAMS = {
         Seen("", "", [["f", "f(1)"]]),
     ),
     "own python": (
-        f"{ANALYSIS}Sum.{NEXT}<|channel|>analysis to=python code<|message|>1+1<|call|>",
-        Seen("1+1", "Sum.", [], 2),
+        f'{ANALYSIS}Sum.{NEXT}<|channel|>analysis to=python code<|message|>print("é𒀀\\n")\n1<|call|>',
+        Seen("", "Sum.", [["python", '{"input":"print(\\"é𒀀\\\\n\\")\\n1"}']], 2),
     ),
-    "own browser": ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", Seen("{}")),
-    "own container": (" to=container.exec<|channel|>analysis<|message|>ls<|call|>", Seen("ls")),
+    "own python without code": (" to=python<|channel|>analysis<|message|><|call|>", PYTHON_CALL),
+    "own python cut off": ("<|channel|>commentary to=python <|constrain|>code<|message|>", PYTHON_CALL),
+    "own python with JSON": (
+        "<|channel|>commentary to=python <|constrain|>json<|message|>{}<|call|>",
+        Seen("", "", [["python", "{}"]]),
+    ),
+    "own browser, and text after it": (
+        f"<|channel|>analysis to=browser.search code<|message|>{{}}{NEXT}{FINAL}x<|return|>",
+        Seen("x", "", [["browser.search", "{}"]]),
+    ),
+    "own container": (
+        " to=container.exec<|channel|>analysis<|message|>{}<|call|>",
+        Seen("", "", [["container.exec", "{}"]]),
+    ),
     "a function of such a name": (
         " to=functions.python<|channel|>commentary<|message|>{}<|call|>",
         Seen("", "", [["python", "{}"]]),
@@ -245,14 +258,14 @@ def test_push_when_model_spells_a_marker_text_ids_then_it_is_shown_text_ids(
 
 
 def test_push_when_a_call_is_forced_with_its_name_then_output_is_arguments(renderer: HarmonyRenderer) -> None:
-    header = renderer.call_header("get_weather")
+    header = renderer.call_header(Tool(name="get_weather"))
     assert header is not None
     seen = parse(renderer.chat_parser(forced_ids=header), ids_of('{"place": "Rome"}<|call|>'))
     assert seen == Seen("", "", [["get_weather", '{"place": "Rome"}']])
 
 
 def test_push_when_a_call_is_forced_then_the_name_comes_with_the_first_token(renderer: HarmonyRenderer) -> None:
-    parser = renderer.chat_parser(forced_ids=renderer.call_header("f") or token_ids())
+    parser = renderer.chat_parser(forced_ids=renderer.call_header(Tool(name="f")) or token_ids())
     first = parser.push(token_ids(ids_of('{"')))
     assert [(call.name, call.text) for call in calls_of(first)] == [("f", '{"')]
 
@@ -282,7 +295,7 @@ def test_push_when_reasoning_is_forced_then_only_output_counts(renderer: Harmony
 
 def test_call_header_when_name_can_not_be_rendered_then_it_is_refused(renderer: HarmonyRenderer) -> None:
     with pytest.raises(InvalidRequest, match="tool name 'a b'"):
-        renderer.call_header("a b")
+        renderer.call_header(Tool(name="a b"))
 
 
 def test_answer_header_when_harmony_then_it_opens_the_final_channel(renderer: HarmonyRenderer) -> None:
@@ -304,7 +317,7 @@ def test_push_when_no_tool_call_parser_is_named_then_arguments_are_content(step:
     made = HarmonyRenderer(tool_call_parser="none")
     ids = ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}{{}}<|call|>")
     assert parse(made.chat_parser(), ids, step) == Seen("{}", "Think.", [], 2)
-    assert made.call_header("get_weather") is None
+    assert made.call_header(Tool(name="get_weather")) is None
 
 
 def test_push_when_a_call_streams_then_the_first_arguments_leave_before_it_is_complete(

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
-from dynamo_trtllm.tokenization.base import Renderer, renderer_for
+from dynamo_trtllm.tokenization.base import Renderer, Tool, renderer_for
 from tests.unit.tokenization.parser_helpers import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -70,24 +70,29 @@ def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_te
 @pytest.mark.parametrize(("calls", "end"), [("hermes", "}\n</tool_call>"), ("json", "}")])
 def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments(calls: str, end: str) -> None:
     made = renderer("none", calls)
-    header = made.call_header("f")
+    header = made.call_header(Tool(name="f"))
     assert header is not None
     assert fold(made.chat_parser(forced_ids=header), [ids_of(' {"a": 1}' + end)]) == Seen("", "", CALLED)
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "calls", "name"),
-    [("none", "none", "f"), ("none", "hermes", None), ("deepseek_r1", "hermes", "f"), ("none", "json", None)],
+    ("reasoning", "calls", "tool"),
+    [
+        ("none", "none", Tool(name="f")),
+        ("none", "hermes", None),
+        ("deepseek_r1", "hermes", Tool(name="f")),
+        ("none", "json", None),
+    ],
 )
 def test_call_header_when_the_format_can_not_be_forced_then_there_is_none(
-    reasoning: str, calls: str, name: str | None
+    reasoning: str, calls: str, tool: Tool | None
 ) -> None:
-    assert renderer(reasoning, calls).call_header(name) is None
+    assert renderer(reasoning, calls).call_header(tool) is None
 
 
 def test_call_header_when_the_name_would_break_the_json_then_it_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="can't be forced"):
-        renderer("none", "json").call_header('f"')
+        renderer("none", "json").call_header(Tool(name='f"'))
 
 
 def test_answer_header_when_output_begins_with_reasoning_then_it_is_what_ends_it() -> None:

@@ -58,7 +58,8 @@ def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
     return Conversation(
         messages=(*system, *messages_of(items)),
         tools=tuple(
-            Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in body.served_tools
+            Tool(name=tool.name, description=tool.description, parameters=tool.parameters, is_text=tool.is_text)
+            for tool in body.served_tools
         ),
         reasoning_effort=body.reasoning.effort or "medium",
     )
