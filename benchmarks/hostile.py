@@ -39,6 +39,8 @@ from .client import Client
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
 RESPONSES: Final = "/v1/responses"
+MESSAGES: Final = "/v1/messages"
+COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 MAX_BODY: Final = 8 << 20
 _TIMEOUT_S = 120.0
 _POLL_S = 0.02
@@ -99,6 +101,40 @@ def _calls(arguments: str, count: int = 1) -> Request:
     return chat(messages=[{"role": "assistant", "tool_calls": calls}])
 
 
+def message(path: str = MESSAGES, **fields: Any) -> Request:
+    """Return a request of Anthropic's API with these fields."""
+    whole = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+    return Request(path, orjson.dumps(whole))
+
+
+def _blocks(role: str, blocks: Sequence[Any]) -> Request:
+    """Return a request of Anthropic's API whose first turn has these blocks."""
+    last = {"role": "user", "content": "hi"}
+    return message(messages=[{"role": role, "content": blocks}, last])
+
+
+def _uses(count: int, **fields: Any) -> Request:
+    uses = [{"type": "tool_use", "id": f"c{i}", "name": "f", "input": {}} | fields for i in range(count)]
+    return _blocks("assistant", uses)
+
+
+def _results(count: int) -> Request:
+    """Return a request of Anthropic's API with calls, and as many results."""
+    uses = [{"type": "tool_use", "id": f"c{i}", "name": "f"} for i in range(count)]
+    results = [{"type": "tool_result", "tool_use_id": f"c{i}", "content": "x"} for i in range(count)]
+    return message(messages=[{"role": "assistant", "content": uses}, {"role": "user", "content": results}])
+
+
+def _message_tools(count: int, **fields: Any) -> Request:
+    """Return a request of Anthropic's API with so many tools."""
+    return message(tools=[{"name": f"f{i}", "input_schema": {"type": "object"}} | fields for i in range(count)])
+
+
+def _deep_input(levels: int) -> Request:
+    body = _uses(1, input="NESTED").body
+    return Request(MESSAGES, body.replace(b'"NESTED"', b'{"a":' * levels + b"0" + b"}" * levels))
+
+
 def _chunked(*parts: bytes) -> Request:
     return Request(CHAT, b"".join(parts), head="Transfer-Encoding: chunked")
 
@@ -132,6 +168,48 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
         chat(
             response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"title": "a" * 8_000_000}}}
         )
+    ],
+    "message-letter": lambda: [message(messages=[{"role": "user", "content": "a" * (MAX_BODY - 200)}])],
+    "message-counted": lambda: [message(COUNT_TOKENS, system="hello world, " * 600_000)],
+    "message-turns": lambda: [message(messages=[{"role": "user", "content": "hi"}] * 20_000)],
+    "message-blocks": lambda: [_blocks("user", [{"type": "text", "text": "hi"}] * 20_000)],
+    "message-system": lambda: [message(system=[{"type": "text", "text": "x-anthropic-billing-header: 1"}] * 20_000)],
+    "message-wrong-turns": lambda: [repeat_item("0", 400_000, path=MESSAGES)],
+    "message-wrong-blocks": lambda: [_blocks("user", [0] * 20_000), _blocks("user", [0] * 400_000)],
+    "message-odd-types": lambda: [
+        _blocks("user", [{"type": "t" * 7_000_000}]),
+        _blocks("user", [{"type": ["text"]}] * 20_000),
+        _blocks("assistant", [{"type": "redacted_thinking", "data": "d" * 300}] * 20_000),
+    ],
+    "message-uses": lambda: [_uses(20_000)],
+    "message-results": lambda: [_results(20_000)],
+    "message-input": lambda: [
+        _uses(1, input={f"k{i}": i for i in range(200_000)}),
+        _uses(512, input={"a": "x" * 9_000}),
+    ],
+    "message-deep-input": lambda: [_deep_input(250), _deep_input(1_000), _deep_input(90_000)],
+    "message-tools": lambda: [_message_tools(512, description="word " * 40)],
+    "message-tool-words": lambda: [_message_tools(1, description=" ".join(["a" * 16_000] * 15))],
+    "message-hosted": lambda: [
+        _message_tools(512, type="web_search_20250305"),
+        message(tools=[{"type": f"{'custom' * 7}{i}"} for i in range(512)]),
+        message(tools=[{"type": f"t{i}"} for i in range(150_000)]),
+    ],
+    "message-unknown-fields": lambda: [
+        message(MESSAGES, **{f"field_{i}": i for i in range(300_000)}),
+        _blocks("user", [{"type": "text", "text": "x", f"max_token{i}": 1, f"y{i}": {}} for i in range(20_000)]),
+    ],
+    "message-names": lambda: [
+        message(tools=[{"name": "n" * 7_000_000, "input_schema": {}}]),
+        message(tools=[{"type": "t" * 7_000_000}]),
+        _uses(1, name="n" * 7_000_000),
+        message(tool_choice={"type": "tool", "name": "n" * 7_000_000}),
+        message(MESSAGES, **{"n" * 7_000_000: 1}),
+    ],
+    "message-stops": lambda: [message(stop_sequences=["a" * 400_000] * 16)],
+    "message-schema": lambda: [
+        message(output_config={"format": {"type": "json_schema", "schema": {"title": "a" * 8_000_000}}}),
+        _message_tools(1, input_schema={"title": "a" * 8_000_000}),
     ],
     "ids": lambda: [Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 1_200_000}))],
     "long-ids-n": lambda: [Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 131_000, "n": 128}))],

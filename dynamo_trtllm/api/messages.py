@@ -34,6 +34,7 @@ from dynamo_trtllm.api.request_model import (
     LongText,
     RequestModel,
     agreed,
+    check_object,
     check_size,
     first_repeated,
     invalid,
@@ -79,14 +80,14 @@ class RedactedThinking(RequestModel):
 
 
 def _input(value: Any) -> Any:
-    if not isinstance(value, dict):
-        invalid(f"must be an object, not {kind_of(value)}")
+    check_object(value, most=MAX_ITEMS, key_chars=chat.MAX_ARGUMENTS)
     return check_size(value, chat.MAX_ARGUMENTS)
 
 
+_Key = Annotated[str, Field(max_length=chat.MAX_ARGUMENTS)]
 Input = Annotated[
-    dict[str, Any],
-    Field(description=f"At most {chat.MAX_ARGUMENTS} bytes of JSON."),
+    dict[_Key, Any],
+    Field(max_length=MAX_ITEMS, description=f"At most {chat.MAX_ARGUMENTS} bytes of JSON."),
     BeforeValidator(_input),
 ]
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.messages import MessagesRequest
 from dynamo_trtllm.api.request_model import (
     MAX_CONTAINERS,
     MAX_ITEMS,
@@ -26,11 +27,12 @@ from dynamo_trtllm.api.schemas import check_schema
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import InvalidRequest
 
-BODIES: tuple[type[SamplingFields], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
+BODIES: tuple[type[SamplingFields], ...] = (ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest)
 SCHEMAS = request_schemas(*BODIES)
 WRONG = True  # no list and no object of the API holds it
 MANY = 3000
 LONGEST = 1 << 20  # strings that may be longer are not tried
+USE = {"type": "tool_use", "id": "c", "name": "f"}
 BOUNDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
 
 
@@ -198,6 +200,10 @@ def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None
         (ResponseRequest, {"input": "x", "include": ["DEEP"]}),
         (ResponseRequest, {"input": "x", "tool_choice": "DEEP"}),
         (ChatRequest, {"tools": "DEEP"}),
+        (MessagesRequest, {"tools": "DEEP"}),
+        (MessagesRequest, {"tools": [{"type": "DEEP"}]}),
+        (MessagesRequest, {"messages": [{"role": "user", "content": ["DEEP"]}]}),
+        (MessagesRequest, {"messages": [{"role": "assistant", "content": [USE | {"input": {"a": "DEEP"}}]}]}),
         (ChatRequest, {"chat_template_args": {"a": "DEEP"}, "chat_template_kwargs": {"a": "DEEP"}}),
         (ChatRequest, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["DEEP"]}}}}),
     ],
