@@ -12,6 +12,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from dynamo_trtllm.number_types import Count
+
 Features: TypeAlias = Sequence[float]
 
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests; between them, the time of a decode step is linear
@@ -96,12 +98,12 @@ _MOST = 1e6  # of a coefficient that is not damaged, in seconds
 
 
 class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The coefficients of one kind of time, and how far predictions with them were off."""
+    """The coefficients of one kind of time, and how far predictions with them were off. A reader checks `is_valid`."""
 
     coefficients: tuple[float, ...]
     low: float  # nine of ten measured times were between `low` and `high` times the predicted one
     high: float
-    num_samples: int  # 0: the coefficients are a prior from the configuration
+    num_samples: Count  # 0: the coefficients are a prior from the configuration
 
     def is_valid(self, num_terms: int) -> bool:
         """Return True if it has so many coefficients, and none is negative, too large or not a number."""
@@ -180,15 +182,13 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decode: Fit | None = None  # of steps without prompt tokens
     prefill: Fit | None = None  # of steps with prompt tokens
     first_token: Fit | None = None  # of prefill and aggregated calls until it, from the predicted time of their steps
-    step_tokens: int = 0  # most prompt tokens of one step
+    step_tokens: Count = 0  # most prompt tokens of one step
     kv_transfer: Fit | None = None  # of decode calls until their first token
 
     @property
     def is_valid(self) -> bool:
         """True if this release can read the coefficients, which may come from another release."""
-        return self.step_tokens >= 0 and all(
-            fit is None or fit.is_valid(len(terms)) for terms, fit in self.fits().values()
-        )
+        return all(fit is None or fit.is_valid(len(terms)) for terms, fit in self.fits().values())
 
     @property
     def token_s(self) -> float:

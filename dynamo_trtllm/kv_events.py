@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 
 from dynamo_trtllm.messages import TokenIds, encode, packed
+from dynamo_trtllm.number_types import Count, Number
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +76,13 @@ class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is in sync.
     """
 
-    instance_id: int
-    number: int  # 0 for the worker's first update; a gap means that one was lost
-    block_tokens: int = 0  # tokens in each block; 0: no block was stored yet
+    instance_id: Number
+    number: Number  # 0 for the worker's first update; a gap means that one was lost
+    block_tokens: Count = 0  # tokens in each block; 0: no block was stored yet
     cleared: bool = False
     removed: bytes = b""  # prefix hashes of 64 bits, little endian; a reader may not know some
     stored: bytes = b""
-    snapshot: int = 0  # 0: changes. n: part of a snapshot, which n - 1 more parts follow
+    snapshot: Count = 0  # 0: changes. n: part of a snapshot, which n - 1 more parts follow
 
 
 def kv_events_subject(namespace: str) -> str:

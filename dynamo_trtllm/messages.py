@@ -9,12 +9,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
 from dynamo_trtllm.cost_model import CostModel, EngineWork
 from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.number_types import (
+    MAX_DP_RANKS,
+    MAX_LOGPROBS,
+    MOST_COUNT,
+    PRIORITY_LIMIT,
+    Count,
+    EpochSeconds,
+    Int64,
+    Number,
+    PositiveCount,
+    Seconds,
+    TokenId,
+)
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]
@@ -89,49 +102,66 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     trigger: str = msgspec.field(default="", name="after")  # control tokens as text; "": from the first token on
     trigger_ids: TokenIds = msgspec.field(default_factory=token_ids, name="after_ids")  # `trigger`, encoded
     # Stop tokens that may not end the free text: an output without its trigger would have no answer.
-    unfinished_ids: tuple[int, ...] = ()
+    unfinished_ids: tuple[TokenId, ...] = ()
     # Another trigger with forms of its own. The one that comes first in the output counts.
     otherwise: StructuredOutput | None = None
+
+
+_Temperature: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=2)]
+_Probability: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_TopP: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_TopK: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=MOST_COUNT)]  # 0 and -1: all
+_Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_RepetitionPenalty: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=10)]
+_Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+_NumLogprobs: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+_DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_DP_RANKS)]
+_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters and stop conditions of a request. The frontend has validated them. Temperature 0: greedy."""
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
-    frequency_penalty: float = 0.0  # subtracted from a logit for each occurrence in the output
-    presence_penalty: float = 0.0  # subtracted once if the token is in the output
-    repetition_penalty: float = 1.0  # logits of tokens in prompt or output: divided if positive, else multiplied
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    max_tokens: Count
+    min_tokens: Count = 0
+    temperature: _Temperature = 1.0
+    top_p: _TopP = 1.0
+    top_k: _TopK = 0
+    min_p: _Probability = 0.0  # drop tokens less probable than min_p times the most probable one
+    frequency_penalty: _Penalty = 0.0  # subtracted from a logit for each occurrence in the output
+    presence_penalty: _Penalty = 0.0  # subtracted once if the token is in the output
+    repetition_penalty: _RepetitionPenalty = (
+        1.0  # logits of tokens in prompt or output: divided if positive, else multiplied
+    )
+    logit_bias: tuple[tuple[TokenId, _Bias], ...] = ()  # (token id, value added to its logit)
     guided: StructuredOutput | None = None
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    seed: Int64 | None = None
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False  # continue after the model's own stop tokens
-    logprobs: int | None = None  # number of alternatives per token; None: no log-probabilities
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    logprobs: _NumLogprobs | None = None  # number of alternatives per token; None: no log-probabilities
+    prompt_logprobs: _NumLogprobs | None = None  # the same for the tokens of the prompt
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log) of one token and of the most likely alternatives. NaN: the prompt's first token."""
+    """Log-probability (natural log) of one token and of the most likely alternatives. NaN: the prompt's first token.
 
-    token_id: int
+    Readers expect any number, because an engine may report infinity.
+    """
+
+    token_id: TokenId
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of the KV cache. KV can move only between workers whose layouts match."""
 
     dtype: str
-    block_tokens: int  # tokens in one KV block
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    tensor_parallel_size: int = 1  # may differ; an engine that needs it equal also puts it into `kv_compat`
+    block_tokens: PositiveCount  # tokens in one KV block
+    num_layers: PositiveCount
+    num_kv_heads: PositiveCount
+    head_dim: PositiveCount
+    tensor_parallel_size: PositiveCount = 1  # may differ; an engine that needs it equal also puts it into `kv_compat`
 
 
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,20 +170,20 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     `engine_state` is in the format of the engine kind `engine`. Only the two engines read it.
     """
 
-    version: int
+    version: Count
     transfer_id: str = msgspec.field(name="ticket_id")
     engine: str
     model: str
     layout: KvLayout
     # engine-specific names and values that must be equal on both workers
     kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
-    prefill_instance_id: int = msgspec.field(name="holder")
-    expires_at: float  # seconds since the epoch; afterwards the prefill worker may free the blocks
-    prompt_tokens: int
+    prefill_instance_id: Number = msgspec.field(name="holder")
+    expires_at: EpochSeconds  # afterwards the prefill worker may free the blocks
+    prompt_tokens: Count
     first_token_ids: TokenIds
     first_logprobs: tuple[TokenLogprob, ...] = ()
     transport: str  # name of the KV transfer backend, for logs and metrics
-    kv_bytes: int
+    kv_bytes: Number
     engine_state: bytes = msgspec.field(name="opaque")
 
 
@@ -164,16 +194,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     model: str
     token_ids: TokenIds
     sampling: Sampling
-    deadline: float  # seconds since the epoch
+    deadline: EpochSeconds
     phase: Phase = Phase.AGGREGATED
     kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")  # set exactly when phase is DECODE
     # number of the last `token_ids` that are output tokens of another worker, which failed after it sent them
-    num_resumed_output_tokens: int = msgspec.field(default=0, name="resumed_tokens")
+    num_resumed_output_tokens: Count = msgspec.field(default=0, name="resumed_tokens")
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
     cache_salt: str | None = None  # the prefix cache is shared only among requests with the same salt
-    priority: int = 0  # lower values leave an engine's queue earlier; needs the feature "priority"
-    dp_rank: int | None = None  # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
-    prefill_dp_rank: int | None = None  # the same of the prefill worker
+    priority: _Priority = 0  # lower values leave an engine's queue earlier; needs the feature "priority"
+    dp_rank: _DpRank | None = None  # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
+    prefill_dp_rank: _DpRank | None = None  # the same of the prefill worker
     relax_dp_rank: bool = False  # other ranks may run it if that one is full
     conversation_id: str | None = None  # a hint: an engine may run requests of one conversation on one rank
     traceparent: str | None = None  # header of the client: engines may add spans to its trace
@@ -182,13 +212,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time per phase of one call, in seconds, by the worker's clock: adjacent intervals that begin with the call."""
 
-    queue_s: float = 0.0  # waiting for KV blocks or a batch slot
-    prefill_s: float = 0.0
-    kv_transfer_s: float = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
-    decode_queue_s: float = msgspec.field(default=0.0, name="decode_wait_s")  # decode call: from then to its first step
-    more: Mapping[str, float] = {}  # further phases by name, and as "phase.part" what a phase consists of or waits for
-    cached_tokens: int = 0
-    kv_bytes: int = 0
+    queue_s: Seconds = 0.0  # waiting for KV blocks or a batch slot
+    prefill_s: Seconds = 0.0
+    kv_transfer_s: Seconds = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
+    decode_queue_s: Seconds = msgspec.field(
+        default=0.0, name="decode_wait_s"
+    )  # decode call: from then to its first step
+    more: Mapping[
+        str, Seconds
+    ] = {}  # further phases by name, and as "phase.part" what a phase consists of or waits for
+    cached_tokens: Count = 0
+    kv_bytes: Number = 0
     transport: str = ""
 
 
@@ -218,9 +252,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Capacity of one instance. 0: not reported."""
 
-    max_batch_size: int = 0  # requests in one step
-    max_num_tokens: int = 0  # tokens in one step
-    kv_blocks: int = 0
+    max_batch_size: Count = 0  # requests in one step
+    max_num_tokens: Count = 0  # tokens in one step
+    kv_blocks: Count = 0
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -229,24 +263,27 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     Names and meanings are those of generation_config.json (Hugging Face). The bounds are those of a request.
     """
 
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: all
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    top_k: _TopK | None = None
+    min_p: _Probability | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
 
     def given(self) -> dict[str, float]:
         """Return the values that are set, by name."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
+MOST_VOCABULARY: Final = 1 << 24
+
+
 class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Description of a model with which a frontend renders prompts and parses outputs. Equal on all its workers."""
 
     name: str  # the served name, which clients send as `model`
-    context_length: int  # tokens, prompt plus output
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
+    context_length: PositiveCount  # tokens, prompt plus output
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_VOCABULARY)]
+    eos_token_ids: tuple[TokenId, ...]
     renderer: str  # "harmony" or "chat_template"
     reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
@@ -259,7 +296,7 @@ class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One registered worker."""
 
-    id: int  # up to 63 bits, unique in the cluster; shown in hexadecimal
+    id: Number  # up to 63 bits, unique in the cluster; shown in hexadecimal
     namespace: str
     component: str
     endpoint: str
@@ -275,25 +312,21 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     keeps_unfetched_kv: bool = False  # see EngineInfo; older frontends leave such KV to its timeout
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
-    wire: int = 1  # WIRE_VERSION of the worker
+    wire: Count = 1  # WIRE_VERSION of the worker
     publishes_kv_events: bool = False  # see `kv_events`
-
-
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The load of one worker at one moment. Of two reports, the one with the higher number is newer."""
 
-    instance_id: int
-    number: int  # counts from 1
-    running: _Count  # requests in the batch
-    waiting: _Count  # requests queued in the engine
-    queued_prefill_tokens: _Count  # prompt tokens that are not computed yet
-    kv_blocks_used: _Count
-    kv_blocks_total: _Count  # 0: not reported by the engine
-    context_tokens: _Count  # of the requests in the batch
+    instance_id: Number
+    number: Number  # counts from 1
+    running: Count  # requests in the batch
+    waiting: Count  # requests queued in the engine
+    queued_prefill_tokens: Count  # prompt tokens that are not computed yet
+    kv_blocks_used: Count
+    kv_blocks_total: Count  # 0: not reported by the engine
+    context_tokens: Count  # of the requests in the batch
     cost: CostModel | None = None  # in broadcasts only
 
     def work(self, *, decodes: bool, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
@@ -320,22 +353,22 @@ class GetFile(msgspec.Struct, frozen=True, tag="file"):
     """Request a chunk of one of the card's files by content hash and offset in bytes."""
 
     sha256: str
-    offset: int = 0
+    offset: Number = 0
 
 
 class FileChunk(msgspec.Struct, frozen=True):
     """Reply to `GetFile`."""
 
     data: bytes
-    total_bytes: int
+    total_bytes: Number
 
 
 class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
     """Reserve a decode slot for a request before its prefill call. The reply is empty, or the error Overloaded."""
 
     reservation_id: str
-    expires_at: float  # seconds since the epoch, by the sender's clock
-    left_s: float = 0.0  # seconds until then: clocks of two machines may differ. 0: an older sender
+    expires_at: EpochSeconds  # by the sender's clock
+    left_s: Seconds = 0.0  # seconds until then: clocks of two machines may differ. 0: an older sender
 
 
 class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):

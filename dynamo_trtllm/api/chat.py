@@ -30,6 +30,7 @@ from dynamo_trtllm.api.request_model import (
 from dynamo_trtllm.api.sampling import NO_OPS, CompletionFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
+from dynamo_trtllm.number_types import MAX_LOGPROBS
 from dynamo_trtllm.text_input import SCHEMA, arguments_of
 
 MAX_TOOLS = 512
@@ -362,7 +363,7 @@ class ChatRequest(CompletionFields):
     tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = ToolChoice()
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     reasoning_effort: Effort | None = None
     chat_template_args: TemplateArgs = Field(default_factory=dict)
     chat_template_kwargs: TemplateArgs = Field(default_factory=dict)

@@ -28,6 +28,7 @@ from dynamo_trtllm.api.response_tools import NamedTool, ServedTool, Tools, serve
 from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
+from dynamo_trtllm.number_types import MAX_LOGPROBS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -354,7 +355,7 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = Field(None, ge=1)  # no effect: it limits built-in tools, and there are none
     max_output_tokens: int | None = Field(None, ge=1)
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: Annotated[Included, BeforeValidator(_include)] = Field(default_factory=list)
     reasoning: Reasoning = Reasoning()
     text: TextConfig = Field(default_factory=TextConfig)

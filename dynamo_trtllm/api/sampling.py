@@ -29,6 +29,7 @@ from dynamo_trtllm.api.request_model import (
 )
 from dynamo_trtllm.api.schemas import MAX_SCHEMA_BYTES, Schema, schema_text
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Sampling, token_ids
+from dynamo_trtllm.number_types import MAX_DP_RANKS, MOST_INT64, PRIORITY_LIMIT
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # per stop string
@@ -37,9 +38,7 @@ MAX_BIASED = 1024
 MAX_CHOICES = 128  # per request, over all its prompts
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
-SEED_LIMIT = 1 << 63
-PRIORITY_LIMIT = 1 << 20  # not every engine distinguishes more values
-MAX_DP_RANKS = 1 << 16
+SEED_LIMIT = MOST_INT64 + 1
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 MAX_WORDS: Final = 1024
 _META: Final = re.compile(r"[][\\.^$*+?{}()|]")

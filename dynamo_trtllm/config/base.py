@@ -21,6 +21,7 @@ from pydantic.config import JsonDict
 
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import is_wildcard
+from dynamo_trtllm.number_types import MOST_INT64, MOST_SECONDS
 
 _MIN_SIMILARITY = 0.7  # of 1; with 0.6 `suggest` returns --help for --tp
 
@@ -52,10 +53,10 @@ def _role(given: object) -> object:
 
 RoleName = Annotated[Role, BeforeValidator(_role)]
 NonEmpty = Annotated[str, Field(min_length=1)]
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(gt=0, le=MOST_INT64)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST_INT64)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 
 
 def matching(pattern: str, message: str) -> AfterValidator:

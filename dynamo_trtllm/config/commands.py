@@ -25,6 +25,7 @@ from dynamo_trtllm.config.base import (
 )
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
+from dynamo_trtllm.number_types import MOST_SECONDS
 
 
 def _server_url(value: str) -> str:
@@ -125,7 +126,7 @@ class ChatConfig(Config):
     """Reasoning effort of the model."""
     max_tokens: PositiveInt | None = option("model", None)
     """Maximum tokens of an answer, reasoning included."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = option("model", None)
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = option("model", None)
     """Sampling temperature. 0 selects the most likely token; higher values vary more."""
 
 
@@ -248,7 +249,7 @@ class ExplainConfig(ConnectionConfig):
     line. Default: list the latest requests."""
     stuck: bool = option("process", False)
     """List requests that have not ended and are silent, with the process that holds each."""
-    older_than_s: Annotated[float, Field(ge=1.5, allow_inf_nan=False)] = option("process", 10.0)
+    older_than_s: Annotated[float, Field(ge=1.5, le=MOST_SECONDS)] = option("process", 10.0)
     """Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a stream is recorded once
     a second."""
     perfetto: Path | None = option("process", None)

@@ -110,6 +110,8 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
         raise ConfigError(
             f"{source} is {text!r}: expected a JSON object ({exc.msg} at column {exc.colno})", field=field
         ) from exc
+    except ValueError as exc:  # a whole number of more than 4,300 digits
+        raise ConfigError(f"{source} can't be read: {exc}", field=field) from exc
     if not isinstance(value, dict):
         raise ConfigError(f'{source} is {text!r}: expected a JSON object like {{"key": 1}}', field=field)
     return value

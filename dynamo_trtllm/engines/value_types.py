@@ -27,7 +27,8 @@ _PLAIN: dict[Any, Any] = {
     "None": None,
 }
 _UNREAD = "<unread>"  # in manifests, in place of an annotation
-_STRICT = ConfigDict(strict=True)  # no conversions: "3" and true are not whole numbers
+# No conversions: "3" and true are not whole numbers.
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _MAPPING = "a mapping (key: value)"
 _DESCRIPTIONS: dict[Any, str] = {
     int: "a whole number",

@@ -30,6 +30,7 @@ from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksu
 from dynamo_trtllm.messages import encode
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor
+from dynamo_trtllm.number_types import Number, Port
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ _LOG_EVERY_S = 10.0
 
 class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     host: str
-    port: int
+    port: Port
     token: bytes
-    sizes_bytes: list[int]
+    sizes_bytes: list[Number]
     checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 

@@ -193,6 +193,10 @@ class ProcessMetrics:
         # Returns the child of a metric, from its name and label values. prometheus_client takes long to find it.
         self.child: Callable[..., Any] = functools.cache(lambda name, *labels: self._metrics[name].labels(*labels))
 
+    def message_unreadable(self) -> None:
+        """Count a message of the request plane that could not be read."""
+        self._metrics["unreadable_messages_total"].inc()
+
     def watch(self, **gauges: Callable[[], float]) -> None:
         """Set the functions that return the values of gauges at each scrape, by name."""
         for name, read in gauges.items():

@@ -22,6 +22,7 @@ import msgspec
 
 from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.messages import decode, encode
+from dynamo_trtllm.number_types import Int64, Number, UInt64
 from dynamo_trtllm.observability.recorder import HEADER_BYTES, RECORDER, SLOT, RecordedEvent, RecordingHeader
 
 _SLICE_BYTES: Final = 256 * SLOT.size
@@ -53,23 +54,23 @@ class RecordingQuery(msgspec.Struct, frozen=True, array_like=True):
 
     inbox: str  # for the answers; it identifies the query
     selection: Selection
-    keys: list[int] = []  # of requests, which are wanted in any case
-    prefix: int = -1  # upper 32 bits of such keys
-    client_id: int = 0  # hash of a client's id of such a request
-    known: list[int] = []  # `epoch_ns` of recordings that the caller has
+    keys: list[UInt64] = []  # of requests, which are wanted in any case
+    prefix: Int64 = -1  # upper 32 bits of such keys
+    client_id: UInt64 = 0  # hash of a client's id of such a request
+    known: list[Number] = []  # `epoch_ns` of recordings that the caller has
 
 
 class RecordingPart(msgspec.Struct, frozen=True, array_like=True):
     """A part of an answer. The first one has no slots and is sent at once: its time aligns the clocks."""
 
-    instance_id: int  # of the worker that answers; 0: a frontend
+    instance_id: Number  # of the worker that answers; 0: a frontend
     host: str
-    now_ns: int  # by the clock of the events
+    now_ns: Number  # by the clock of the events
     header: bytes  # compressed; b"": the process records nothing
     is_last: bool
     slots: bytes = b""  # compressed
-    oldest_ns: int = 0  # in the last part: time of the oldest event in the ring
-    num_overwritten: int = 0  # in the last part
+    oldest_ns: Number = 0  # in the last part: time of the oldest event in the ring
+    num_overwritten: Number = 0  # in the last part
 
 
 class MessagePlane(Protocol):

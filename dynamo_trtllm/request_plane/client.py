@@ -8,7 +8,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,9 +63,16 @@ class Plane:
         transport: the transport, which the plane owns.
         limits: time-outs of the plane.
         tasks: owner of the background tasks.
+        on_unreadable: called for each message that can't be read.
     """
 
-    def __init__(self, transport: Transport, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        limits: PlaneLimits,
+        tasks: BackgroundTasks | None = None,
+        on_unreadable: Callable[[], None] = lambda: None,
+    ) -> None:
         self._transport = transport
         # for messages that are no part of a stream
         self.subscribe, self.try_publish = transport.subscribe, transport.try_publish
@@ -81,6 +87,7 @@ class Plane:
         self._running: dict[str, dict[int, StreamReceiver]] = {}  # by the worker's subject, then by stream
         self._cancelled: dict[int, str] = {}  # subjects of streams closed before their last frame came, latest last
         self._num_pings = 0  # sent to all workers
+        self._on_unreadable = on_unreadable
         self._num_unreadable = 0  # messages
         self._on_load: Callable[[LoadReport], None] | None = None
         self._heartbeat = Heartbeat(
@@ -105,7 +112,9 @@ class Plane:
 
         `load` returns the load that the server reports to its callers.
         """
-        server = EndpointServer(self._transport, service, self._limits.ping_interval_s, self._tasks, load)
+        server = EndpointServer(
+            self._transport, service, self._limits.ping_interval_s, self._tasks, load, self._count_unreadable
+        )
         self._servers.append(server)
         await server.start(subject, self._limits.ack_timeout_s)
         return server
@@ -171,8 +180,12 @@ class Plane:
         """
 
         def receive(data: bytes, _: str) -> None:
-            with suppress(errors.BadFrame):  # of another release; those that come with frames are skipped, too
-                on_load(decode(data, LoadReport))
+            try:
+                report = decode(data, LoadReport)
+            except errors.BadFrame as exc:  # those that come with frames are skipped, too
+                self._count_unreadable(exc)
+                return
+            on_load(report)
 
         self._on_load = on_load
         return await self._transport.subscribe(load_subject(namespace), receive)
@@ -245,18 +258,20 @@ class Plane:
         if data == PING:
             return
         try:
-            batch = read_batch(data)
-        except errors.BadFrame as exc:
-            # The message does not show its streams. Those that lost a frame end at the next ping.
-            self._num_unreadable += 1
-            if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
-                log.warning("unreadable message dropped (%d so far): %s", self._num_unreadable, exc.message)
-            return
+            batch = read_batch(data, self._count_unreadable)
+        except errors.BadFrame:
+            return  # the message does not show its streams; those that lost a frame end at the next ping
         self._inbox.add(batch.frames)
         if batch.load is not None and self._on_load is not None:
             self._on_load(batch.load)
         if batch.report is not None:
             self._compare(batch.report)
+
+    def _count_unreadable(self, error: errors.BadFrame) -> None:
+        self._on_unreadable()
+        self._num_unreadable += 1
+        if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
+            log.warning("unreadable message (%d so far): %s", self._num_unreadable, error.message)
 
     def _compare(self, report: StreamReport) -> None:
         """End streams that lost a message. Cancel streams of the worker that this process no longer reads."""

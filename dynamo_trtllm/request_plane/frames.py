@@ -5,11 +5,14 @@ The module does no I/O and reads no clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, TokenId, decode, encode
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, decode, encode
+from dynamo_trtllm.number_types import Count, Number, Seconds, TokenId
 
 
 class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -32,24 +35,24 @@ class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
 class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Request a stream. Its frames go to `inbox`; `stream` is unique among the streams of this inbox."""
 
-    stream: int
+    stream: Number
     inbox: str
     request: GenerateRequest
-    left_s: float  # seconds from sending to the request's deadline: clocks of two machines may differ
-    wire: int = 1  # the caller's WIRE_VERSION
+    left_s: Seconds  # seconds from sending to the request's deadline: clocks of two machines may differ
+    wire: Count = 1  # the caller's WIRE_VERSION
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Ask a worker to send a `StreamReport` to `inbox`, after all earlier frames."""
 
     inbox: str
-    number: int  # counts from 1; the report repeats it
+    number: Number  # counts from 1; the report repeats it
 
 
 class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """Cancel a stream. An unknown stream is not an error."""
 
-    stream: int
+    stream: Number
     inbox: str
     awaits_kv: bool = False  # the caller reads the last frame, because it collects KV that the call may still offer
 
@@ -79,8 +82,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     A chunk of one token and nothing else, as nearly all are, is sent as the id of its token.
     """
 
-    stream: int
-    number: int
+    stream: Number
+    number: Number
     chunk: Chunk | TokenId | None = None
     failure: ErrorPayload | None = None
 
@@ -93,8 +96,8 @@ class StreamReport(msgspec.Struct, frozen=True, array_like=True):
     """
 
     subject: str
-    ping: int  # the `number` of the ping, or 0
-    streams: list[tuple[int, int]]  # (stream, frames sent)
+    ping: Number  # the `number` of the ping, or 0
+    streams: list[tuple[Number, Number]]  # (stream, frames sent)
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -108,8 +111,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     """The first fields of a frame, which every wire version can read."""
 
-    stream: int
-    number: int
+    stream: Number
+    number: Number
 
 
 _NIL = msgspec.Raw(b"\xc0")
@@ -124,15 +127,20 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
 PING = b""  # the receiver replies with the same bytes
 
 
-def read_batch(data: bytes) -> Batch:
+def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) -> Batch:
     """Decode a batch. An unreadable frame fails only its own stream, and the batch has no load then.
+
+    Args:
+        data: the message.
+        on_unreadable: called once if the message, or a part of it, can't be read.
 
     Raises:
         BadFrame: the message can't be split into frames, or more than _MOST_BAD_FRAMES frames are unreadable.
     """
     try:
         return decode(data, Batch)
-    except errors.BadFrame:
+    except errors.BadFrame as exc:
+        on_unreadable(exc)
         raw = decode(data, _RawBatch)
     frames: list[Frame] = []
     bad = 0

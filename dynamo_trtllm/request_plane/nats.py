@@ -343,6 +343,7 @@ class NatsPlane(Plane):
         url: str,
         limits: PlaneLimits | None = None,
         tasks: BackgroundTasks | None = None,
+        on_unreadable: Callable[[], None] = lambda: None,
         *,
         connect_timeout_s: float = 5.0,
     ) -> NatsPlane:
@@ -352,6 +353,7 @@ class NatsPlane(Plane):
             url: address of the server.
             limits: time-outs and buffer limits of the plane.
             tasks: owner of the plane's background tasks.
+            on_unreadable: called for each message that can't be read.
             connect_timeout_s: time-out in seconds.
 
         Raises:
@@ -360,4 +362,4 @@ class NatsPlane(Plane):
         tasks = tasks or BackgroundTasks()
         transport = NatsTransport(url, tasks)
         await transport.connect(connect_timeout_s)
-        return cls(transport, limits or PlaneLimits(), tasks)
+        return cls(transport, limits or PlaneLimits(), tasks, on_unreadable)

@@ -87,13 +87,17 @@ class ServerStream:
 
 @dataclass(eq=False)
 class EndpointServer:
-    """Server of one service at one subject. It serves after `start`. `load` returns what it reports to its callers."""
+    """Server of one service at one subject. It serves after `start`.
+
+    `load` returns what it reports to its callers. `on_unreadable` is called for each message that can't be read.
+    """
 
     transport: Transport
     service: Service
     ping_interval_s: float
     tasks: BackgroundTasks
     load: Callable[[], LoadReport] | None = None
+    on_unreadable: Callable[[errors.BadFrame], None] = lambda error: None
 
     def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by inbox
@@ -177,6 +181,8 @@ class EndpointServer:
             if mismatch := wire_mismatch(body.wire):
                 raise errors.VersionMismatch(mismatch)
         except DynamoError as exc:
+            if isinstance(exc, errors.BadFrame):
+                self.on_unreadable(exc)
             self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
         self._answer(reply, Ack())
@@ -190,7 +196,13 @@ class EndpointServer:
 
     async def _control(self, data: bytes, reply: str) -> None:
         try:
-            answer = Ack(data=await self.service.control(decode(data, ControlRequest).verb))
+            verb = decode(data, ControlRequest).verb
+        except errors.BadFrame as exc:
+            self.on_unreadable(exc)
+            self._answer(reply, Ack(ErrorPayload.of(exc)))
+            return
+        try:
+            answer = Ack(data=await self.service.control(verb))
         except DynamoError as exc:
             answer = Ack(ErrorPayload.of(exc))
         except Exception:

@@ -284,6 +284,11 @@ class WorkerService:
             raise ModelNotFound(f"this worker serves {model!r}, not {request.model!r}", field="model")
         if request.phase not in self._phases:
             raise InvalidRequest(f"a {self.instance.role} worker does not serve {request.phase} calls", field="phase")
+        if request.num_resumed_output_tokens > len(request.token_ids):
+            raise InvalidRequest(
+                f"{request.num_resumed_output_tokens} tokens are resumed, but the call has {len(request.token_ids)}",
+                field="resumed_tokens",
+            )
         if (request.phase is Phase.DECODE) != (request.kv_params is not None):
             has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")

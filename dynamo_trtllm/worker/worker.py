@@ -196,7 +196,7 @@ class Worker:
         app = health_app(self._health, lambda: self._metrics.render(asdict(engine.stats())), verbs)
         await stack.enter_async_context(health_server(config.system_host, config.system_port, app, self._tasks))
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
-        plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)
+        plane = await NatsPlane.connect(config.nats_server, limits, self._tasks, self._metrics.message_unreadable)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
         stack.push_async_callback(discovery.aclose)

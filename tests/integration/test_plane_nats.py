@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, token_ids
+from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, encode, token_ids
 from dynamo_trtllm.request_plane import nats as nats_plane
 from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer
@@ -59,8 +61,8 @@ class GatedService(ChunkSource):
 async def connect() -> AsyncIterator[Callable[[str, PlaneLimits], object]]:
     planes: list[NatsPlane] = []
 
-    async def make(url: str, limits: PlaneLimits) -> NatsPlane:
-        planes.append(await NatsPlane.connect(url, limits))
+    async def make(url: str, limits: PlaneLimits, on_unreadable: Callable[[], None] = lambda: None) -> NatsPlane:
+        planes.append(await NatsPlane.connect(url, limits, None, on_unreadable))
         return planes[-1]
 
     yield make
@@ -365,3 +367,19 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
     async with asyncio.timeout(SOON_S):
         while plane.try_publish("s.events", b"3"):  # noqa: ASYNC110 - until the client notices
             await asyncio.sleep(0.01)
+
+
+async def test_worker_when_the_time_limit_of_a_call_is_nan_then_it_counts_the_call_and_goes_on_serving(
+    nats_server: str, connect
+) -> None:
+    service, unreadable = GatedService(), asyncio.Event()
+    service.gate.set()
+    caller = await connect(nats_server, QUICK)
+    worker = await connect(nats_server, QUICK, unreadable.set)
+    await worker.serve("s.g-nan", service)
+    opening = OpenStream(1, "_INBOX.x", make_request(), math.nan)
+    assert caller.try_publish("s.g-nan", encode(ClientMessage(opening)))
+    async with asyncio.timeout(SOON_S):
+        await unreadable.wait()
+        await asyncio.sleep(0.01)  # a timer with this time would end the event loop here
+        assert len(await collect(caller, "s.g-nan")) == 2

@@ -78,7 +78,9 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
             await asyncio.sleep(0.05)
         assert await rejected(client) == {
             rf"{prefix}\udcff\udcfe": "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID",
-            f"{prefix}tensorrt_llm/generate/c": "card.vocab_size is 0; it must be from 1 to 16777216",
+            f"{prefix}tensorrt_llm/generate/c": (
+                "the record can't be read: not a Instance: Expected `int` >= 1 - at `$.card.vocab_size`"
+            ),
         }
 
         (worker,) = [each for each in running_workers.workers if each._config.disaggregation_mode is Role.DECODE]

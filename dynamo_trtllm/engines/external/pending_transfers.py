@@ -20,6 +20,7 @@ from dynamo_trtllm.errors import BadFrame, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.kv_transfer.transfers import PendingTransfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, ReleaseOutcome, decode
+from dynamo_trtllm.number_types import Count
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 # NVFP4 has 4 bits per value and a scale of 8 bits for every 16 values.
@@ -113,7 +114,7 @@ class ExternalTransfers(PendingTransfers):
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """Data from a prefill engine for a decode engine of the same kind. Each engine's subclass adds fields."""
 
-    version: int  # of the subclass's format
+    version: Count  # of the subclass's format
     release: str  # of the library; informational, because kv_compat decides whether two workers match
 
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dynamo_trtllm.config.base import NonNegativeFloat
 from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 from dynamo_trtllm.messages import KvLayout, Limits
+from dynamo_trtllm.number_types import MOST_COUNT
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.mock.engine import MockStream
@@ -28,6 +30,7 @@ _UNSUPPORTED_FEATURES = (
 )
 
 
+_Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
 KV_WORDS = 64  # 32-bit words of simulated KV per block
 
 
@@ -36,24 +39,22 @@ class MockArgs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step_s: Annotated[float, Field(ge=0)] = Field(0.005, description="duration of one step in seconds; 0: no delay")
-    decode_request_s: Annotated[float, Field(ge=0)] = Field(0.0, description="more seconds per request that decodes")
-    context_token_s: Annotated[float, Field(ge=0)] = Field(0.0, description="more seconds per token of their context")
-    prefill_token_s: Annotated[float, Field(ge=0)] = Field(0.0, description="more seconds per prompt token of the step")
+    step_s: NonNegativeFloat = Field(0.005, description="duration of one step in seconds; 0: no delay")
+    decode_request_s: NonNegativeFloat = Field(0.0, description="more seconds per request that decodes")
+    context_token_s: NonNegativeFloat = Field(0.0, description="more seconds per token of their context")
+    prefill_token_s: NonNegativeFloat = Field(0.0, description="more seconds per prompt token of the step")
     step_noise: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="standard deviation of a step's time: 0.1: 10%"
     )
-    prefill_tokens_per_step: Annotated[int, Field(gt=0)] = Field(8192, description="maximum prompt tokens per step")
-    kv_cache_blocks: Annotated[int, Field(gt=0)] = Field(65536, description="number of KV blocks")
-    kv_block_size: Annotated[int, Field(gt=0)] = Field(32, description="tokens per KV block")
+    prefill_tokens_per_step: _Count = Field(8192, description="maximum prompt tokens per step")
+    kv_cache_blocks: _Count = Field(65536, description="number of KV blocks")
+    kv_block_size: _Count = Field(32, description="tokens per KV block")
     enable_prefix_caching: bool = Field(
         False, description="reuse the KV blocks of earlier requests; only the rest of a prompt takes time"
     )
-    max_batch_size: Annotated[int, Field(gt=0)] = Field(4096, description="maximum requests per step")
-    max_queue: Annotated[int, Field(gt=0)] = Field(4096, description="maximum queued requests")
-    max_seq_len: Annotated[int, Field(gt=0)] = Field(
-        131072, description="maximum prompt and output tokens of one request"
-    )
+    max_batch_size: _Count = Field(4096, description="maximum requests per step")
+    max_queue: _Count = Field(4096, description="maximum queued requests")
+    max_seq_len: _Count = Field(131072, description="maximum prompt and output tokens of one request")
     transfer_backend: Literal["tcp", "nixl"] = Field("tcp", description="KV transfer backend for the simulated KV")
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
 

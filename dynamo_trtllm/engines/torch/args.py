@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dynamo_trtllm.config.base import matching
+from dynamo_trtllm.config.base import PositiveFloat, matching
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
+from dynamo_trtllm.number_types import MOST_COUNT
 
-_Count = Annotated[int, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
 
 
 class TorchArgs(BaseModel):
@@ -41,13 +42,13 @@ class TorchArgs(BaseModel):
     prefill_chunk_tokens: _Count = Field(512, description="maximum tokens of one prompt per step")
     kv_block_size: _Count = Field(32, description="tokens per KV block")
     kv_cache_blocks: _Count | None = Field(None, description="number of KV blocks; overrides kv_cache_gib")
-    kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
+    kv_cache_gib: PositiveFloat | None = Field(
         None, description="KV memory in GiB; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
     )
     enable_prefix_caching: bool = Field(
         True, description="reuse the KV blocks of earlier requests whose prompts begin with the same tokens"
     )
-    kv_staging_gib: Annotated[float, Field(gt=0)] | None = Field(
+    kv_staging_gib: PositiveFloat | None = Field(
         None,
         description="transfer buffer for KV that is sent or received, in GiB; default the larger of the longest "
         "request's KV and an eighth of the KV memory",

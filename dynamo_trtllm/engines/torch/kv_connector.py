@@ -20,6 +20,7 @@ from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, decode, encode
+from dynamo_trtllm.number_types import Number, UInt64
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +32,9 @@ class TorchState(msgspec.Struct, frozen=True):
     """The engine's part of the KV transfer parameters."""
 
     offer: bytes  # from `TransferBackend.publish`
-    seed: int  # of the request's random draws, unsigned 64 bits
+    seed: UInt64  # of the request's random draws
     # each region has as many whole rows as fit into this, but at least one
-    region_bytes: int = msgspec.field(name="piece_bytes")
+    region_bytes: Number = msgspec.field(name="piece_bytes")
 
 
 class KvConnector(KvTransfers):

@@ -11,9 +11,10 @@ import msgspec
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedKv
-from dynamo_trtllm.errors import ConfigError, RequestRejected
+from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, encode
 from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.number_types import Count, Int64, Port
 
 _log = logging.getLogger(__name__)
 
@@ -28,16 +29,16 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
     do_remote_prefill: bool
     do_remote_decode: bool
-    remote_block_ids: list[list[int]]  # per KV cache group
+    remote_block_ids: list[list[Count]]  # per KV cache group
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
-    remote_port: int
+    remote_port: Port
 
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]  # with the keys of `RequiredParams`
-    seed: int | None = None  # for a request without a seed, if both engines sample the first token
+    seed: Int64 | None = None  # for a request without a seed, if both engines sample the first token
 
 
 def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) -> bytes:
@@ -66,6 +67,12 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
         TransferMismatch: It is from another engine or version. The error names the field.
     """
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
+    try:
+        msgspec.convert(engine_state.params, RequiredParams, strict=False)
+    except msgspec.ValidationError as exc:
+        raise TransferMismatch(
+            f"KV transfer {kv_params.transfer_id}: its parameters for vLLM can't be used: {exc}", field="opaque"
+        ) from exc
     params = engine_state.params | {EXPIRES_AT: kv_params.expires_at}
     return FetchedKv(first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params)
 

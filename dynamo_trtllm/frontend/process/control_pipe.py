@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.messages import decode, encode
+from dynamo_trtllm.number_types import Number
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -27,8 +28,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     When the parent is ready, all processes are.
     """
 
-    request: int = 0  # counts from 1
-    reply: int = 0  # the number of the request
+    request: Number = 0  # counts from 1
+    reply: Number = 0  # the number of the request
     snapshot: bytes = b""  # of a reply
 
 

@@ -72,7 +72,7 @@ async def run_app(
         stack.callback(RECORDER.stop)
         # An overloaded process reads acknowledgments seconds late: with less, it would count workers as unreachable.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
-        plane = await NatsPlane.connect(config.nats_server, limits, tasks)
+        plane = await NatsPlane.connect(config.nats_server, limits, tasks, metrics.message_unreadable)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)

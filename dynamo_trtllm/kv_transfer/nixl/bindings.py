@@ -16,11 +16,12 @@ from dynamo_trtllm.config.environ import export
 from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
+from dynamo_trtllm.number_types import Count, Number, UInt64
 
 _VARIABLES = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
 _BACKENDS = ["UCX"]
 
-Descriptor: TypeAlias = tuple[int, int, int]  # address, bytes, device
+Descriptor: TypeAlias = tuple[UInt64, Number, Count]  # address, bytes, device
 
 
 class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: list[Descriptor] = msgspec.field(name="spots")  # of the regions
     validity_slot: Descriptor = msgspec.field(name="guard")
     nonce: bytes  # content of the validity slot while the transfer is published
-    ready: int  # regions that held their data when this was created
+    ready: Count  # regions that held their data when this was created
     checksum: str = ""  # see `Checksums.method`; "": the validity slot has no checksum
 
     @property

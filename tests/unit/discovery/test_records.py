@@ -9,7 +9,6 @@ import pytest
 
 from dynamo_trtllm.discovery.records import (
     MOST_RECORD_BYTES,
-    MOST_VOCABULARY,
     BadRecord,
     EndpointId,
     check_model_name,
@@ -19,7 +18,7 @@ from dynamo_trtllm.discovery.records import (
     written,
 )
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, Limits, Role, SamplingDefaults, encode
+from dynamo_trtllm.messages import MOST_VOCABULARY, WIRE_VERSION, Instance, Limits, Role, SamplingDefaults, encode
 from tests.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
@@ -136,24 +135,24 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
         (replace(ONE, kv_compat={"a": "x" * 4097}), "pairing.a"),
         (replace(ONE, kv_compat={"a": "x\r"}), "pairing.a 'x\\r' has control characters"),
         (with_layout(dtype=""), "layout.dtype is ''"),
-        (with_layout(block_tokens=0), "layout.block_tokens is 0"),
-        (with_layout(num_layers=-1), "layout.num_layers is -1"),
-        (with_layout(num_kv_heads=1 << 31), "layout.num_kv_heads is 2147483648"),
-        (with_layout(head_dim=0), "layout.head_dim is 0"),
-        (with_layout(tensor_parallel_size=0), "layout.tensor_parallel_size is 0"),
-        (with_limits(max_batch_size=-1), "limits.max_batch_size is -1"),
-        (with_limits(max_num_tokens=-1), "limits.max_num_tokens is -1"),
-        (with_limits(kv_blocks=-1), "limits.kv_blocks is -1"),
+        (with_layout(block_tokens=0), "`int` >= 1 - at `$.layout.block_tokens`"),
+        (with_layout(num_layers=-1), "$.layout.num_layers"),
+        (with_layout(num_kv_heads=1 << 31), "`int` <= 2147483647 - at `$.layout.num_kv_heads`"),
+        (with_layout(head_dim=0), "$.layout.head_dim"),
+        (with_layout(tensor_parallel_size=0), "$.layout.tensor_parallel_size"),
+        (with_limits(max_batch_size=-1), "$.limits.max_batch_size"),
+        (with_limits(max_num_tokens=-1), "$.limits.max_num_tokens"),
+        (with_limits(kv_blocks=-1), "$.limits.kv_blocks"),
         (with_card(name=""), "card.name '' has 0 characters"),
         (with_card(name="x" * 257), "has 257 characters; it must have 1 to 256"),
         (with_card(name="a\nERROR all is lost"), "card.name 'a\\nERROR all is lost' has control characters"),
         (with_card(name="a\u2028b"), "has control characters"),
-        (with_card(context_length=0), "card.context_length is 0"),
-        (with_card(context_length=-5), "card.context_length is -5"),
-        (with_card(vocab_size=0, eos_token_ids=()), "card.vocab_size is 0; it must be from 1 to 16777216"),
-        (with_card(vocab_size=MOST_VOCABULARY + 1), "card.vocab_size is 16777217"),
-        (with_card(eos_token_ids=(2, 32)), "an id in card.eos_token_ids is 32; it must be from 0 to 31"),
-        (with_card(eos_token_ids=(-1,)), "an id in card.eos_token_ids is -1"),
+        (with_card(context_length=0), "$.card.context_length"),
+        (with_card(context_length=-5), "$.card.context_length"),
+        (with_card(vocab_size=0, eos_token_ids=()), "`int` >= 1 - at `$.card.vocab_size`"),
+        (with_card(vocab_size=MOST_VOCABULARY + 1), "`int` <= 16777216 - at `$.card.vocab_size`"),
+        (with_card(eos_token_ids=(2, 32)), "card.eos_token_ids contains 32; the vocabulary has 32 tokens"),
+        (with_card(eos_token_ids=(-1,)), "$.card.eos_token_ids"),
         (with_card(eos_token_ids=(1,) * 1025), "card.eos_token_ids has 1025 entries"),
         (with_card(renderer=""), "card.renderer is ''"),
         (with_card(renderer="a/../b"), "card.renderer is 'a/../b'"),
@@ -175,7 +174,7 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_record_when_a_field_is_not_sound_then_rejected_by_its_name_and_value(instance: Instance, said: str) -> None:
+def test_record_when_a_field_is_not_sound_then_rejected_by_its_name(instance: Instance, said: str) -> None:
     found = reason(KEY, encode(instance))
     assert said in found
     assert len(found) < 500
@@ -185,7 +184,7 @@ def test_record_when_a_field_is_not_sound_then_rejected_by_its_name_and_value(in
 def test_record_when_its_id_has_64_bits_then_rejected() -> None:
     instance = make_instance(1 << 63)
     key = instance_key(EndpointId("dynamo", "tensorrt_llm", "generate"), 1 << 63)
-    assert "id is 9223372036854775808" in reason(key, encode(instance))
+    assert "`$.id`" in reason(key, encode(instance))
 
 
 def raw(**fields: Any) -> bytes:
@@ -201,7 +200,7 @@ def raw(**fields: Any) -> bytes:
         (raw(role="overlord"), "overlord"),
         (raw(role="x\n" * 5000), r"x\nx\n"),
         (raw(id="1"), "$.id"),
-        (raw(id=-1), "id is -1"),
+        (raw(id=-1), "$.id"),
         (raw(card=None), "$.card"),
         (b"\x81\xa5later" + b"\x91" * 100_000 + b"\xc0", "recursion"),
         (raw(later="x" * MOST_RECORD_BYTES), f"the limit is {MOST_RECORD_BYTES}"),
@@ -216,7 +215,7 @@ def test_record_when_it_is_no_instance_then_rejected_with_a_short_reason(record:
 
 
 def test_written_when_readers_would_reject_it_then_config_error_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"can't register.*card\.vocab_size is 0"):
+    with pytest.raises(ConfigError, match=r"can't register.*\$\.card\.vocab_size"):
         written(with_card(vocab_size=0))
 
 

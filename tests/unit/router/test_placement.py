@@ -356,7 +356,7 @@ def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv
 
 def test_report_when_its_cost_is_not_valid_then_nothing_is_predicted() -> None:
     placement = Placement("least-loaded")
-    for cost in (CostModel(decode=Fit((1.0,), 1.0, 1.0, 1)), CostModel(step_tokens=-1)):
+    for cost in (CostModel(decode=Fit((1.0,), 1.0, 1.0, 1)),):
         placement.loads.on_report(report(1001, cost=cost), 0.0)
         assert placement.loads.get(1001).cost is None
 

@@ -1,0 +1,203 @@
+"""A number from another process is finite and in its range, or its message is rejected, and nothing else ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.messages import MessagesRequest
+from dynamo_trtllm.api.request_model import RequestModel, parse
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.config.commands import (
+    ChatConfig,
+    ClearNamespaceConfig,
+    ExplainConfig,
+    LaunchConfig,
+    ServeConfig,
+    StatusConfig,
+)
+from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.discovery.base import Added, Rejected
+from dynamo_trtllm.discovery.instance_cache import InstanceCache
+from dynamo_trtllm.discovery.records import endpoint_of, instance_key
+from dynamo_trtllm.engines.arguments import engine_arguments
+from dynamo_trtllm.engines.external.pending_transfers import EngineState
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.torch.args import TorchArgs
+from dynamo_trtllm.engines.torch.kv_connector import TorchState
+from dynamo_trtllm.engines.vllm.transfers import RequiredParams, _VllmState
+from dynamo_trtllm.errors import BadFrame, ConfigError, InvalidRequest, StreamIncomplete
+from dynamo_trtllm.frontend.process.control_pipe import _Message
+from dynamo_trtllm.kv_events import KvCacheUpdate
+from dynamo_trtllm.kv_transfer.nixl.bindings import NixlOffer
+from dynamo_trtllm.kv_transfer.tcp import _TcpOffer
+from dynamo_trtllm.messages import FileChunk, Instance, KvTransferParams, LoadReport, Role, decode, encode
+from dynamo_trtllm.number_types import MOST_INT64
+from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.frames import (
+    Ack,
+    Batch,
+    ClientMessage,
+    ControlRequest,
+    Frame,
+    StreamReport,
+    _FrameHeader,
+)
+from dynamo_trtllm.request_plane.server import control_subject
+from dynamo_trtllm.router.load import FleetLoad, instance_cost, predicted_first_token_s
+from dynamo_trtllm.router.prefix_index import KnownPrefixes
+from tests.inproc_plane import InprocTransport
+from tests.instances import make_instance
+from tests.number_fields import BAD_NUMBERS, bad_messages, good_message
+from tests.streaming import call_stream
+from tests.unit.worker.test_service import ANSWER, MeteredService, PlainEngine, request
+
+MESSAGES = (
+    *(Ack, Batch, ClientMessage, ControlRequest, FileChunk, Frame, StreamReport, _FrameHeader),
+    *(Instance, KvCacheUpdate, KvTransferParams, LoadReport, RecordingPart, RecordingQuery, _Message),
+    *(EngineState, NixlOffer, RequiredParams, TorchState, _TcpOffer, _VllmState),
+)
+WITHOUT_NUMBERS = {"StoredResponse", "_RawBatch", "form"}  # form: the types of engine states and offers
+CONFIGS = (
+    *(WorkerConfig, FrontendConfig, TorchArgs, MockArgs, RestartConfig, DeploymentConfig),
+    *(ChatConfig, StatusConfig, ExplainConfig, LaunchConfig, ServeConfig, ClearNamespaceConfig),
+)
+MESSAGE = '"messages": [{"role": "user", "content": "x"}]'
+BODIES: dict[type[RequestModel], str] = {
+    ChatRequest: MESSAGE,
+    CompletionRequest: '"prompt": "x"',
+    MessagesRequest: f'{MESSAGE}, "max_tokens": 5',
+    ResponseRequest: '"input": "x"',
+    TokenizeRequest: '"prompt": "x"',
+    DetokenizeRequest: '"tokens": [1]',
+}
+JSON_NUMBERS = (
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e308", "-1e308", "-0.0", "-1", "true", '"5"', '"nan"'),
+    *("9223372036854775808", "18446744073709551615", "18446744073709551616", "9" * 400, "9" * 1_000_000),
+)
+READERS_CHECK = re.compile(r"\.(TokenLogprob\.(logprob|top)|Fit\.(coefficients|low|high))\b")  # see their docstrings
+PACKAGE = Path(__file__).parents[2] / "dynamo_trtllm"
+INSTANCE = msgspec.structs.replace(make_instance(1), publishes_kv_events=True)
+KEY = instance_key(endpoint_of(INSTANCE), 1)
+
+
+def test_messages_when_another_type_is_decoded_then_it_is_listed_here() -> None:
+    calls = re.compile(r"(?<![.\w])decode\([\w.]+, ([A-Z_]\w+|form)\)")
+    decoded = {found for path in PACKAGE.rglob("*.py") for found in calls.findall(path.read_text(encoding="utf-8"))}
+    assert len(decoded) > 12
+    assert decoded - WITHOUT_NUMBERS <= {message.__name__ for message in MESSAGES}
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_out(message: Any) -> None:
+    decode(good_message(message), message)
+    for bad in bad_messages(message):
+        try:
+            decode(bad.data, message)
+        except BadFrame:
+            continue
+        assert not bad.is_never_valid or READERS_CHECK.search(bad.path), bad
+
+
+async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes_on_serving() -> None:
+    transport, bench, num_unreadable = InprocTransport(), MeteredService(PlainEngine()), 0
+
+    def count() -> None:
+        nonlocal num_unreadable
+        num_unreadable += 1
+
+    plane = Plane(transport, PlaneLimits(), on_unreadable=count)
+    server = await plane.serve("s", bench.service)
+    for message, subject in ((ClientMessage, "s"), (ControlRequest, control_subject("s"))):
+        for bad in bad_messages(message):
+            transport.publish(subject, bad.data)
+    await asyncio.sleep(0)
+    await server.finished()
+    assert num_unreadable > 400
+    chunks = [chunk async for chunk in call_stream(plane, "s", request())]
+    assert chunks == list(ANSWER)
+    await plane.aclose()
+
+
+async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_choices_go_on() -> None:
+    transport, loads, known, cache = InprocTransport(), FleetLoad(), KnownPrefixes(), InstanceCache()
+    plane = Plane(transport, PlaneLimits())
+    await plane.serve("s", MeteredService(PlainEngine()).service)
+    await plane.watch_loads("dynamo", lambda report: loads.on_report(report, 0.0))
+    known.add_instance(INSTANCE)
+    gate = asyncio.Event()
+    await plane.serve("waits", MeteredService(PlainEngine((gate, *ANSWER))).service)
+    hit, other = (asyncio.create_task(anext(call_stream(plane, "waits", request()))) for _ in range(2))
+    for _ in range(20):  # both calls are acknowledged
+        await asyncio.sleep(0)
+    for bad in bad_messages(Batch):
+        transport.publish("_INBOX.0", bad.data)
+    for bad in bad_messages(LoadReport):
+        transport.publish("dynamo.load", bad.data)
+        await asyncio.sleep(0)
+        instance_cost(loads.get(1), INSTANCE, 7, 0)
+        predicted_first_token_s(loads.get(1), Role.PREFILL, 7, 0, 0.0)
+    for bad in bad_messages(KvCacheUpdate):
+        with suppress(BadFrame, ValueError):  # see PrefixFeed
+            known.on_update(decode(bad.data, KvCacheUpdate))
+    for bad in bad_messages(Instance):
+        cache.put(KEY, bad.data)
+    with pytest.raises(StreamIncomplete):  # the frames have its number, 1
+        await hit
+    gate.set()
+    assert await other == ANSWER[0]
+    assert [type(event) for event in cache.put(KEY, encode(INSTANCE))] == [Rejected, Added]
+    await plane.aclose()
+
+
+def numeric_fields(model: type[BaseModel]) -> list[str]:
+    """The names of the fields that may be a number."""
+    return [name for name, field in model.model_fields.items() if re.search(r"\b(int|float)\b", str(field.annotation))]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(config: type[BaseModel]) -> None:
+    for name in numeric_fields(config):
+        field = config.model_fields[name]
+        adapter = TypeAdapter[Any](Annotated[field.annotation, field])
+        for number in (*BAD_NUMBERS, 10**400, "1e999", "9" * 1_000_000):
+            try:
+                found = adapter.validate_python(number)
+            except ValidationError:
+                continue
+            if isinstance(found, int | float):
+                assert math.isfinite(found), (name, number)
+                assert abs(found) <= MOST_INT64, (name, number)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1e999", "NaN", "[" + "9" * 5000 + "]"])
+def test_engine_arguments_when_a_number_in_their_json_is_bad_then_config_error(text: str) -> None:
+    argv = ["--engine", "mock", "--model-path", "x", "--override-engine-args", f'{{"step_s": {text}}}']
+    with pytest.raises(ConfigError):
+        engine_arguments(load(WorkerConfig, prog="worker", argv=argv, environ={}), MockArgs, "mock")
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_request_body_when_a_number_is_bad_then_it_is_rejected_or_finite(body: type[RequestModel]) -> None:
+    for name in numeric_fields(body):
+        for number in JSON_NUMBERS:
+            try:  # of two equal keys, the last one counts
+                parsed = parse(body, f'{{"model": "x", {BODIES[body]}, "{name}": {number}}}'.encode())
+            except InvalidRequest:
+                continue
+            found = getattr(parsed, name)
+            assert not isinstance(found, int | float) or math.isfinite(found)
