@@ -40,7 +40,11 @@ Event = Added | Removed | Rejected | Synced
 
 
 class Registration(Protocol):
-    """The registration of one instance. A background task renews its lease and restores its record after data loss."""
+    """The registration of one instance.
+
+    A background task renews its lease. It writes the record again after data loss, and within the time of a lease if
+    another client has deleted or overwritten it.
+    """
 
     async def aclose(self) -> None:
         """Deregister. If the store is unavailable, the lease expires instead. Idempotent."""

@@ -54,6 +54,9 @@ class EtcdDiscovery:
 
     async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
+        for earlier in [each for each in self._registrations if each.key == key]:
+            self._registrations.remove(earlier)
+            await earlier.replace()
         registration = LeaseKeeper(self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks)
         self._registrations.append(registration)  # before the call, because a cancel may arrive after the record is put
         try:

@@ -187,9 +187,17 @@ class EtcdStore:
         reply = await self._call(pb.LeaseStub, "LeaseTimeToLive", pb.LeaseTimeToLiveRequest(ID=lease_id))
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None  # 0: less than a second
 
-    async def put(self, key: str, record: bytes, lease: Lease) -> None:
-        """Write a record that expires with the lease."""
-        await self._call(pb.KVStub, "Put", pb.PutRequest(key=key_bytes(key), value=record, lease=lease.id))
+    async def put(self, key: str, record: bytes, lease: Lease) -> int:
+        """Write a record that expires with the lease. Return the revision of etcd with which it was written."""
+        request = pb.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
+        reply = await self._call(pb.KVStub, "Put", request)
+        return int(reply.header.revision)
+
+    async def revision_of(self, key: str) -> int:
+        """Return the revision of etcd with which a key was last written; 0 if the key does not exist."""
+        request = pb.RangeRequest(key=key_bytes(key), keys_only=True)
+        reply = await self._call(pb.KVStub, "Range", request)
+        return int(reply.kvs[0].mod_revision) if reply.kvs else 0
 
     async def delete(self, key: str) -> None:
         """Delete a key if it exists."""
@@ -263,13 +271,18 @@ def backoff() -> Iterator[float]:
 
 
 class LeaseKeeper:
-    """A `Registration` in etcd. It replaces a lost lease and writes the same key again."""
+    """A `Registration` in etcd.
+
+    It replaces a lost lease and writes the same key again. Whenever it renews the lease, it also checks the key, and
+    writes it again if another client has deleted or overwritten it.
+    """
 
     def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:
         self._store = store
         self._tasks = tasks
-        self._key = key
+        self.key = key
         self._record = record
+        self._revision = 0  # with which the record was written
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
         self._task: asyncio.Task[None] | None = None
@@ -277,13 +290,23 @@ class LeaseKeeper:
     async def start(self) -> None:
         """Write the record and start to renew its lease. Raise Unreachable if etcd does not answer."""
         lease = await self._acquire()
-        self._task = self._tasks.start(self._keep(lease), f"lease of {self._key}")
+        self._task = self._tasks.start(self._keep(lease), f"lease of {self.key}")
 
     async def _acquire(self) -> Lease:
         # This put detaches the key from an older lease that etcd may still have.
         lease = self._lease = await self._store.grant(self._ttl_s)
-        await self._store.put(self._key, self._record, lease)
+        await self._put(lease)
         return lease
+
+    async def _put(self, lease: Lease) -> None:
+        self._revision = await self._store.put(self.key, self._record, lease)
+
+    async def _restore(self, lease: Lease) -> None:
+        """Write the record again if its key was deleted or overwritten."""
+        if await self._store.revision_of(self.key) == self._revision:
+            return
+        log.warning("%s was deleted or overwritten in etcd; writing it again", self.key)
+        await self._put(lease)
 
     async def _keep(self, lease: Lease) -> None:
         while True:
@@ -291,13 +314,14 @@ class LeaseKeeper:
             await asyncio.sleep(min(lease.ttl_s / 3, LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))
             try:
                 if await self._store.keep_alive(lease):
+                    await self._restore(lease)
                     continue
                 reason = "the lease has expired"
             except Unreachable as exc:
                 reason = exc.message
-            log.warning("lease renewal failed for %s, retrying: %s", self._key, reason)
+            log.warning("lease renewal failed for %s, retrying: %s", self.key, reason)
             lease = await self._recover(lease)
-            log.info("registration %s is renewed", self._key)
+            log.info("registration %s is renewed", self.key)
 
     async def _recover(self, lease: Lease) -> Lease:
         """Retry until the old lease is renewed or the key is written with a new lease. Return the lease."""
@@ -306,8 +330,13 @@ class LeaseKeeper:
             try:
                 return lease if await self._store.keep_alive(lease) else await self._acquire()
             except Unreachable as exc:
-                log.debug("registration %s: %s", self._key, exc.message)
+                log.debug("registration %s: %s", self.key, exc.message)
             await asyncio.sleep(next(delays))
+
+    async def replace(self) -> None:
+        """Stop, because another record of the same instance takes the key. The lease expires."""
+        task, self._task, self._lease = self._task, None, None
+        await self._tasks.cancel(task)
 
     async def aclose(self) -> None:
         task, self._task = self._task, None
@@ -317,5 +346,5 @@ class LeaseKeeper:
             return
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._store.delete(self._key)
+                await self._store.delete(self.key)
                 await self._store.revoke(lease)

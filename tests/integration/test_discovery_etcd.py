@@ -343,6 +343,26 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
         assert Removed(1) not in follower.received
 
 
+async def test_registration_when_another_client_deletes_or_overwrites_its_key_then_it_is_registered_again(
+    own_etcd: MakeEtcd,
+) -> None:
+    """Within a lease, on its old lease, so that the record still goes when the worker does."""
+    server, key = own_etcd(), instance_key(endpoint_of(ONE), ONE.id)
+    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+        await worker.register(ONE)
+        await follower.until(Added(ONE))
+        before = await etcd_keys(server)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            await KVService(channel).delete(key.encode(), timeout=SOON_S)
+            await follower.until(Removed(1))
+            follower.received.clear()
+            await follower.until(Added(ONE))
+            follower.received.clear()
+            await KVService(channel).put(key, b"\xc1", timeout=SOON_S)
+        await follower.until(Removed(1), Added(ONE))
+        assert await etcd_keys(server) == before
+
+
 async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
     own_etcd: MakeEtcd,
 ) -> None:
