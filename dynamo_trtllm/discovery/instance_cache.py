@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed
-from dynamo_trtllm.discovery.records import BadRecord, parse_instance_key, read_instance, shown_key
+from dynamo_trtllm.discovery.records import BadRecord, card_mismatch, parse_instance_key, read_instance, shown_key
+from dynamo_trtllm.messages import Instance
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +22,10 @@ class InstanceCache:
     will register again. So an instance is removed only after lists have lacked it for `grace_s` seconds. A deleted
     record is removed at once.
 
-    An instance id belongs to the first key with it. A later key with the same id is rejected. When the first one is
-    removed, a new list is needed, to add the instance of the later one.
+    An instance id belongs to the first key with it. A later key with the same id is rejected. A model belongs to its
+    first instances: a later one whose card does not fit theirs is rejected, so that it can't take the model from them.
+    New caches decide alike, because a list has the order in which the keys were created. When an instance is removed
+    that others may have been rejected for, a new list is needed, to decide about these again.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
@@ -32,13 +35,16 @@ class InstanceCache:
         self._missing: dict[str, float] = {}  # key -> time from which a list without the key removes its instance
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
-        self._is_id_free = False  # one of these instances was removed since the last list
+        self._models: dict[str, dict[str, Instance]] = {}  # model -> key -> instance, in the order of registration
+        self._model_of: dict[str, str] = {}  # key -> model, of the same instances
+        self._unfit: dict[str, str] = {}  # key that was rejected for its card -> model
+        self._needs_list = False  # an instance was removed that others may have been rejected for
         self._has_logged_full = False
 
     @property
     def next_list_s(self) -> float | None:
         """Return the time at which a new list is needed, 0.0 if at once; None if it is not needed."""
-        return 0.0 if self._is_id_free else min(self._missing.values(), default=None)
+        return 0.0 if self._needs_list else min(self._missing.values(), default=None)
 
     def restart_grace(self) -> None:
         """Give missing instances the whole grace time again, because they can't register while the store is down."""
@@ -48,7 +54,7 @@ class InstanceCache:
         """Return the events for a new list: first removed instances, then added and changed ones.
 
         Args:
-            listed: all records in the store, by key.
+            listed: all records in the store, by key, in the order in which the keys were created.
             now_s: time of the list, of any monotonic clock.
         """
         events: list[Event] = []
@@ -60,7 +66,8 @@ class InstanceCache:
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
                 events += self._remove(key)
-        self._is_id_free = False
+        self._needs_list = False
+        self._unfit.clear()
         for key, record in listed.items():
             events += self.put(key, record)
         return events
@@ -70,6 +77,7 @@ class InstanceCache:
         self._missing.pop(key, None)
         if self._records.get(key) == record:
             return []
+        self._unfit.pop(key, None)
         try:
             instance = read_instance(key, record)
         except BadRecord as exc:
@@ -79,13 +87,23 @@ class InstanceCache:
             self._contested.add(instance.id)
             reason = f"instance id {instance.id:x} is already registered under the key {shown_key(owner)}"
             return self._reject(key, reason)
+        model = instance.card.name
+        members = self._models.get(model, {})
+        mismatch = card_mismatch(instance, (member for at, member in members.items() if at != key))
+        if mismatch:
+            self._unfit[key] = model
+            return [*self._remove(key), *self._reject(key, mismatch)]
         events = self._clear_rejected(key)
+        self._leave_model(key)
         self._records[key] = record
         self._owners[instance.id] = key
+        self._models.setdefault(model, {})[key] = instance
+        self._model_of[key] = model
         return [*events, Added(instance)]
 
     def delete(self, key: str) -> list[Event]:
         """Return the events for a key that was deleted."""
+        self._unfit.pop(key, None)
         return [*self._clear_rejected(key), *self._remove(key)]
 
     def _remove(self, key: str) -> list[Event]:
@@ -94,9 +112,19 @@ class InstanceCache:
         self._missing.pop(key, None)
         _, instance_id = parse_instance_key(key)
         del self._owners[instance_id]
-        self._is_id_free |= instance_id in self._contested
+        self._leave_model(key)
+        self._needs_list |= instance_id in self._contested
         self._contested.discard(instance_id)
         return [Removed(instance_id)]
+
+    def _leave_model(self, key: str) -> None:
+        model = self._model_of.pop(key, None)
+        if model is None:
+            return
+        del self._models[model][key]
+        if not self._models[model]:
+            del self._models[model]
+        self._needs_list |= model in self._unfit.values()
 
     def _reject(self, key: str, reason: str) -> list[Event]:
         shown = shown_key(key)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.config.base import NAME, NAME_RULE
 from dynamo_trtllm.errors import BadFrame, ConfigError
-from dynamo_trtllm.messages import Instance, ModelDeploymentCard, decode, encode, wire_mismatch
+from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role, decode, encode, wire_mismatch
 
 PREFIX: Final = "v1/instances"  # of the keys
 MOST_RECORD_BYTES: Final = 256 << 10
@@ -23,6 +23,7 @@ _MOST_EOS_IDS: Final = 1024
 _MOST_FILES: Final = 32
 _MOST_PAIRING: Final = 64
 _MOST_FEATURES: Final = 256
+_TOKENIZER: Final = "tokenizer.json"
 _SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
 _LONG: Final = 256
 _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
@@ -138,6 +139,45 @@ def written(instance: Instance) -> tuple[str, bytes]:
             "the worker"
         ) from exc
     return key, record
+
+
+def card_mismatch(instance: Instance, members: Iterable[Instance]) -> str:
+    """Return why the card of an instance does not fit those of its model; "" if it fits.
+
+    Requests are rendered with the tokenizer and limits of the model's first instances, so a later one must be able to
+    run them. Parsers, chat template and sampling defaults may differ, as they do while a new release is rolled out. So
+    may the context length of prefill workers: they reject prompts that are too long for them.
+
+    Args:
+        instance: the instance.
+        members: the other instances of the model, in the order of registration.
+    """
+    card, first, first_decode = instance.card, None, None
+    for member in members:
+        first = first or member
+        if member.role is not Role.PREFILL:
+            first_decode = member
+            break
+    if first is not None:
+        for field, mine, theirs in (
+            ("vocab_size", card.vocab_size, first.card.vocab_size),
+            ("renderer", card.renderer, first.card.renderer),
+            (f"files.{_TOKENIZER}", card.files.get(_TOKENIZER), first.card.files.get(_TOKENIZER)),
+        ):
+            if mine != theirs:
+                return _mismatch(field, mine, theirs, first)
+    if first_decode is not None and instance.role is not Role.PREFILL:
+        context_length = first_decode.card.context_length
+        if card.context_length < context_length:
+            return _mismatch("context_length", card.context_length, context_length, first_decode)
+    return ""
+
+
+def _mismatch(field: str, mine: object, theirs: object, first: Instance) -> str:
+    return (
+        f"card.{field} is {mine}, and {theirs} on instance {first.id:x}, which registered the model first; start all "
+        "workers of a model with the same files and flags, or with another --served-model-name"
+    )
 
 
 def check_model_name(name: str) -> None:

@@ -62,6 +62,8 @@ class ModelView:
     aggregated: tuple[Instance, ...] = ()
     keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
+    # Its card is in use. A decode or aggregated instance if there is one: its context length limits prompt and output.
+    first: Instance | None = field(default=None, repr=False, compare=False)
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)  # decode instances that have a partner
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
     cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of the readers
@@ -77,11 +79,12 @@ class ModelView:
 
     def including(self, instance: Instance) -> ModelView:
         """Return the view with one more instance."""
+        first = first_of_model((instance,) if self.first is None else (self.first, instance))
         if instance.role is Role.AGGREGATED:
-            return _including(self, instance)
+            return _including(self, instance, first=first)
         key = pairing_key(instance)
         groups = {**self.groups, key: _including(self.groups.get(key, PairGroup()), instance)}
-        return _including(self, instance, keys={**self.keys, instance.id: key}, groups=groups)
+        return _including(self, instance, keys={**self.keys, instance.id: key}, groups=groups, first=first)
 
     def first_of(self, pairs: Iterable[Pair]) -> Pair:
         """Return the first of `pairs` that the model has; (None, 0) if it has none."""
@@ -103,7 +106,7 @@ class ModelView:
             prefill, decode, aggregated = (
                 excluding(each, ids) for each in (self.prefill, self.decode, self.aggregated)
             )
-            reduced = self._reduced[ids] = ModelView(prefill, decode, aggregated, keys, groups)
+            reduced = self._reduced[ids] = ModelView(prefill, decode, aggregated, keys, groups, self.first)
         return reduced
 
     @property
@@ -113,13 +116,8 @@ class ModelView:
 
     @property
     def card(self) -> ModelDeploymentCard | None:
-        """The card in use; None if there is no instance.
-
-        The cards of decode and aggregated instances take precedence over those of prefill instances, because their
-        context length limits prompt and output together. Among equals, the lowest id takes precedence.
-        """
-        firsts = (*self.decode[:1], *self.aggregated[:1]) or self.prefill[:1]
-        return min(firsts, key=_id).card if firsts else None
+        """The card in use; None if there is no instance."""
+        return None if self.first is None else self.first.card
 
     def missing_roles(self) -> list[Role]:
         """Return the roles that lack an instance; empty if requests of this model can run."""
@@ -127,6 +125,16 @@ class ModelView:
             return []
         have = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return [role for role, instances in have.items() if not instances]
+
+
+def first_of_model(instances: Iterable[Instance]) -> Instance | None:
+    """Return the first decode or aggregated instance, else the first one. None: there are no instances."""
+    first = None
+    for instance in instances:
+        if instance.role is not Role.PREFILL:
+            return instance
+        first = first or instance
+    return first
 
 
 _NO_INSTANCES = ModelView()
@@ -176,6 +184,9 @@ class ClusterView:
         if instance is not None:
             name = instance.card.name
             view = self._models[name].excluding(frozenset((instance_id,)))
+            if view.first is instance:
+                members = (each for each in self._instances.values() if each.card.name == name)
+                view = replace(view, first=first_of_model(members))
             self._put(name, view, Change(instance, is_added=False))
 
     def _put(self, name: str, view: ModelView, change: Change) -> None:

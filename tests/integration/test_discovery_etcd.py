@@ -363,6 +363,23 @@ async def test_registration_when_another_client_deletes_or_overwrites_its_key_th
         assert await etcd_keys(server) == before
 
 
+async def test_watch_when_it_begins_after_an_instance_whose_card_does_not_fit_then_that_is_rejected_all_the_same(
+    own_etcd: MakeEtcd,
+) -> None:
+    """Its key is the first by name, but not by age."""
+    server = own_etcd()
+    odd = msgspec.structs.replace(ONE, card=msgspec.structs.replace(ONE.card, vocab_size=1000))
+    async with joined(server) as worker, joined(server) as earlier, following(earlier) as follower:
+        await worker.register(TWO)
+        await put_without_lease(server, odd)
+        await follower.until(Added(TWO))
+        async with joined(server) as later, following(later) as other:
+            (rejected,) = (event for event in other.received if isinstance(event, Rejected))
+            assert str(rejected.reason).startswith("card.vocab_size is 1000, and 32 on instance 2,")
+            await follower.until(rejected)
+            assert [event for event in other.received if event != rejected] == [Added(TWO), Synced()]
+
+
 async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
     own_etcd: MakeEtcd,
 ) -> None:

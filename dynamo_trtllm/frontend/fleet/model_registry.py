@@ -86,6 +86,10 @@ class ModelRegistry:
     def instances(self) -> list[Instance]:
         return self._view.instances()
 
+    def num_rejected(self) -> int:
+        """Return the number of etcd records that are rejected now."""
+        return len(self._rejected)
+
     def not_ready_reason(self, name: str) -> str | None:
         """Return why the model cannot be served now, as text for people; None if it can."""
         return self._plane.unavailable_reason() or not_ready_reason(self._view.model(name), name, self._breakers)

@@ -334,6 +334,7 @@ def _watch(state: AppState) -> None:
     """Let the metrics read the values of their gauges."""
     metrics, limiter, budget, placement = state.metrics, state.limiter, state.body_budget, state.pipeline.placement
     metrics.watch(choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use)
+    metrics.watch(rejected_records=state.models.num_rejected)
     if placement is not None:
         metrics.by_worker["placed_requests"] = placement.loads.requests
         if placement.prefixes is not None:

@@ -11,8 +11,8 @@ from dynamo_trtllm.discovery import instance_cache as mirror_module
 from dynamo_trtllm.discovery.base import Added, Rejected, Removed
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.records import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.messages import Instance, encode
-from tests.instances import make_instance
+from dynamo_trtllm.messages import Instance, Role, encode
+from tests.instances import CARD, make_instance
 
 
 def entry(instance: Instance) -> tuple[str, bytes]:
@@ -249,3 +249,66 @@ def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_war
     cache.delete(odd[0])
     assert len(cache.put(odd[5], b"")) == 1  # there is a place again
     assert cache.put(*entry(ONE)) == [Added(ONE)]
+
+
+def with_card(instance: Instance, **fields: object) -> Instance:
+    return msgspec.structs.replace(instance, card=msgspec.structs.replace(CARD, **fields))
+
+
+PREFILL = make_instance(9, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "field"),
+    [
+        (with_card(TWO, vocab_size=33), "card.vocab_size is 33, and 32 on instance 1,"),
+        (with_card(TWO, renderer="harmony"), "card.renderer is harmony, and chat_template on instance 1,"),
+        (with_card(TWO, files={"tokenizer.json": "0" * 64}), "card.files.tokenizer.json is 000"),
+        (with_card(TWO, context_length=127), "card.context_length is 127, and 128 on instance 1,"),
+        (with_card(PREFILL, vocab_size=33), "card.vocab_size is 33, and 32 on instance 1,"),
+    ],
+    ids=["vocabulary", "renderer", "tokenizer", "context", "prefill"],
+)
+def test_record_when_its_card_does_not_fit_its_model_then_only_this_instance_is_rejected_until_the_others_left(
+    newcomer: Instance, field: str
+) -> None:
+    cache, later = InstanceCache(), InstanceCache()
+    cache.put(*entry(ONE))
+    (rejected,) = cache.put(*entry(newcomer))
+    assert isinstance(rejected, Rejected)
+    assert str(rejected.reason).startswith(field)
+    assert cache.put(*entry(THREE)) == [Added(THREE)]
+    # A frontend that starts later reads a list in the order of registration.
+    assert later.relist(dict([entry(ONE), entry(newcomer), entry(THREE)])) == [Added(ONE), rejected, Added(THREE)]
+
+    cache.delete(entry(ONE)[0])
+    assert cache.relist(dict([entry(newcomer), entry(THREE)]))[1:] == []  # THREE stays; the reason may name it
+    assert cache.delete(entry(THREE)[0]) == [Removed(3)]
+    assert cache.next_list_s == 0.0
+    assert cache.relist(dict([entry(newcomer)])) == [Rejected(rejected.key, None), Added(newcomer)]
+
+
+@pytest.mark.parametrize(
+    "newcomer",
+    [
+        with_card(TWO, tool_call_parser="hermes", eos_token_ids=(), unsupported_features=("seed",)),
+        with_card(TWO, files={"chat_template.jinja": "0" * 64}),
+        with_card(TWO, context_length=256),
+        with_card(PREFILL, context_length=64),
+        with_card(TWO, name="another", vocab_size=33),
+    ],
+    ids=["parsers", "template", "longer", "prefill", "model"],
+)
+def test_record_when_its_card_differs_but_it_can_run_the_requests_of_its_model_then_added(newcomer: Instance) -> None:
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    assert cache.put(*entry(newcomer)) == [Added(newcomer)]
+
+
+def test_record_when_it_is_overwritten_with_an_unfit_card_then_the_others_stay_and_it_returns_with_its_own() -> None:
+    cache = InstanceCache()
+    cache.relist(dict([entry(ONE), entry(TWO)]))
+    removed, rejected = cache.put(*entry(with_card(ONE, vocab_size=1, eos_token_ids=())))
+    assert removed == Removed(1)
+    assert isinstance(rejected, Rejected)
+    assert cache.put(*entry(ONE)) == [Rejected(rejected.key, None), Added(ONE)]

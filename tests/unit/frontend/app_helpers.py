@@ -179,6 +179,9 @@ class Catalog:
     def not_ready_reason(self, name: str) -> str | None:
         return self.lacks
 
+    def num_rejected(self) -> int:
+        return len(self.shown["rejected_records"])
+
     def readiness(self, limit: int) -> ReadinessReport:
         return self.shown
 

@@ -49,14 +49,22 @@ def test_missing_roles_when_one_call_is_there_then_the_other() -> None:
     assert view.model("tiny").missing_roles() == []
 
 
-def test_models_when_cards_differ_then_that_of_the_lowest_id_counts() -> None:
-    view = ClusterView()
-    newer = msgspec.structs.replace(CARD, context_length=999)
-    view.add(make_instance(1))
-    view.add(msgspec.structs.replace(make_instance(2), card=newer))
-    assert view.models()["tiny"] == CARD
-    view.remove(1)
-    assert view.models()["tiny"] == newer
+def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_instance_counts() -> None:
+    first, second = (
+        msgspec.structs.replace(make_instance(at), card=msgspec.structs.replace(CARD, tool_call_parser=f"p{at}"))
+        for at in (2, 1)
+    )
+    prefill = msgspec.structs.replace(
+        make_instance(3, role=Role.PREFILL), card=msgspec.structs.replace(CARD, tool_call_parser="p3")
+    )
+    view, in_use = ClusterView(), []
+    for instance in (prefill, first, second):
+        view.add(instance)
+        in_use.append(view.models()["tiny"].tool_call_parser)
+    for instance in (first, second, prefill):
+        view.remove(instance.id)
+        in_use += [card.tool_call_parser for card in view.models().values()]
+    assert in_use == ["p3", "p2", "p2", "p1", "p3"]
 
 
 def test_models_when_prefill_has_less_context_then_the_card_of_those_who_answer_counts() -> None:
