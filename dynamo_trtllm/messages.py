@@ -130,9 +130,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_p: _Probability = 0.0  # drop tokens less probable than min_p times the most probable one
     frequency_penalty: _Penalty = 0.0  # subtracted from a logit for each occurrence in the output
     presence_penalty: _Penalty = 0.0  # subtracted once if the token is in the output
-    repetition_penalty: _RepetitionPenalty = (
-        1.0  # logits of tokens in prompt or output: divided if positive, else multiplied
-    )
+    # The logits of tokens in prompt or output are divided by it if positive, else multiplied.
+    repetition_penalty: _RepetitionPenalty = 1.0
     logit_bias: tuple[tuple[TokenId, _Bias], ...] = ()  # (token id, value added to its logit)
     guided: StructuredOutput | None = None
     seed: Int64 | None = None
@@ -215,12 +214,10 @@ class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     queue_s: Seconds = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: Seconds = 0.0
     kv_transfer_s: Seconds = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
-    decode_queue_s: Seconds = msgspec.field(
-        default=0.0, name="decode_wait_s"
-    )  # decode call: from then to its first step
-    more: Mapping[
-        str, Seconds
-    ] = {}  # further phases by name, and as "phase.part" what a phase consists of or waits for
+    # Decode call: from then to its first step.
+    decode_queue_s: Seconds = msgspec.field(default=0.0, name="decode_wait_s")
+    # Further phases by name, and as "phase.part" what a phase consists of or waits for.
+    more: Mapping[str, Seconds] = {}
     cached_tokens: Count = 0
     kv_bytes: Number = 0
     transport: str = ""

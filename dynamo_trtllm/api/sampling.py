@@ -29,7 +29,7 @@ from dynamo_trtllm.api.request_model import (
 )
 from dynamo_trtllm.api.schemas import MAX_SCHEMA_BYTES, Schema, schema_text
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Sampling, token_ids
-from dynamo_trtllm.number_types import MAX_DP_RANKS, MOST_INT64, PRIORITY_LIMIT
+from dynamo_trtllm.number_types import MAX_DP_RANKS, MAX_LOGPROBS, MOST_INT64, PRIORITY_LIMIT
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # per stop string
@@ -325,7 +325,7 @@ class CompletionFields(SamplingFields):
 
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # keep the last ones; -1: as many as the context allows
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json | None = None
     guided_regex: Pattern | None = None

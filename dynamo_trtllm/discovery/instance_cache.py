@@ -118,6 +118,7 @@ class InstanceCache:
         return [Removed(instance_id)]
 
     def _leave_model(self, key: str) -> None:
+        """Remove the instance of a key from its model, if it is in one."""
         model = self._model_of.pop(key, None)
         if model is None:
             return

@@ -228,15 +228,14 @@ def digest(path: Path) -> str:
 
 
 def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk:
-    """Return a part of one of the card's files. Raises InvalidRequest if the worker has no such file or part."""
+    """Return a part of one of the card's files. Raises InvalidRequest if the worker has no such file."""
     path = files.get(sha256)
-    if offset < 0:
-        raise InvalidRequest(f"offset {offset} is negative", field="offset")
     if path is None:
         raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
+    total_bytes = path.stat().st_size
     with path.open("rb") as file:
-        file.seek(offset)
-        return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=path.stat().st_size)
+        file.seek(min(offset, total_bytes))  # a file system may reject very large offsets
+        return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=total_bytes)
 
 
 _STEP_TOKENS = 8192  # prompt tokens per step of an engine that does not report its limit

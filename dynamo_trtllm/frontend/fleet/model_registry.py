@@ -277,10 +277,10 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
     """Return what is wrong with the sizes in a chunk; "" if they are correct."""
     if chunk.total_bytes != total_bytes:
         return f"with total size {total_bytes}, then {chunk.total_bytes}; restart it"
-    if not 0 <= total_bytes <= most_bytes:
+    if total_bytes > most_bytes:
         return (
-            f"with size {total_bytes}; allowed are 0 to {most_bytes} bytes, and {MOST_FILES_BYTES >> 20} MiB for all "
-            "files of a model"
+            f"with size {total_bytes}; allowed are at most {most_bytes} bytes, and {MOST_FILES_BYTES >> 20} MiB for "
+            "all files of a model"
         )
     if offset + len(chunk.data) > total_bytes:
         return f"with {offset + len(chunk.data)} bytes where {total_bytes} were announced; restart it"

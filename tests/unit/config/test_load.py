@@ -125,7 +125,7 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model=", ["flag --model is empty"]),
         ("--model m --max-num-tokens abc", ["--max-num-tokens", "'abc'", "integer"]),
         ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
-        ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "finite"]),
+        ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "less than or equal to 1000000000"]),
         ("--model m --disaggregation-mode both", ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"]),
         ("--model m --disaggregation-strategy both", ["'both'", "'prefill_first' or 'decode_first'"]),
         ("--model m --engine sglang", ["--engine", "'trtllm', 'vllm', 'torch' or 'mock'"]),

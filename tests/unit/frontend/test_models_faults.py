@@ -49,8 +49,11 @@ class Sizes(ChunkSource):
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
-        (lambda offset: FileChunk(b"x", -1), "with size -1; allowed are 0 to 268435456 bytes"),
-        (lambda offset: FileChunk(b"x", MOST_FILES_BYTES + 1), "with size 268435457; allowed are 0 to 268435456 bytes"),
+        (lambda offset: FileChunk(b"x", -1), "not a FileChunk: Expected `int` >= 0 - at `$.total_bytes`"),
+        (
+            lambda offset: FileChunk(b"x", MOST_FILES_BYTES + 1),
+            "with size 268435457; allowed are at most 268435456 bytes",
+        ),
         (lambda offset: FileChunk(b"xx", 10 - offset), "with total size 10, then 8; restart it"),
         (lambda offset: FileChunk(b"xx", 10 + offset), "with total size 10, then 12; restart it"),
         (lambda offset: FileChunk(b"xxxx", 10), "with 12 bytes where 10 were announced; restart it"),

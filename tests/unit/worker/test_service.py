@@ -300,16 +300,20 @@ async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     bench = MeteredService(PlainEngine(), files={"f": path})
-    assert decode(await bench.service.control(GetFile("f", 9)), FileChunk) == FileChunk(b"", 3)
+    for offset in (9, (1 << 63) - 1):
+        assert decode(await bench.service.control(GetFile("f", offset)), FileChunk) == FileChunk(b"", 3)
 
 
-@pytest.mark.parametrize(("verb", "field"), [(GetFile("f", -1), "offset"), (GetFile("unknown"), "sha256")])
-async def test_file_when_it_is_asked_wrongly_then_refused_by_field(tmp_path: Path, verb: GetFile, field: str) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
+async def test_file_when_it_is_unknown_then_rejected_by_field() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await MeteredService(PlainEngine(), files={"f": path}).service.control(verb)
-    assert caught.value.field == field
+        await MeteredService(PlainEngine()).service.control(GetFile("unknown"))
+    assert caught.value.field == "sha256"
+
+
+async def test_call_when_it_resumes_more_tokens_than_it_has_then_rejected_by_field() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await MeteredService(PlainEngine()).ask(num_resumed_output_tokens=3)
+    assert caught.value.field == "resumed_tokens"
 
 
 async def test_release_when_the_engine_has_transfers_then_it_is_called_at_once() -> None:
