@@ -126,8 +126,16 @@ class Unreachable(PlaneError, code="unreachable", retryable=True):
     """No process replies at the subject."""
 
 
+class NoListener(Unreachable):
+    """No process listens at the subject, so that the message was delivered to none."""
+
+
 class Disconnected(PlaneError, code="disconnected", retryable=True):
     """The connection to the request plane is lost."""
+
+
+class WorkerDied(Disconnected):
+    """The worker had the call, and then its process ended or lost its connection. A worker that hangs has not died."""
 
 
 class DeadlineExceeded(PlaneError, code="deadline"):
@@ -190,6 +198,10 @@ class RequestRejected(EngineError, code="engine_refused"):
 
 class MigrationFailed(EngineError, code="not_migratable"):
     """The stream broke and can't be continued on another worker."""
+
+
+class QueryOfDeath(EngineError, code="query_of_death"):
+    """Two workers ended while they ran this request, or one like it did so before. It is not tried on a third."""
 
 
 class NonFinite(EngineError, code="non_finite", retryable=True):

@@ -33,6 +33,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     409: (errors.Cancelled,),
     413: (errors.PayloadTooLarge,),
     415: (errors.UnsupportedMedia,),
+    422: (errors.QueryOfDeath,),  # clients repeat requests after a status from 500 on
     429: (errors.Overloaded,),
     431: (errors.HeadTooLarge,),
     500: (

@@ -243,6 +243,10 @@ class FrontendMetrics(ProcessMetrics):
         """Count a collection of the KV of a cancelled request. `outcome`: see `KvCollector`."""
         self.child("kv_collections_total", outcome).inc()
 
+    def query_of_death(self, outcome: str) -> None:
+        """Count a request that ends workers. `outcome`: "given_up" or "refused"."""
+        self.child("queries_of_death_total", outcome).inc()
+
     def observe_prediction(self, *, model: str, seconds: float, predicted: Prediction) -> None:
         """Observe how well the time from the selection of workers to the first token was predicted."""
         outcome = "within" if predicted.low_s <= seconds <= predicted.high_s else "outside"

@@ -53,6 +53,7 @@ class PlaneLimits:
     """Timeouts of a plane."""
 
     ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
+    listener_timeout_s: float = 0.5  # for the reply to whether a worker without an acknowledgment is still there
     ping_interval_s: float = 3.0  # a lost message is detected within twice this time, a dead peer within three times
 
 
@@ -131,6 +132,7 @@ class Plane:
 
         Errors that end a stream, beside those of the worker, which come as the same class:
             Unreachable: no worker acknowledges the request in time.
+            WorkerDied: the worker had the request, and no process listens at `subject` any more.
             StreamIncomplete: a frame is missing, or the stream ends without a terminal chunk.
             Disconnected: the request plane is lost.
             DeadlineExceeded: the request's deadline passes.
@@ -231,12 +233,26 @@ class Plane:
         except errors.Unreachable as exc:
             if time.time() >= request.deadline:
                 raise errors.DeadlineExceeded("the request's deadline passed before a worker took it") from exc
-            if not receiver.received:
+            if receiver.received:
+                pass
+            elif isinstance(exc, errors.NoListener):
+                raise
+            else:
+                await self._check_listener(subject, exc)
                 raise
         else:
             _ack_data(reply)
             RECORDER.record(request.request_id, RecordedEvent.CALL_ACKNOWLEDGED)
         receiver.last_ping_before_ack = self._num_pings
+
+    async def _check_listener(self, subject: str, error: errors.Unreachable) -> None:
+        """Raise WorkerDied if no process listens any more at a subject where one did when the request was sent."""
+        try:
+            await self._transport.request(subject, PING, timeout_s=self._limits.listener_timeout_s)
+        except errors.NoListener:
+            raise _died(subject, error) from error
+        except errors.PlaneError:
+            return  # it hangs, or this process has no connection
 
     def _encode_checked(self, value: ClientMessage | ControlRequest) -> bytes:
         data = encode(value)
@@ -294,7 +310,12 @@ class Plane:
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
         ours = isinstance(error, errors.Disconnected)  # this process lost its connection; the worker may be alive
-        lost = error if ours else errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
+        if ours:
+            lost = error
+        elif isinstance(error, errors.NoListener):
+            lost = _died(subject, error)
+        else:
+            lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
             if ours or receiver.last_ping_before_ack is not None:  # else the missing acknowledgment says more
                 receiver.fail(lost)
@@ -302,6 +323,10 @@ class Plane:
 
 def _deadline_passed(receiver: StreamReceiver) -> None:
     receiver.fail(errors.DeadlineExceeded("the request's deadline passed"))
+
+
+def _died(subject: str, error: DynamoError) -> errors.WorkerDied:
+    return errors.WorkerDied(f"the worker at {subject} is gone: {error.message}")
 
 
 def _ack_data(reply: bytes) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError, Unreachable
+from dynamo_trtllm.errors import Disconnected, DynamoError, NoListener, PlaneError, Unreachable
 from dynamo_trtllm.messages import Control
 from dynamo_trtllm.streams import Generator
 
@@ -57,7 +57,8 @@ class Transport(Protocol):
         """Send a request and return the reply.
 
         Raises:
-            Unreachable: no process listens (raised at once), or none replies in time.
+            NoListener: no process listens (raised at once).
+            Unreachable: none replies in time.
             Disconnected: the connection is lost.
         """
 
@@ -85,9 +86,9 @@ class Service(Generator, Protocol):
         """
 
 
-def no_listener(subject: str) -> Unreachable:
+def no_listener(subject: str) -> NoListener:
     """Return the error of a request to a subject that no process listens to."""
-    return Unreachable(f"no worker listens at {subject}: it has ended; retry the request")
+    return NoListener(f"no worker listens at {subject}: it has ended; retry the request")
 
 
 def no_reply(subject: str, timeout_s: float) -> Unreachable:

@@ -14,11 +14,11 @@ from dynamo_trtllm.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
+    NoListener,
     PayloadTooLarge,
     RequestRejected,
     StreamIncomplete,
     TransferExpired,
-    Unreachable,
 )
 from dynamo_trtllm.messages import (
     Chunk,
@@ -226,7 +226,7 @@ async def test_deadline_when_already_past_then_service_is_not_called(bench: Plan
 
 async def test_generate_when_there_is_no_server_then_unreachable_at_once(bench: PlanePair) -> None:
     started = time.monotonic()
-    await check_fails(collect(bench.caller, make_request(), "ns_x.generate-1"), Unreachable)
+    await check_fails(collect(bench.caller, make_request(), "ns_x.generate-1"), NoListener)
     assert time.monotonic() - started < LIMITS.ack_timeout_s  # it was not waited for
 
 
@@ -258,7 +258,7 @@ async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: 
     await serving.aclose()
     assert service.open == 0
     await check_fails(running, Draining)
-    await check_fails(collect(bench.caller, make_request()), Unreachable)
+    await check_fails(collect(bench.caller, make_request()), NoListener)
 
 
 async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench: PlanePair) -> None:
@@ -270,7 +270,7 @@ async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench
     assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.FETCHED)]
     await check_fails(bench.caller.control(SUBJECT, GetFile("boom")), InternalError)
     await check_fails(bench.caller.control(SUBJECT, GetFile("huge")), PayloadTooLarge)
-    await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), Unreachable)
+    await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), NoListener)
 
 
 async def test_ping_when_both_sides_live_then_a_quiet_stream_goes_on(bench: PlanePair) -> None:

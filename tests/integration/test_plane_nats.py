@@ -18,7 +18,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable
+from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable, WorkerDied
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, encode, token_ids
 from dynamo_trtllm.request_plane import nats as nats_plane
 from dynamo_trtllm.request_plane.client import PlaneLimits
@@ -166,16 +166,17 @@ async def test_caller_when_its_process_dies_then_the_workers_stream_closes(nats_
         end_peer(peer)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_worker_when_its_process_dies_then_the_callers_stream_ends(nats_server, connect, how) -> None:
+@pytest.mark.parametrize(("how", "error"), [(signal.SIGKILL, WorkerDied), (signal.SIGSTOP, Disconnected)])
+async def test_worker_when_its_process_dies_then_the_callers_stream_ends(nats_server, connect, how, error) -> None:
     caller = await connect(nats_server, QUICK)
     peer = await start_peer(nats_server, "serve")
     try:
         async with aclosing(call_stream(caller, "s.g-2", make_request())) as chunks:
             await anext(chunks)
             peer.send_signal(how)
-            with pytest.raises(Disconnected, match=r"s\.g-2"):
+            with pytest.raises(Disconnected, match=r"s\.g-2") as caught:
                 await asyncio.wait_for(anext(chunks), SOON_S)
+        assert type(caught.value) is error
         with pytest.raises(Unreachable):
             await collect(caller, "s.g-2")
     finally:

@@ -17,6 +17,7 @@ from dynamo_trtllm.errors import DynamoError, StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
+from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
@@ -167,6 +168,10 @@ class ChoiceState:
     def request_id(self) -> str:
         """Return the id of this choice's calls."""
         return self._choice_request.request.request_id
+
+    def prompt_bytes(self) -> bytes:
+        """Return the token ids of the prompt, as bytes."""
+        return self._choice_request.request.token_ids.tobytes()
 
     def record_prompt(self) -> None:
         """Record the prompt's length and hashes, which is once per prompt."""
@@ -434,3 +439,10 @@ def pick_best_of(
             index = next(answers)
             for delta in by_candidate[candidate]:
                 yield msgspec.structs.replace(delta, index=index)
+
+
+def share_suspicions(choices: Sequence[ChoiceState]) -> None:
+    """Let the choices of each prompt share what their request is suspected of."""
+    by_prompt: dict[bytes, Suspicion] = {}
+    for choice in choices:
+        choice.trace.suspicion = by_prompt.setdefault(choice.prompt_bytes(), Suspicion(is_shared=True))

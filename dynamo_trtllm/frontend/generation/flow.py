@@ -17,6 +17,7 @@ import msgspec
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import FlowDriver, FlowEvent, PipelineOptions, RouteTrace, Signal
+from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -56,6 +57,9 @@ class _Attempt:
     worker: Instance  # the one that was called last: a failure is attributed to it
     request: GenerateRequest  # the decode call, once there is one
     tried: frozenset[int]  # decode instances
+    num_sent_before: int  # tokens that were sent to the client before this attempt
+    has_settled: bool  # the request is no suspect, or this attempt has returned SETTLED_TOKENS tokens
+    passes_tokens: bool = False  # has begun and settled: its tokens are only passed on
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
@@ -117,6 +121,8 @@ class GenerationFlow:
         self._num_transfer_failures = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._has_waited = False  # the time limit of the wait for other workers has passed
+        self.is_prime_suspect = False  # it had hardly begun when the worker died
+        self.awaits_turn = False  # it waits for workers that run no other suspect
 
     def on(self, event: FlowEvent) -> StreamEvent | None:
         """Call the driver as an event demands. Return the event for the client, if any. After the end, do nothing."""
@@ -130,6 +136,9 @@ class GenerationFlow:
             case Signal.START if self._fixed_selection is not None:
                 self._begin_attempt(self._fixed_selection)
             case Signal.START | Signal.WORKERS_CHANGED:
+                return self._select()
+            case Signal.WAIT_TIMED_OUT if self.awaits_turn:
+                self.awaits_turn = False  # it runs beside other suspects
                 return self._select()
             case Signal.WAIT_TIMED_OUT:
                 self._has_waited = True
@@ -147,7 +156,7 @@ class GenerationFlow:
     def passes(self, chunk: Chunk) -> bool:
         """Return whether a chunk is only passed on to the client, as nearly all are. If so, `on` need not be called."""
         attempt = self._attempt
-        if attempt is None or not attempt.has_begun or chunk.finish_reason is not None or chunk.stats is not None:
+        if attempt is None or not attempt.passes_tokens or chunk.finish_reason is not None or chunk.stats is not None:
             return False
         self._sent_ids.extend(chunk.token_ids)
         return True
@@ -183,6 +192,8 @@ class GenerationFlow:
         before; their sum is `hold_s`.
         """
         retries, hold_s = self._options.retries, self._options.hold_s
+        if self.awaits_turn:
+            return hold_s
         if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
         if not self._excluded:
@@ -197,7 +208,9 @@ class GenerationFlow:
         self._has_waited = False
         self._trace.prefill_instance = self._trace.decode_instance = None
         self._trace.prefill_stats = self._trace.decode_stats = None
-        attempt = self._attempt = _Attempt(prefill, decode, decode, request, frozenset([decode.id]))
+        num_sent, has_settled = len(self._sent_ids), not self._trace.suspicion.deaths
+        tried = frozenset([decode.id])
+        attempt = self._attempt = _Attempt(prefill, decode, decode, request, tried, num_sent, has_settled)
         if prefill is None:
             self._call_decode(attempt)
         elif decode.strategy != "decode_first":
@@ -241,8 +254,13 @@ class GenerationFlow:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
         self._trace.decode_stats = chunk.stats or self._trace.decode_stats
+        if not attempt.has_settled and len(self._sent_ids) - attempt.num_sent_before >= SETTLED_TOKENS:
+            attempt.has_settled = True
+            attempt.passes_tokens = attempt.has_begun
+            self._driver.record_settled()
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived
             attempt.has_begun = True
+            attempt.passes_tokens = attempt.has_settled
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if self._fixed_selection is None:
                 self._driver.record_transfer(attempt.pair)
@@ -296,7 +314,7 @@ class GenerationFlow:
         self._free()
         if self._fixed_selection is not None:
             return self._end(error)
-        final = self._final_error(error, attempt)
+        final = self._given_up(error, attempt) or self._final_error(error, attempt)
         self._driver.record_failure(attempt.worker, error, "retrying" if final is None else "")
         if final is not None:
             return self._end(final)
@@ -308,6 +326,18 @@ class GenerationFlow:
         if len(self._sent_ids) >= self.request.sampling.max_tokens:  # only the end of the stream was lost
             return self._end(Chunk(finish_reason=FinishReason.LENGTH))
         return self._select()
+
+    def _given_up(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+        """If the worker died, record it. Return the error that ends the request if it must not end another worker."""
+        if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
+            return None
+        num_tokens = len(self._sent_ids) - attempt.num_sent_before
+        given_up = self._driver.record_death(num_tokens)
+        is_charged = attempt.worker.id in self._trace.suspicion.deaths
+        self.is_prime_suspect = self.awaits_turn = is_charged and num_tokens < SETTLED_TOKENS
+        if given_up is not None:
+            given_up.__cause__ = error
+        return given_up
 
     def _final_error(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Count the failure. Return the error that ends the request; None if it is retried or migrated."""

@@ -7,7 +7,8 @@ from enum import Enum, auto
 from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.cost_model import Prediction
-from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.errors import DynamoError, QueryOfDeath
+from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot, TokenLogprob
 from dynamo_trtllm.observability.metrics import Span
 from dynamo_trtllm.router.policy import WorkerSelection
@@ -71,6 +72,12 @@ class FlowDriver(Protocol):
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         """Record that the KV of a pair arrived, or that its transfer failed. (None, id): an aggregated worker."""
 
+    def record_death(self, num_tokens: int) -> QueryOfDeath | None:
+        """Record that the worker of the current call died after so many tokens. An error: the request is given up."""
+
+    def record_settled(self) -> None:
+        """Record that the call of a suspect returned so many tokens that its worker may get other suspects."""
+
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         """Record that a call failed. `next_step`: how the request goes on, for the log; "": it ends."""
 
@@ -92,6 +99,7 @@ class RouteTrace:
     spans: list[Span] = field(default_factory=list, compare=False)
     first_s: float | None = None  # when the first tokens arrived, of `time.monotonic()`
     last_s: float = 0.0  # when the newest ones arrived
+    suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
     expected: tuple[float, Prediction] | None = None  # when the last attempt began, and the time to its first tokens
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
+from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances, QueryOfDeath, WorkerDied
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
 from dynamo_trtllm.frontend.generation.flow_events import FlowEvent, PipelineOptions, RouteTrace, Signal
 from dynamo_trtllm.frontend.generation.kv_collection import KvCollector
+from dynamo_trtllm.frontend.generation.suspects import Call, Suspects
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReleaseKv, ReleaseSlot, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FRONTEND, Span
@@ -61,6 +62,7 @@ class Pipeline:
     breakers: PairBreakers = field(default_factory=PairBreakers)
     placement: Placement | None = None
     on_kv_collected: Callable[[str], None] = lambda outcome: None  # see `KvCollector`
+    suspects: Suspects = field(default_factory=Suspects)
 
     def __post_init__(self) -> None:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -119,6 +121,16 @@ class Pipeline:
                 return best
         return select(view, model, round_robin_index, breakers, avoid=avoid, decode_fallback=fallback)
 
+    def is_usable(self, selection: WorkerSelection, excluded: frozenset[int], avoid: int | None) -> bool:
+        """Return whether an earlier selection may be used again. Arguments as for `FlowDriver.select`."""
+        prefill, decode = selection.prefill, selection.decode
+        pair = None if prefill is None else prefill.id, decode.id
+        if avoid in pair and avoid is not None:
+            return False
+        unusable = excluded | self._cooldown.ids(time.monotonic())
+        is_there = all(each in self.view.ids() and each not in unusable for each in pair if each is not None)
+        return is_there and not self.breakers.is_open(pair)
+
     def select_other_decode(
         self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
     ) -> Instance | None:
@@ -144,7 +156,7 @@ class Pipeline:
     def record_unreachable(self, instance_id: int, error: DynamoError) -> None:
         """Avoid an instance for a while if it did not accept a call, and mark its pairs as not working."""
         now = time.monotonic()
-        if is_not_accepted(error):
+        if is_not_accepted(error) or isinstance(error, WorkerDied):
             self._cooldown.start(instance_id, now)
         if is_not_accepted(error) or isinstance(error, Disconnected):
             reason = f"{error.code}: {error.message}"
@@ -194,6 +206,7 @@ class _RunningRequest(Stream):
         "_round_robin_index",
         "_task",
         "_trace",
+        "_tracked",
     )
 
     def __init__(
@@ -209,6 +222,7 @@ class _RunningRequest(Stream):
         self._flow = GenerationFlow(self, request, trace, pipeline.options, selection)
         self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
         self._call: StreamReceiver | None = None
+        self._tracked = Call(trace.suspicion)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next three belong
         self._attempt_span = 0  # the index of its first span
@@ -251,10 +265,13 @@ class _RunningRequest(Stream):
             self._enter_attempt()
             self._round_robin_index = self._pipeline.new_round_robin_index(request.model)
         self._end_placed()
+        self._end_trial()
+        self._pipeline.suspects.end(self._tracked)
         try:
+            self._pipeline.suspects.check(request)
             if is_last_resort:
                 self._pipeline.breakers.admit(self._pipeline.view.model(request.model))
-            selection = self._pipeline.select(request, self._round_robin_index, excluded, avoid)
+            selection = self._select_workers(excluded, avoid)
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
         if placement is not None:
@@ -266,6 +283,19 @@ class _RunningRequest(Stream):
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
         RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
         return selection
+
+    def _select_workers(self, excluded: frozenset[int], avoid: int | None) -> WorkerSelection:
+        """Select the workers of an attempt: those of the other choices of the prompt, else by the router mode."""
+        pipeline, suspicion, request = self._pipeline, self._trace.suspicion, self._flow.request
+        if self._flow.awaits_turn:
+            excluded |= pipeline.suspects.tried_on(suspicion)
+        shared = suspicion.selection if suspicion.is_shared else None
+        if shared is None or not pipeline.is_usable(shared, excluded, avoid):
+            shared = pipeline.select(request, self._round_robin_index, excluded, avoid)
+        suspicion.selection = shared
+        if suspicion.deaths:
+            pipeline.suspects.begin_trial(self._tracked, shared, is_prime=self._flow.is_prime_suspect)
+        return shared
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
         self._trace.expected = None  # it was predicted for another worker
@@ -297,6 +327,7 @@ class _RunningRequest(Stream):
             self._placed.sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._on
         self._call = None  # the one before has ended
+        self._pipeline.suspects.begin(self._tracked, worker.id)
         self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
@@ -308,13 +339,21 @@ class _RunningRequest(Stream):
 
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         if error is None:  # the first chunk of the decode call
+            self._pipeline.suspects.succeeded(self._tracked)
             self._enter("decode", self._trace.spans[-1].role)
             if self._placed is not None:
                 self._placed.prefilled()
         self._pipeline.record_transfer(pair, error)
 
+    def record_death(self, num_tokens: int) -> QueryOfDeath | None:
+        return self._pipeline.suspects.record_death(self._tracked, self._flow.request, num_tokens)
+
+    def record_settled(self) -> None:
+        self._end_trial()
+
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         self._pipeline.record_unreachable(worker.id, error)
+        self._pipeline.suspects.end(self._tracked)
         request_id, span = self._flow.request.request_id, self._trace.spans[-1]
         RECORDER.record(request_id, Recorded.CALL_FAILED, worker.id, bool(next_step), reason=error.code)
         if next_step:
@@ -327,6 +366,10 @@ class _RunningRequest(Stream):
         if self._placed is not None:
             self._placed.end(is_done=is_done)
             self._placed = None
+
+    def _end_trial(self) -> None:
+        if self._pipeline.suspects.end_trial(self._tracked):
+            self._pipeline.view.notify_changed()  # other suspects may wait for these workers
 
     # --- where the time goes ---------------------------------------------------------------------------
 
@@ -386,6 +429,8 @@ class _RunningRequest(Stream):
 
     def _close(self, last: StreamEvent | None) -> None:
         self._end_placed(is_done=isinstance(last, Chunk))
+        self._pipeline.suspects.end(self._tracked)
+        self._end_trial()
         if last is None:
             self._on(Signal.CANCEL)  # which may let the call go on
             self._stop()

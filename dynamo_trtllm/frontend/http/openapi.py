@@ -30,6 +30,7 @@ MEANINGS: Final = {
     409: "cancelled by another request",
     413: "the body is too large",
     415: "the Content-Type or Content-Encoding is not supported",
+    422: "workers end when they run this request",
     429: "the server is at capacity",
     431: "the request line and headers are too large",
     500: "internal server error",

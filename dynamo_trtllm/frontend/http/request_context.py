@@ -17,7 +17,7 @@ from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage, share_suspicions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, PlanningTime, read_body
@@ -163,6 +163,8 @@ class RequestContext:
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
         self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
+        if count > 1:
+            share_suspicions(self.choices)
         for choice in self.choices[:: plan.candidates]:
             choice.record_prompt()
         if count > limit:

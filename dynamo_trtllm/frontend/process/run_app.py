@@ -23,6 +23,7 @@ from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
+from dynamo_trtllm.frontend.generation.suspects import Suspects
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
@@ -81,7 +82,10 @@ async def run_app(
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected)
+        suspects = Suspects(metrics.query_of_death)
+        pipeline = Pipeline(
+            view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected, suspects
+        )
         stack.push_async_callback(pipeline.aclose)
         store = None  # the memory of this process
         if config.shares_responses:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 from nats.aio.client import Client
 
-from dynamo_trtllm.errors import Disconnected, DynamoError
+from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable, WorkerDied
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
 from dynamo_trtllm.request_plane import nats
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
@@ -73,6 +73,38 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
         service.go.set()
         assert (await asyncio.wait_for(anext(chunks), SOON_S)).token_ids == token_ids([2])
     assert len(caplog.records) == 7  # not one line each
+    await plane.aclose()
+
+
+class Vanishing(InprocTransport):
+    """A transport whose worker takes the first call, and then hangs or dies without an acknowledgment."""
+
+    def __init__(self, *, dies: bool) -> None:
+        super().__init__()
+        self._dies = dies
+
+    async def serve(self) -> None:
+        def take(data: bytes, reply: str) -> None:
+            if self._dies:
+                del self._listeners[SUBJECT]
+
+        await self.subscribe(SUBJECT, take)
+
+
+@pytest.mark.parametrize(("dies", "error"), [(True, WorkerDied), (False, Unreachable)])
+async def test_call_when_its_worker_does_not_acknowledge_it_then_only_a_dead_one_has_died(
+    dies: bool, error: type[DynamoError]
+) -> None:
+    transport = Vanishing(dies=dies)
+    plane = Plane(transport, PlaneLimits(ack_timeout_s=0.05, listener_timeout_s=0.05))
+    await transport.serve()
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+    )
+    async with aclosing(call_stream(plane, SUBJECT, request)) as chunks:
+        with pytest.raises(DynamoError) as caught:
+            await asyncio.wait_for(anext(chunks), SOON_S)
+    assert type(caught.value) is error
     await plane.aclose()
 
 

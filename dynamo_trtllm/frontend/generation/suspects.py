@@ -1,0 +1,219 @@
+"""Find requests that end the workers which run them (queries of death), and refuse them.
+
+A worker that dies takes all its requests with it, and nothing says which of them was the cause. The rules:
+
+* A death is charged to the requests that ran on the worker. A request that is charged with MOST_DEATHS deaths is given
+  up, so that no third worker ends by it.
+* Most killers act soon after they begin. A request whose call had returned fewer than SETTLED_TOKENS tokens is
+  therefore a prime suspect: it waits, for a bounded time, until it can be tried again on workers that run no other
+  suspect. If its worker dies, too, this death is charged to prime suspects only. All other requests migrate at once.
+* A death is forgotten if a later call of the request got much further, or if the worker works again: it was only cut
+  off.
+
+Requests like one that was given up are refused for REFUSED_S seconds. This module does no I/O. One process has one
+memory of this kind, which other frontend processes don't share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final
+
+from dynamo_trtllm.errors import QueryOfDeath
+from dynamo_trtllm.messages import GenerateRequest, encode
+from dynamo_trtllm.observability.logging import short_id
+from dynamo_trtllm.router.policy import WorkerSelection
+
+log = logging.getLogger(__name__)
+
+MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its requests
+# A prompt, a format or the first steps end a worker before this number of tokens. It takes a fraction of a second, for
+# which other suspects wait.
+SETTLED_TOKENS: Final = 8
+# A client that repeats a deadly request ends at most two workers of a process in this time, and a worker with a large
+# model has long been restarted then. It is not longer because an innocent request may have been refused.
+REFUSED_S: Final = 600.0
+MOST_REFUSED: Final = 1024  # the oldest one is forgotten
+_MOST_DEAD: Final = 4096  # instances; the oldest one is forgotten
+
+Key = tuple[str, bytes]
+
+
+class Suspicion:
+    """The deaths that one prompt of a client's request is charged with. Its choices share it."""
+
+    __slots__ = ("deaths", "is_shared", "selection")
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self.deaths: dict[int, int] = {}  # by instance id: tokens that the call had returned
+        self.is_shared = is_shared  # by several choices
+        # Workers of its latest attempt. Its choices run on the same ones: otherwise one request could end all workers
+        # at once.
+        self.selection: WorkerSelection | None = None
+
+
+class Call:
+    """The calls of one choice, one at a time."""
+
+    __slots__ = ("instance_id", "is_after_death", "is_prime", "suspicion", "tried_on")
+
+    def __init__(self, suspicion: Suspicion) -> None:
+        self.suspicion = suspicion
+        self.instance_id: int | None = None  # the worker that runs it
+        self.is_after_death = False  # it began after the death of this worker was recorded
+        self.tried_on: tuple[int, ...] = ()  # the workers of a suspect's attempt, until it has settled
+        self.is_prime = False  # a death of one of these workers is charged to it alone
+
+
+class Suspects:
+    """What runs on which worker, who is charged with deaths, and what is refused.
+
+    Args:
+        count: called with the outcome of a query of death: "given_up" or "refused".
+        clock: returns seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self, count: Callable[[str], None] = lambda outcome: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._count, self._clock = count, clock
+        self._running: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id
+        self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id: suspects that have not settled
+        self._dead: dict[int, None] = {}  # instance ids, latest last
+        self._charged: dict[int, set[Call]] = {}  # by instance id: calls of its death that have not failed yet
+        self._refused: dict[Key, float] = {}  # until when, latest last
+
+    # --- what runs -------------------------------------------------------------------------------------
+
+    def begin(self, call: Call, instance_id: int) -> None:
+        """Note that a worker runs a call from now on. Without an `end` before, the last call succeeded."""
+        self.succeeded(call)
+        self.end(call)
+        call.instance_id = instance_id
+        call.is_after_death = instance_id in self._dead
+        self._running[instance_id].add(call)
+
+    def end(self, call: Call) -> None:
+        """Note that no worker runs the call any more. Idempotent."""
+        if call.instance_id is None:
+            return
+        _discard(self._running, call.instance_id, call)
+        _discard(self._charged, call.instance_id, call)
+        call.instance_id = None
+
+    def succeeded(self, call: Call) -> None:
+        """Note that the worker has returned a result. If it was recorded as dead before the call, it is not."""
+        if call.instance_id is not None and call.is_after_death:
+            self._dead.pop(call.instance_id, None)
+
+    def begin_trial(self, call: Call, selection: WorkerSelection, *, is_prime: bool) -> None:
+        """Note the workers of an attempt of a suspect. `is_prime`: it is suspected more than others."""
+        prefill, decode = selection.prefill, selection.decode
+        call.tried_on = (decode.id,) if prefill is None else (prefill.id, decode.id)
+        call.is_prime = is_prime
+        for instance_id in call.tried_on:
+            self._trials[instance_id].add(call)
+
+    def end_trial(self, call: Call) -> bool:
+        """Note that a suspect has settled, or that its attempt has ended. Return whether one was tried. Idempotent."""
+        tried_on, call.tried_on = call.tried_on, ()
+        for instance_id in tried_on:
+            _discard(self._trials, instance_id, call)
+        return bool(tried_on)
+
+    def tried_on(self, suspicion: Suspicion) -> frozenset[int]:
+        """Return the workers on which other suspects are tried."""
+        others = (
+            instance_id
+            for instance_id, calls in self._trials.items()
+            if any(call.suspicion is not suspicion for call in calls)
+        )
+        return frozenset(others)
+
+    # --- deaths ----------------------------------------------------------------------------------------
+
+    def record_death(self, call: Call, request: GenerateRequest, num_tokens: int) -> QueryOfDeath | None:
+        """Record that the worker of a call has died. Return an error if the request is given up.
+
+        Args:
+            call: the call that failed with it.
+            request: what the client wants, for its likes.
+            num_tokens: tokens that the call had returned.
+        """
+        dead, deaths = call.instance_id, call.suspicion.deaths
+        if dead is None:
+            return None
+        if dead not in self._dead:
+            self._dead[dead] = None
+            _drop_oldest(self._dead, _MOST_DEAD)
+            running = self._running[dead]
+            prime = {each for each in running if each.is_prime and dead in each.tried_on}
+            self._charged[dead] = prime or set(running)
+        is_charged = call in self._charged.get(dead, ())
+        self.end(call)
+        if not is_charged:
+            return None  # another request explains the death, or the worker had died before this call
+        got_further = [each for each, before in deaths.items() if num_tokens > 2 * before + SETTLED_TOKENS]
+        revived = [each for each in deaths if each not in self._dead]
+        for instance_id in (*got_further, *revived):
+            deaths.pop(instance_id, None)
+        deaths[dead] = num_tokens
+        return self._give_up(request, list(deaths)) if len(deaths) >= MOST_DEATHS else None
+
+    def _give_up(self, request: GenerateRequest, instances: list[int]) -> QueryOfDeath:
+        key = _key(request)
+        self._refused.pop(key, None)
+        self._refused[key] = self._clock() + REFUSED_S
+        _drop_oldest(self._refused, MOST_REFUSED)
+        self._count("given_up")
+        names = " and ".join(f"{each:x}" for each in instances)
+        log.error(
+            "request %s given up: workers %s ended while they ran it; its like is refused for %g s",
+            short_id(request.request_id),
+            names,
+            REFUSED_S,
+        )
+        return QueryOfDeath(
+            f"{len(instances)} workers ended while they ran this request ({names}), so it is not tried on another one; "
+            "change the request"
+        )
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise QueryOfDeath if a request with the same prompt and format was given up a short time ago."""
+        if not self._refused:
+            return
+        now = self._clock()
+        while self._refused and next(iter(self._refused.values())) <= now:
+            del self._refused[next(iter(self._refused))]
+        until = self._refused.get(_key(request)) if self._refused else None
+        if until is None:
+            return
+        self._count("refused")
+        raise QueryOfDeath(
+            "workers ended while they ran a request with this prompt and format, so it is refused for "
+            f"{until - now:.0f} more seconds; change the request"
+        )
+
+
+def _key(request: GenerateRequest) -> Key:
+    """Return what requests have in common that end workers for the same reason: model, prompt and output format."""
+    digest = hashlib.blake2b(request.token_ids.tobytes(), digest_size=16)
+    digest.update(encode(request.sampling.guided))
+    return request.model, digest.digest()
+
+
+def _discard(calls_of: dict[int, set[Call]], instance_id: int, call: Call) -> None:
+    calls = calls_of.get(instance_id)
+    if calls is not None:
+        calls.discard(call)
+        if not calls:
+            del calls_of[instance_id]
+
+
+def _drop_oldest(latest: dict[int, None] | dict[Key, float], most: int) -> None:
+    while len(latest) > most:
+        del latest[next(iter(latest))]  # type: ignore[arg-type]
