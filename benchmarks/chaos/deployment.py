@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 _READY_S = 120.0
+_STAND_IN = Path(__file__).parent / "stand_in"
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
 STEP_S = 0.02  # time per token of the mock engine
 ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
@@ -100,10 +102,16 @@ class Deployment(LaunchedDeployment):
             "system-port": 0,
             "kv-transfer-host": f"127.0.0.{2 + number}",  # a different address per worker, as on different hosts
         }
-        env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1"}
+        env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_stand_in()}
         if self.network is not None:
             env["DYN_TRTLLM_NATS_SERVER"] = self.network.workers.address
         return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}
+
+
+def _with_stand_in() -> str:
+    """Return PYTHONPATH of a worker that a request of `query_of_death` can end."""
+    paths = os.environ.get("PYTHONPATH")
+    return str(_STAND_IN) if not paths else f"{_STAND_IN}{os.pathsep}{paths}"
 
 
 def role(name: str) -> str:

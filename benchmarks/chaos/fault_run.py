@@ -88,6 +88,7 @@ class FaultRunner:
             engine=fault.engine or self._options.engine,
             is_launcher_victim=fault.is_launcher,
             has_network=fault.has_network,
+            hold_s=self._options.hold_s if fault.hold_s is None else fault.hold_s,
         )
         if self._deployment is None or fault.is_launcher or self._deployment.options != options:
             self._leftovers = self.close()

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dynamo_trtllm.request_plane.frames import Frame
 
-from . import attackers
+from . import attackers, query_of_death
 from .context import FaultContext
 from .deployment import FRONTEND, WORKERS, Options
 from .network import MessageDropper, is_first, is_last
@@ -35,6 +35,7 @@ class Fault:
     is_launcher: bool = False  # only leftovers are checked
     engine: Literal["torch"] | None = None  # needs this engine; None: any
     has_network: bool = False  # acts on the network between frontend and workers
+    hold_s: float | None = None  # how long requests wait for a role without workers; None: as configured
     # stall timeout of the other side; if set, answers outlast the fault
     watch_s: Callable[[Options], float] | None = None
 
@@ -303,6 +304,14 @@ FAULTS = {
             apply=attackers.non_finite_kv,
             engine="torch",
             spares_requests=True,
+        ),
+        Fault(
+            name="query-of-death",
+            description="requests that end their workers: segmentation fault, abort, out of memory, exit, engine",
+            apply=partial(query_of_death.apply, query_of_death.CASES),
+            victims=WORKERS,
+            spares_requests=True,
+            hold_s=60.0,  # both workers of a role end, and the torch engine loads for tens of seconds
         ),
         *_network_faults(),  # these and the faults of the launcher need their own deployments
         *_launcher_faults(),

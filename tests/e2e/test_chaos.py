@@ -49,6 +49,7 @@ def stage() -> Iterator[FaultRunner]:
 LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"memory-bound"}
 # Each has a deployment of its own. What is left when the launcher is killed or stopped: tests/e2e/test_launch.py.
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
+LONG |= {"query-of-death"}  # ends ten workers; tests/unit/frontend/test_query_of_death.py is its short form
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 
 

@@ -6,7 +6,8 @@ A worker that dies takes all its requests with it, and nothing says which of the
   up, so that no third worker ends by it.
 * Most killers act soon after they begin. A request whose call had returned fewer than SETTLED_TOKENS tokens is
   therefore a prime suspect: it waits, for a bounded time, until it can be tried again on workers that run no other
-  suspect. If its worker dies, too, this death is charged to prime suspects only. All other requests migrate at once.
+  suspect. If its worker dies, too, this death is charged to prime suspects, and to suspects whose call failed at the
+  same point as before. All other requests migrate at once, and are not charged.
 * A death is forgotten if a later call of the request got much further, or if the worker works again: it was only cut
   off.
 
@@ -20,8 +21,8 @@ import hashlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
 
 from dynamo_trtllm.errors import QueryOfDeath
 from dynamo_trtllm.messages import GenerateRequest, encode
@@ -38,9 +39,12 @@ SETTLED_TOKENS: Final = 8
 # model has long been restarted then. It is not longer because an innocent request may have been refused.
 REFUSED_S: Final = 600.0
 MOST_REFUSED: Final = 1024  # the oldest one is forgotten
+_LOST_TOKENS: Final = 2  # tokens that a worker may have generated but not sent when it died
 _MOST_DEAD: Final = 4096  # instances; the oldest one is forgotten
 
 Key = tuple[str, bytes]
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Suspicion:
@@ -68,6 +72,10 @@ class Call:
         self.tried_on: tuple[int, ...] = ()  # the workers of a suspect's attempt, until it has settled
         self.is_prime = False  # a death of one of these workers is charged to it alone
 
+    def is_prime_on(self, instance_id: int) -> bool:
+        """Return whether this is a prime suspect that is being tried on an instance."""
+        return self.is_prime and instance_id in self.tried_on
+
 
 class Suspects:
     """What runs on which worker, who is charged with deaths, and what is refused.
@@ -84,7 +92,10 @@ class Suspects:
         self._running: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id
         self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id: suspects that have not settled
         self._dead: dict[int, None] = {}  # instance ids, latest last
-        self._charged: dict[int, set[Call]] = {}  # by instance id: calls of its death that have not failed yet
+        self._dying: dict[
+            int, set[Call]
+        ] = {}  # by instance id: calls that it ran at its death and that have not failed yet
+        self._has_prime: dict[int, bool] = {}  # by instance id, latest last: one of these calls was a prime suspect
         self._refused: dict[Key, float] = {}  # until when, latest last
 
     # --- what runs -------------------------------------------------------------------------------------
@@ -102,7 +113,7 @@ class Suspects:
         if call.instance_id is None:
             return
         _discard(self._running, call.instance_id, call)
-        _discard(self._charged, call.instance_id, call)
+        _discard(self._dying, call.instance_id, call)
         call.instance_id = None
 
     def succeeded(self, call: Call) -> None:
@@ -150,10 +161,12 @@ class Suspects:
         if dead not in self._dead:
             self._dead[dead] = None
             _drop_oldest(self._dead, _MOST_DEAD)
-            running = self._running[dead]
-            prime = {each for each in running if each.is_prime and dead in each.tried_on}
-            self._charged[dead] = prime or set(running)
-        is_charged = call in self._charged.get(dead, ())
+            self._dying[dead] = set(self._running[dead])
+            self._has_prime[dead] = any(each.is_prime_on(dead) for each in self._running[dead])
+            _drop_oldest(self._has_prime, _MOST_DEAD)
+        is_charged = call in self._dying.get(dead, ()) and (
+            not self._has_prime[dead] or call.is_prime_on(dead) or _is_same_point(num_tokens, deaths.values())
+        )
         self.end(call)
         if not is_charged:
             return None  # another request explains the death, or the worker had died before this call
@@ -199,6 +212,11 @@ class Suspects:
         )
 
 
+def _is_same_point(num_tokens: int, before: Iterable[int]) -> bool:
+    """Return whether a suspect's call failed after as many tokens as one before."""
+    return any(abs(num_tokens - other) <= _LOST_TOKENS for other in before)
+
+
 def _key(request: GenerateRequest) -> Key:
     """Return what requests have in common that end workers for the same reason: model, prompt and output format."""
     digest = hashlib.blake2b(request.token_ids.tobytes(), digest_size=16)
@@ -214,6 +232,6 @@ def _discard(calls_of: dict[int, set[Call]], instance_id: int, call: Call) -> No
             del calls_of[instance_id]
 
 
-def _drop_oldest(latest: dict[int, None] | dict[Key, float], most: int) -> None:
+def _drop_oldest(latest: dict[K, V], most: int) -> None:
     while len(latest) > most:
-        del latest[next(iter(latest))]  # type: ignore[arg-type]
+        del latest[next(iter(latest))]

@@ -92,10 +92,23 @@ def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_
     fleet.retry(innocent, 2, is_prime=False)
     if is_first:
         assert fleet.die(deadly) is not None
-    assert fleet.die(innocent) is None
+    assert fleet.die(innocent, 30) is None
     assert list(innocent.suspicion.deaths) == [1]
     if not is_first:
         assert fleet.die(deadly) is not None
+
+
+@pytest.mark.parametrize(("before", "then"), [(20, 20), (20, 18)])
+def test_suspect_when_it_acts_late_beside_a_prime_suspect_then_it_is_given_up_at_the_same_point(
+    before: int, then: int
+) -> None:
+    fleet = Fleet()
+    deadly, prime = fleet.call(1), fleet.call(1)
+    fleet.die(deadly, before)
+    fleet.die(prime)
+    fleet.retry(deadly, 2, is_prime=False)
+    fleet.retry(prime, 2, is_prime=True)
+    assert fleet.die(deadly, then) is not None
 
 
 def test_suspect_when_it_acts_late_then_it_is_given_up_all_the_same() -> None:
@@ -167,4 +180,4 @@ def test_suspects_when_all_calls_have_ended_then_nothing_of_them_is_kept() -> No
         fleet.suspects.end_trial(call)
     assert fleet.suspects.tried_on(Suspicion()) == frozenset()
     assert not fleet.suspects._running
-    assert not fleet.suspects._charged
+    assert not fleet.suspects._dying

@@ -1,0 +1,1 @@
+"""A stand-in for bugs of engines, which `sitecustomize` has."""
