@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -53,10 +54,19 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
             if (status, code) != (_STATUS, _CODE):
                 raise NotReady(f"a deadly request ({case}) ended with {status} {code}, not with {_STATUS} {_CODE}")
             if not is_repeated:
+                await _wait_for_deaths(context.deployment, before + MOST_DEATHS)
                 await asyncio.to_thread(context.deployment.wait_ready, _RESTARTED_S)
         deaths = _num_deaths(context.deployment) - before
         if deaths != MOST_DEATHS:
             raise NotReady(f"a deadly request ({case}) ended {deaths} workers, not {MOST_DEATHS}")
+
+
+async def _wait_for_deaths(deployment: Deployment, count: int) -> None:
+    """Wait a bounded time until so many processes have ended: a worker whose engine failed drains first."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_RESTARTED_S):
+            while _num_deaths(deployment) < count:  # noqa: ASYNC110  # counted in another thread
+                await asyncio.sleep(0.1)
 
 
 def _num_deaths(deployment: Deployment) -> int:

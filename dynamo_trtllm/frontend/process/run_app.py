@@ -82,10 +82,7 @@ async def run_app(
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        suspects = Suspects(metrics.query_of_death)
-        pipeline = Pipeline(
-            view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected, suspects
-        )
+        pipeline = pipeline_of(config, view, plane, breakers, metrics)
         stack.push_async_callback(pipeline.aclose)
         store = None  # the memory of this process
         if config.shares_responses:
@@ -190,6 +187,14 @@ def _options(config: FrontendConfig) -> PipelineOptions:
         decode_fallback=config.decode_fallback,
         has_probes=config.canary_interval_s > 0,
     )
+
+
+def pipeline_of(
+    config: FrontendConfig, view: ClusterView, plane: Plane, breakers: PairBreakers, metrics: FrontendMetrics
+) -> Pipeline:
+    """Return what runs requests, which counts in `metrics`."""
+    suspects = Suspects(metrics.query_of_death)
+    return Pipeline(view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected, suspects)
 
 
 def placement_of(config: FrontendConfig) -> Placement | None:
