@@ -11,8 +11,10 @@ A worker that dies takes all its requests with it, and nothing says which of the
 * A death is forgotten if a later call of the request got much further, or if the worker works again: it was only cut
   off.
 
-Requests like one that was given up are refused for REFUSED_S seconds. This module does no I/O. One process has one
-memory of this kind, which other frontend processes don't share.
+Requests like one that was given up are refused for REFUSED_S seconds, if it was the only suspect of its last death. If
+there were several, most of them are innocent: only what is given up again within that time is refused.
+
+This module does no I/O. One process has one memory of this kind, which other frontend processes don't share.
 """
 
 from __future__ import annotations
@@ -92,11 +94,12 @@ class Suspects:
         self._running: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id
         self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id: suspects that have not settled
         self._dead: dict[int, None] = {}  # instance ids, latest last
-        self._dying: dict[
-            int, set[Call]
-        ] = {}  # by instance id: calls that it ran at its death and that have not failed yet
+        # By instance id: the calls that it ran at its death and that have not failed yet.
+        self._dying: dict[int, set[Call]] = {}
         self._has_prime: dict[int, bool] = {}  # by instance id, latest last: one of these calls was a prime suspect
+        self._has_one_suspect: dict[int, bool] = {}  # by instance id, latest last: only one of them had a death before
         self._refused: dict[Key, float] = {}  # until when, latest last
+        self._given_up: dict[Key, float] = {}  # until when a second time counts, latest last
 
     # --- what runs -------------------------------------------------------------------------------------
 
@@ -159,11 +162,7 @@ class Suspects:
         if dead is None:
             return None
         if dead not in self._dead:
-            self._dead[dead] = None
-            _drop_oldest(self._dead, _MOST_DEAD)
-            self._dying[dead] = set(self._running[dead])
-            self._has_prime[dead] = any(each.is_prime_on(dead) for each in self._running[dead])
-            _drop_oldest(self._has_prime, _MOST_DEAD)
+            self._note_dead(dead)
         is_charged = call in self._dying.get(dead, ()) and (
             not self._has_prime[dead] or call.is_prime_on(dead) or _is_same_point(num_tokens, deaths.values())
         )
@@ -175,20 +174,37 @@ class Suspects:
         for instance_id in (*got_further, *revived):
             deaths.pop(instance_id, None)
         deaths[dead] = num_tokens
-        return self._give_up(request, list(deaths)) if len(deaths) >= MOST_DEATHS else None
+        if len(deaths) < MOST_DEATHS:
+            return None
+        return self._give_up(request, list(deaths), is_only_suspect=self._has_one_suspect.get(dead, False))
 
-    def _give_up(self, request: GenerateRequest, instances: list[int]) -> QueryOfDeath:
-        key = _key(request)
-        self._refused.pop(key, None)
-        self._refused[key] = self._clock() + REFUSED_S
-        _drop_oldest(self._refused, MOST_REFUSED)
+    def _note_dead(self, instance_id: int) -> None:
+        """Record a death, and which of the calls that the worker ran may explain it."""
+        running = self._running[instance_id]
+        primes = [call for call in running if call.is_prime_on(instance_id)]
+        suspicions = {call.suspicion for call in primes or running if call.suspicion.deaths}
+        self._dead[instance_id] = None
+        self._dying[instance_id] = set(running)
+        self._has_prime[instance_id] = bool(primes)
+        self._has_one_suspect[instance_id] = len(suspicions) == 1
+        _drop_oldest(self._dead, _MOST_DEAD)
+        _drop_oldest(self._has_prime, _MOST_DEAD)
+        _drop_oldest(self._has_one_suspect, _MOST_DEAD)
+
+    def _give_up(self, request: GenerateRequest, instances: list[int], *, is_only_suspect: bool) -> QueryOfDeath:
+        key, now = _key(request), self._clock()
+        is_refused = is_only_suspect or self._given_up.get(key, now) > now
+        for memory in (self._given_up, self._refused) if is_refused else (self._given_up,):
+            memory.pop(key, None)
+            memory[key] = now + REFUSED_S
+            _drop_oldest(memory, MOST_REFUSED)
         self._count("given_up")
         names = " and ".join(f"{each:x}" for each in instances)
         log.error(
-            "request %s given up: workers %s ended while they ran it; its like is refused for %g s",
+            "request %s given up: workers %s ended while they ran it%s",
             short_id(request.request_id),
             names,
-            REFUSED_S,
+            f"; its like is refused for {REFUSED_S:g} s" if is_refused else "",
         )
         return QueryOfDeath(
             f"{len(instances)} workers ended while they ran this request ({names}), so it is not tried on another one; "

@@ -69,6 +69,26 @@ def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused
     assert fleet.counted == ["given_up", "refused"]
 
 
+def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refused_from_the_second_time_on() -> None:
+    fleet = Fleet()
+
+    def end_two_workers(first: int) -> None:
+        deadly, innocent = fleet.call(first), fleet.call(first)
+        fleet.die(deadly, 20, prompt(1))
+        fleet.die(innocent, 30, prompt(2))
+        fleet.suspects.begin(deadly, first + 1)
+        fleet.suspects.begin(innocent, first + 1)
+        assert fleet.die(deadly, 20, prompt(1)) is not None
+        assert fleet.die(innocent, 30, prompt(2)) is not None
+
+    end_two_workers(1)
+    assert not fleet.is_refused(prompt(1))
+    assert not fleet.is_refused(prompt(2))
+    fleet.now = REFUSED_S - 1.0
+    end_two_workers(3)
+    assert fleet.is_refused(prompt(1))
+
+
 def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "MOST_REFUSED", 2)
     fleet = Fleet()
