@@ -17,7 +17,7 @@ import httptools
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.http_server import request_head
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class HttpConnection(asyncio.Protocol):
             text = f"the request body is larger than the limit of {limits.max_body_bytes} bytes, including chunk "
             self._reject(errors.PayloadTooLarge(text + "sizes, extensions and trailers"))
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
-            self._reject(exchange.head_too_large(limits.max_header_bytes))
+            self._reject(request_head.head_too_large(limits.max_header_bytes))
 
     def _parse(self, data: bytes) -> None:
         view = memoryview(data)
@@ -164,11 +164,13 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
-        exchange.check_head(version, self._headers)
+        request_head.check_head(version, self._headers)
         if self._server.is_draining:
             raise errors.Draining("the server is shutting down; retry")
         if self._parser.should_upgrade():
-            self._plain_head = exchange.without_upgrade(self._parser.get_method(), self._url, version, self._headers)
+            self._plain_head = request_head.without_upgrade(
+                self._parser.get_method(), self._url, version, self._headers
+            )
             if self._plain_head is not None:
                 return
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
@@ -214,7 +216,7 @@ class HttpConnection(asyncio.Protocol):
     def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self._limits.max_header_bytes:
-            raise exchange.head_too_large(self._limits.max_header_bytes)
+            raise request_head.head_too_large(self._limits.max_header_bytes)
 
     # --- requests ----------------------------------------------------------------------------------------
 
