@@ -45,9 +45,9 @@ _GREEDY_S = 120.0  # longer than the outage
 _FULL = 0.8  # share of used blocks at which less than one greedy request fits
 _GARBAGE_EVERY_S = 0.5  # each round drops a frame of the newest stream; a stream that loses four ends with an error
 _CONNECT_S = 5.0
-_VICTIM = "prefill-1"
 _IDLE_CLIENTS = 150  # per port
-_FREE_FILES = 80  # file descriptors left to the worker, fewer than its ports accept connections
+_FREE_FILES = 80  # file descriptors left to the process, fewer than its ports accept connections
+_ATTACKER = "127.0.0.2"  # the load comes from 127.0.0.1
 _RECONNECT_S = 0.3
 _FILL_S = 10.0
 _PROBE_EVERY_S = 0.1
@@ -263,12 +263,12 @@ async def _etcd_records(context: FaultContext, records: Mapping[str, bytes]) -> 
         await store.aclose()
 
 
-async def file_descriptors(context: FaultContext) -> None:
-    """Open idle connections to the ports of a worker until it has no file descriptors left.
+async def file_descriptors(victim: str, context: FaultContext) -> None:
+    """Open idle connections to the ports of a process until it has no file descriptors left.
 
-    Raise NotReady if the worker does not answer /live, or if it never ran out of file descriptors.
+    Raise NotReady if the process does not answer /live, or if it never ran out of file descriptors.
     """
-    process = context.deployment.process(_VICTIM)
+    process = context.deployment.process(victim)
     listening = [each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
     before = process.rlimit(resource.RLIMIT_NOFILE)
     limit = process.num_fds() + _FREE_FILES
@@ -279,21 +279,22 @@ async def file_descriptors(context: FaultContext) -> None:
         for _ in range(_IDLE_CLIENTS)
     ]
     try:
-        most = await _probe(context, process, limit - 8)
+        most = await _probe(context, victim, limit - 8)
     finally:
         process.rlimit(resource.RLIMIT_NOFILE, before)
         for task in clients:
             task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
     if most < limit - 8:
-        raise NotReady(f"{_VICTIM} had at most {most} of {limit} files open")
+        raise NotReady(f"{victim} had at most {most} of {limit} files open")
 
 
 async def _idle_client(host: str, port: int) -> None:
     """Hold a connection and reconnect whenever it is closed, until cancelled."""
     while True:
         with suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, port)
+            local_address = None if ":" in host else (_ATTACKER, 0)
+            reader, writer = await asyncio.open_connection(host, port, local_addr=local_address)
             try:
                 await reader.read()
             finally:
@@ -301,9 +302,11 @@ async def _idle_client(host: str, port: int) -> None:
         await asyncio.sleep(_RECONNECT_S)
 
 
-async def _probe(context: FaultContext, process: psutil.Process, enough: int) -> int:
-    """Poll /live during the outage, longer on a busy machine. Return the most files that the worker had open."""
-    url = f"{context.deployment.health_url(_VICTIM)}/live"
+async def _probe(context: FaultContext, victim: str, enough: int) -> int:
+    """Poll /live during the outage, longer on a busy machine. Return the most files that the process had open."""
+    deployment = context.deployment
+    process = deployment.process(victim)
+    url = f"{deployment.url if victim == FRONTEND else deployment.health_url(victim)}/live"
     most, failures, until_s = 0, 0, time.monotonic() + context.outage_s
     while time.monotonic() < until_s or (most < enough and time.monotonic() < until_s + _FILL_S):
         try:
@@ -312,7 +315,7 @@ async def _probe(context: FaultContext, process: psutil.Process, enough: int) ->
         except OSError as exc:  # on a busy machine, a newer connection may replace this one before its request is read
             failures += 1
             if failures == _FAILED_PROBES:
-                raise NotReady(f"{_VICTIM} did not answer /live while idle clients filled its ports: {exc}") from exc
+                raise NotReady(f"{victim} did not answer /live while idle clients filled its ports: {exc}") from exc
         most = max(most, process.num_fds())
         await asyncio.sleep(_PROBE_EVERY_S)
     return most

@@ -247,11 +247,6 @@ def _attacks() -> list[Fault]:
             apply=attackers.bad_record,
         ),
         spared(
-            name="file-descriptors",
-            description="idle connections to the health and KV ports of prefill-1, which may open few files",
-            apply=attackers.file_descriptors,
-        ),
-        spared(
             name="big-body",
             description="clients that send large bodies which are slow to parse",
             apply=attackers.big_bodies,
@@ -274,6 +269,22 @@ def _attacks() -> list[Fault]:
     ]
 
 
+def _connection_attacks() -> list[Fault]:
+    fault = partial(Fault, spares_requests=True)
+    return [
+        fault(
+            name="file-descriptors",
+            description="idle connections to the health and KV ports of prefill-1, which may open few files",
+            apply=partial(attackers.file_descriptors, "prefill-1"),
+        ),
+        fault(
+            name="idle-connections",
+            description="idle connections of one client to the frontend, which may open few files",
+            apply=partial(attackers.file_descriptors, FRONTEND),
+        ),
+    ]
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -291,6 +302,7 @@ FAULTS = {
             watch_s=lambda options: options.stall_timeout_s,
         ),
         *_attacks(),
+        *_connection_attacks(),
         Fault(
             name="rolling",
             description="SIGTERM of each worker, one after the other",
