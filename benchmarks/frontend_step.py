@@ -27,6 +27,7 @@ from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
 from dynamo_trtllm.frontend.http.request_context import AppState
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
@@ -144,7 +145,7 @@ def make_exchange(channel: str, steps: int, **fields: Any) -> Callable[[], Corou
     app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
 
     async def exchange() -> None:
-        request = HttpRequest("POST", "/v1/chat/completions", "", [], "", lambda: None)
+        request = HttpRequest("POST", "/v1/chat/completions", "", Headers(), "", lambda: None)
         request.feed(body)
         request.complete()
         await app(request, HttpResponse(NullTransport(), FlushBatch(), lambda: None))

@@ -16,6 +16,7 @@ from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
 PEER = ("127.0.0.1", 123)
 LIMITS = ConnectionLimits(
     max_connections=1,
+    reserved_connections=1,
     max_header_bytes=1 << 20,
     receive_timeout_s=600.0,
     keep_alive_timeout_s=600.0,
@@ -74,8 +75,9 @@ class MemoryTransport(asyncio.Transport):
 class MemoryClient:
     """A client that is connected to an app."""
 
-    def __init__(self, app: Handler, peer: tuple[str, int] = PEER) -> None:
-        self.server = HttpServer(app, LIMITS, shutdown_s=0.0)
+    def __init__(self, app: Handler, peer: tuple[str, int] = PEER, server: HttpServer | None = None) -> None:
+        """`server`: of `app`, if it has other clients, too."""
+        self.server = server or HttpServer(app, LIMITS, shutdown_s=0.0)
         self.connection = HttpConnection(self.server)
         self.transport = MemoryTransport(peer)
         self.transport.set_protocol(self.connection)

@@ -245,9 +245,9 @@ class FrontendConfig(ProcessConfig):
     request_timeout_s: PositiveFloat = option("HTTP and routing", 600.0)
     """Maximum seconds of a request. A request can set a shorter limit with `timeout`."""
     max_connections: PositiveInt = option("HTTP and routing", 8192)
-    """Maximum open connections. Further ones are answered with 429 and closed."""
+    """Maximum connections that run requests; further requests get 429. Beyond it and 256 more, idle ones are closed."""
     max_header_bytes: PositiveInt = option("HTTP and routing", 64 << 10)
-    """Maximum bytes of a request head (else 431)."""
+    """Maximum bytes of a request head (else 431). It has at most 100 headers."""
     receive_timeout_s: PositiveFloat = option("HTTP and routing", 60.0)
     """Maximum seconds to receive the head of a request, and then its body. Slower ones are answered with 408."""
     keep_alive_timeout_s: PositiveFloat = option("HTTP and routing", 75.0)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -19,6 +18,8 @@ from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server import request_head
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
+from dynamo_trtllm.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES, Headers
+from dynamo_trtllm.network.addresses import network_of
 
 if TYPE_CHECKING:
     from dynamo_trtllm.http_server.server import HttpServer
@@ -30,8 +31,9 @@ _DRAIN_S = 1.0  # time for a request that was sent before its client could know 
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 _UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
 _WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
+_PART_BYTES = 16 << 10  # parsed at once, because the parser does not tell where in a part a head begins
+_PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
-_order = count(1)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -39,13 +41,15 @@ class HttpConnection(asyncio.Protocol):
 
     _transport: asyncio.Transport
     _client = ""
+    network = ""  # of the client
     _in_head = True  # True before and during a request's head
     _received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0
+    _num_headers = 0  # with trailers
     _body_bytes = 0  # received
     _ignores_data = False
     _is_lingering = False  # nothing more is sent
-    _is_idle = False  # `_timer` is that of an idle connection
+    _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
     _is_reading = True
     _timer: asyncio.TimerHandle | None = None  # for the client's sending
@@ -55,16 +59,20 @@ class HttpConnection(asyncio.Protocol):
         self._server = server
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self.last_activity = next(_order)  # rank by the time of its opening, or of its newest complete request head
         self._parser = httptools.HttpRequestParser(self)
         # A client may send more after a request with `Connection: close`. It is not answered.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._headers = Headers()
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
         self._newest: Exchange | None = None  # received
         self._waiting: deque[Exchange] = deque()
         self._plain_head: bytes | None = None  # replaces a head that asks for an upgrade
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this connection is open and runs no request, so that it may be closed to accept another one."""
+        return self in self._server.idle
 
     # --- called by the event loop ------------------------------------------------------------------------
 
@@ -73,16 +81,10 @@ class HttpConnection(asyncio.Protocol):
         self._read_timer = ReadTimer(transport)
         peer = transport.get_extra_info("peername")
         self._client = peer[0] if peer else ""
-        server, limits = self._server, self._limits
-        if len(server.open) >= limits.max_connections:
-            if not limits.closes_least_recent:
-                text = f"the server has {limits.max_connections} open connections, its limit; try again later"
-                self._reject(errors.Overloaded(text))
-                return
-            server.close_least_recent()
-        server.open.add(self)
-        self._arm(limits.receive_timeout_s, self._cut)
-        if server.is_draining:
+        self.network = network_of(self._client)
+        self._server.admit(self)
+        self._arm(self._limits.receive_timeout_s, self._cut)
+        if self._server.is_draining:
             self.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -94,8 +96,7 @@ class HttpConnection(asyncio.Protocol):
         self._current = self._newest = None
         self._waiting.clear()
         del self._parser  # it refers to this object
-        self._server.open.discard(self)
-        self._server.changed.set()
+        self._server.remove(self)
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -109,14 +110,18 @@ class HttpConnection(asyncio.Protocol):
         self._begin_next()
 
     def data_received(self, data: bytes) -> None:
-        if self._ignores_data:
-            return
+        view = memoryview(data)
+        for begin in range(0, len(data), _PART_BYTES):
+            if not self._ignores_data:
+                self._receive(view[begin : begin + _PART_BYTES])
+
+    def _receive(self, part: memoryview) -> None:
         if self._in_head:
-            self._received_bytes += len(data)
+            self._received_bytes += len(part)
         else:
-            self._body_bytes += len(data)
+            self._body_bytes += len(part)
         try:
-            self._parse(data)
+            self._parse(part)
         except httptools.HttpParserError as exc:
             cause = exc.__context__  # an error that a method below raised
             self._reject(
@@ -130,9 +135,13 @@ class HttpConnection(asyncio.Protocol):
             self._reject(errors.PayloadTooLarge(text + "sizes, extensions and trailers"))
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
             self._reject(request_head.head_too_large(limits.max_header_bytes))
+        elif self._in_head and self._received_bytes > SMALL_HEAD_BYTES:
+            try:
+                self._hold_heads(self._received_bytes)
+            except DynamoError as error:
+                self._reject(error)
 
-    def _parse(self, data: bytes) -> None:
-        view = memoryview(data)
+    def _parse(self, view: memoryview) -> None:
         while view:
             try:
                 self._parser.feed_data(view)
@@ -148,23 +157,27 @@ class HttpConnection(asyncio.Protocol):
     # --- called by the parser, within `data_received` ----------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._url, self._headers = b"", []
+        self._url, self._headers, self._num_headers = b"", Headers(), 0
         self._received_bytes = self._received_bytes or 1  # 0 if the end of another request was in the same packet
-        if self._timer is None or self._is_idle:
+        if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
     def on_url(self, url: bytes) -> None:
         self._url += url
         self._count(len(url))
+        request_head.check_target(self._url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise request_head.too_many_headers()
         if self._in_head:  # otherwise it is a trailer
-            self._headers.append((name.lower(), value))
+            self._headers.add(name, value)
 
     def on_headers_complete(self) -> None:
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
-        request_head.check_head(version, self._headers)
+        request_head.check_head(version, self._headers, self._num_headers)
         if self._server.is_draining:
             raise errors.Draining("the server is shutting down; retry")
         if self._parser.should_upgrade():
@@ -173,16 +186,24 @@ class HttpConnection(asyncio.Protocol):
             )
             if self._plain_head is not None:
                 return
-        self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
-        self.last_activity = next(_order)
         method, path = self._parser.get_method().decode("ascii"), (url.path or b"/").decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
+        if self.is_idle:
+            if not is_probe:
+                self._server.check_capacity()
+            self._server.idle.add(self)  # it is the least idle one now
+        head_bytes = self._parsed_bytes if self._parsed_bytes > SMALL_HEAD_BYTES else 0
+        if head_bytes or self in self._server.large_heads:
+            self._hold_heads(head_bytes)
+        self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
         query = (url.query or b"").decode("latin-1")
-        request = HttpRequest(
-            method, unquote(path) if "%" in path else path, query, self._headers, self._client, self._on_read
-        )
-        request.expects_continue = version == "1.1" and any(
-            n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers
-        )
+        request = HttpRequest(method, path, query, self._headers, self._client, self._on_read)
+        request.is_probe = is_probe
+        request.large_head_bytes = head_bytes
+        expectation = self._headers.first(b"expect") or ""
+        request.expects_continue = version == "1.1" and expectation.lower() == "100-continue"
         response = HttpResponse(
             self._transport,
             self._server.batch,
@@ -191,6 +212,7 @@ class HttpConnection(asyncio.Protocol):
             is_chunked=version == "1.1",
             keeps_alive=version == "1.1" and self._parser.should_keep_alive() and not self._parser.should_upgrade(),
         )
+        self._url, self._headers = b"", Headers()  # the request has them
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
         self._begin_next()
@@ -211,12 +233,29 @@ class HttpConnection(asyncio.Protocol):
         if self._newest is not None:
             self._newest.request.complete()
             if self._newest.response.ended:
+                self._forget_request()
                 self._arm_idle()
+            elif self._newest is self._current:
+                self._run_request()
 
     def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self._limits.max_header_bytes:
             raise request_head.head_too_large(self._limits.max_header_bytes)
+
+    def _hold_heads(self, head_bytes: int) -> None:
+        """Count the large heads of this connection: one of `head_bytes`, and those of its requests.
+
+        Raises:
+            Overloaded: all connections together have too many.
+        """
+        exchanges = [*self._waiting, *([self._current] if self._current else [])]
+        num_bytes = head_bytes + sum(request.large_head_bytes for request, _ in exchanges)
+        if not num_bytes:
+            self._server.large_heads.release(self)
+        elif not self._server.large_heads.hold(self, num_bytes):
+            text = f"all request heads of more than {SMALL_HEAD_BYTES} bytes together reach their limit of "
+            raise errors.Overloaded(f"{text}{self._limits.max_large_head_bytes} bytes; send fewer or try again later")
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -230,7 +269,9 @@ class HttpConnection(asyncio.Protocol):
             self._read_timer.watch()
             return
         self._current = self._waiting.popleft()
-        if not self._current.request.is_complete:  # it could not arrive while others were before it
+        if self._current.request.is_complete:
+            self._run_request()
+        else:  # it could not arrive while others were before it
             self._arm_body()
         self._read_timer.stop()
         if self._limits.answer_timeout_s is not None:
@@ -238,6 +279,22 @@ class HttpConnection(asyncio.Protocol):
         task = self._loop.create_task(self._serve(*self._current))
         self._server.tasks.add(task)
         task.add_done_callback(self._served)
+
+    def _run_request(self) -> None:
+        """Let no other connection take the place of this one, while it runs a request that was received."""
+        if self._current is not None and not self._current.request.is_probe:
+            self._server.mark_running(self)
+
+    def _forget_request(self) -> None:
+        """Free a request that has ended, with its head."""
+        ended = self._current
+        if ended is None or not ended.request.is_complete:
+            return
+        self._current = None
+        if self._newest is ended:
+            self._newest = None
+        if ended.request.large_head_bytes:
+            self._server.large_heads.reduce(self, ended.request.large_head_bytes)
 
     def _served(self, task: asyncio.Task[None]) -> None:
         self._server.tasks.discard(task)
@@ -275,7 +332,10 @@ class HttpConnection(asyncio.Protocol):
         """Close the connection after a response, or go on with the next request."""
         if self._current is None or self._transport.is_closing():
             return
-        if not self._current.response.keeps_alive:
+        keeps_alive = self._current.response.keeps_alive
+        self._server.mark_idle(self)
+        self._forget_request()
+        if not keeps_alive:
             self._close()
         elif self._waiting:
             self._begin_next()
@@ -309,10 +369,10 @@ class HttpConnection(asyncio.Protocol):
     def _arm_idle(self) -> None:
         if self._timer is None:  # otherwise the next request has begun
             self._arm(self._limits.keep_alive_timeout_s, self._close)
-            self._is_idle = True
+            self._awaits_request = True
 
     def _disarm(self) -> None:
-        self._is_idle = False
+        self._awaits_request = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -334,6 +394,24 @@ class HttpConnection(asyncio.Protocol):
         """Close the connection. Data that the client has not read is lost."""
         self._transport.abort()
 
+    def evict(self) -> None:
+        """Close the connection at once, because others need it. A request that is being received gets 429."""
+        self._server.remove(self)
+        self._disarm()
+        self._ignores_data = True
+        if self._is_lingering or self._transport.get_write_buffer_size():
+            self._transport.abort()  # `close` would wait until the client has read all data
+            return
+        newest = self._newest
+        receives_head = self._in_head and self._received_bytes > 0
+        receives_body = newest is not None and not (newest.request.is_complete or newest.response.started)
+        if receives_head or receives_body:
+            text = "other clients need the connection of this request, which was not received yet; try again later"
+            response = HttpResponse(self._transport, self._server.batch, lambda: None, keeps_alive=False)
+            response.send_error(errors.Overloaded(text))
+            self._read_timer.watch()
+        self._transport.close()
+
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received.
 
@@ -345,7 +423,7 @@ class HttpConnection(asyncio.Protocol):
             newest.response.keeps_alive = newest.response.keeps_alive and newest.response.started
         elif self._in_head:
             self._arm(_DRAIN_S, self._close)
-            self._is_idle = True
+            self._awaits_request = True
         else:
             self._close()
 

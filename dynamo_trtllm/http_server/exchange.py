@@ -15,6 +15,7 @@ import orjson
 
 from dynamo_trtllm.errors import DynamoError, RequestTimeout
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, ErrorForm, openai_error, to_response
+from dynamo_trtllm.http_server.request_head import Headers
 
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 _FLUSH_BYTES = 32 << 10
@@ -36,17 +37,17 @@ class HttpRequest:
     is_complete = False  # the whole body has arrived
     expects_continue = False  # the client sends the body after a response with status 100
     unread_bytes = 0
+    is_probe = False  # it asks for the health of this process
+    large_head_bytes = 0  # of its head, if that is large
 
-    def __init__(
-        self, method: str, path: str, query: str, headers: list[tuple[bytes, bytes]], client: str, on_read: _Notify
-    ) -> None:
+    def __init__(self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify) -> None:
         """Create a request of which no body has arrived.
 
         Args:
             method: in upper case.
             path: decoded, without the query.
             query: not decoded.
-            headers: pairs of name, in lower case, and value.
+            headers: the headers.
             client: IP address.
             on_read: is called before `receive` waits, and after it has taken a part of the body.
         """
@@ -62,10 +63,7 @@ class HttpRequest:
 
     def header(self, name: bytes) -> str | None:
         """Return the first value of a header. `name` is in lower case."""
-        for key, value in self.headers:
-            if key == name:
-                return value.decode("latin-1")
-        return None
+        return self.headers.first(name)
 
     def query(self) -> dict[str, list[str]]:
         """Return the values of each query parameter."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.background import first_of
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.errors import DynamoError, Overloaded
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.errors import ErrorForm
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.network.listening import Acceptor, allow_files
+from dynamo_trtllm.http_server.idle_connections import IdleConnections
+from dynamo_trtllm.http_server.request_head import LargeHeads
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files
 from dynamo_trtllm.observability import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -135,21 +139,30 @@ def _compile(path: str) -> re.Pattern[str]:
 
 log = logging.getLogger(__name__)
 
-_OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
+RESERVED_CONNECTIONS = 256  # of a frontend: four times as many as are accepted in one turn of the event loop
+_OTHER_FILES = 256  # log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
+_RELIEVED = 16  # idle connections that are closed if there is no file descriptor for another one
+_LOG_EVERY_S = 10.0
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """The limits of one server. A connection beyond the limit gets 429, unless it replaces another one."""
+    """The limits of one server.
+
+    A connection beyond `max_connections` and `reserved_connections` replaces an idle one. Requests run on at most
+    `max_connections`, so there are always idle ones; further requests get 429, unless they ask for the health of the
+    process.
+    """
 
     max_connections: int
+    reserved_connections: int
     max_header_bytes: int  # request line and headers
     receive_timeout_s: float  # for the head from its first byte (or the connection) on, then for the body
     keep_alive_timeout_s: float  # of an idle connection
     answer_timeout_s: float | None = None  # until the client has read a response; None: no limit here
-    closes_least_recent: bool = False  # a connection beyond the limit replaces the least recently used one
     max_body_bytes: int = 0  # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
+    max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
 
 
 def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
@@ -164,10 +177,19 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
 
 
 def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
-    """Create the server, which does not serve yet, and raise the limit of open files to fit its connections."""
-    allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
+    """Create the server, which does not serve yet, and raise the limit of open files to fit its connections.
+
+    If that many files are not allowed, the server has fewer connections.
+    """
+    wanted = config.max_connections + RESERVED_CONNECTIONS + _OTHER_FILES
+    files = allow_files(wanted, ", or lower --max-connections")
+    for_connections = max(files - _OTHER_FILES, files // 2)
+    reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
     configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))  # they have the same names
-    return HttpServer(handler, ConnectionLimits(**configured), shutdown_s=_SHUTDOWN_S)
+    limits = ConnectionLimits(reserved_connections=reserved, **configured)
+    if limits.max_connections > for_connections - reserved:
+        limits = replace(limits, max_connections=for_connections - reserved)
+    return HttpServer(handler, limits, shutdown_s=_SHUTDOWN_S)
 
 
 class HttpServer:
@@ -183,19 +205,62 @@ class HttpServer:
         self._shutdown_s = shutdown_s
         self.batch = FlushBatch()
         self.open: set[HttpConnection] = set()
+        self.idle = IdleConnections()  # those of `open` that may be closed to accept others
+        self.large_heads = LargeHeads(limits.max_large_head_bytes)
         self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
         self.is_draining = False
         self.changed = asyncio.Event()  # set when a connection or a task has ended
+        self._max_open = limits.max_connections + limits.reserved_connections
+        self._evicted = 0  # idle connections, since the last log line about them
+        self._logged_at_s = -math.inf
         self._stopped = asyncio.Event()
         self._interrupted = asyncio.Event()
 
-    def close_least_recent(self) -> bool:
-        """Close the connection whose last request or opening is oldest. Return False if there is no connection."""
-        if not self.open:
+    def admit(self, connection: HttpConnection) -> None:
+        """Add a connection that was opened. If there are too many, close the idlest of the client that has most."""
+        if len(self.open) >= self._max_open:
+            self._evict_idlest()
+        self.open.add(connection)
+        self.idle.add(connection)
+
+    def remove(self, connection: HttpConnection) -> None:
+        """Forget a connection that has ended. A second call does nothing."""
+        self.open.discard(connection)
+        self.idle.discard(connection)
+        self.large_heads.release(connection)
+        self.changed.set()
+
+    def check_capacity(self) -> None:
+        """Check that a request may run on one more connection. Raises Overloaded."""
+        if self._num_running >= self.limits.max_connections:
+            text = f"the server runs requests on {self._num_running} connections, its limit; try again later"
+            raise Overloaded(text)
+
+    def mark_running(self, connection: HttpConnection) -> None:
+        """Keep a connection open while it runs a request, unless as many as are allowed run requests already."""
+        if self._num_running < self.limits.max_connections:
+            self.idle.discard(connection)
+
+    def mark_idle(self, connection: HttpConnection) -> None:
+        """Let other connections replace this one, whose request has ended. It is the least idle one now."""
+        self.idle.add(connection)
+
+    @property
+    def _num_running(self) -> int:
+        return len(self.open) - len(self.idle)
+
+    def _evict_idlest(self) -> bool:
+        """Close an idle connection. Return False if there is none."""
+        connection = self.idle.idlest()
+        if connection is None:
             return False
-        oldest = min(self.open, key=lambda each: each.last_activity)
-        self.open.discard(oldest)
-        oldest.abort()  # `close` would wait until the client has read all data
+        connection.evict()
+        self._evicted += 1
+        now_s = time.monotonic()
+        if now_s >= self._logged_at_s + _LOG_EVERY_S:
+            text = "closed %d idle connections to accept others, the last one of client %s; %d are open, of at most %d"
+            log.warning(text, self._evicted, connection.network, len(self.open), self._max_open)
+            self._evicted, self._logged_at_s = 0, now_s
         return True
 
     def drain(self) -> None:
@@ -222,7 +287,9 @@ class HttpServer:
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve on a listening socket until `stop`. Closes the socket. If cancelled, it ends all requests at once."""
-        acceptor = Acceptor(sock, self._connect, self._relieve)
+        # A connection must live for a few turns of the loop, so that its request can be read before others replace it.
+        accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self._max_open // 8))
+        acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
         try:
             try:
                 await self._stopped.wait()
@@ -259,4 +326,8 @@ class HttpServer:
             log.debug("client disconnected while it was accepted: %s", exc)
 
     def _relieve(self) -> bool:
-        return self.limits.closes_least_recent and self.close_least_recent()
+        """Close some idle connections. Return False if there is none."""
+        num_closed = 0
+        while num_closed < _RELIEVED and self._evict_idlest():
+            num_closed += 1
+        return num_closed > 0

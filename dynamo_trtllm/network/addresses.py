@@ -66,6 +66,22 @@ def is_wildcard(host: str) -> bool:
     return address.is_unspecified or address.is_multicast
 
 
+def network_of(address: str) -> str:
+    """Return the network that stands for a client: its IPv4 address, or the first 64 bits of its IPv6 address.
+
+    One client may have all IPv6 addresses that begin with the same 64 bits. Other texts are returned unchanged.
+    """
+    if ":" not in address:
+        return address
+    try:
+        parsed = ipaddress.IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, 64), strict=False))
+
+
 _PORTS = range(20_000, 32_000)
 _TRIES = 200
 

@@ -90,7 +90,11 @@ class Acceptor:
     """
 
     def __init__(
-        self, sock: socket.socket, serve: Callable[[socket.socket], Coroutine[Any, Any, None]], relieve: Relieve
+        self,
+        sock: socket.socket,
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+        relieve: Relieve,
+        accepts_per_turn: int = ACCEPTS_PER_TURN,
     ) -> None:
         """Start to accept connections.
 
@@ -99,10 +103,12 @@ class Acceptor:
             serve: runs in its own task for each connection and closes the connection at its end.
             relieve: is called if the system has no file descriptor for another connection. It closes idle connections
                 within the next iterations of the loop and returns whether there were any.
+            accepts_per_turn: the most connections that are accepted in one iteration.
         """
         self._sock = sock
         self._serve = serve
         self._relieve = relieve
+        self._accepts_per_turn = accepts_per_turn
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = 0  # since the last log line about them
@@ -113,7 +119,7 @@ class Acceptor:
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
+        for _ in range(self._accepts_per_turn):
             try:
                 connection, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError):
@@ -178,10 +184,10 @@ class Acceptor:
         await self.wait_closed()
 
 
-def allow_files(wanted: int, hint: str) -> None:
+def allow_files(wanted: int, hint: str) -> int:
     """Raise this process's limit of open files to `wanted`, because a connection beyond the limit is not accepted.
 
-    If the system allows fewer, log a warning.
+    If the system allows fewer, log a warning. Return how many of the wanted files this process may open.
 
     Args:
         wanted: number of open files.
@@ -189,11 +195,12 @@ def allow_files(wanted: int, hint: str) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
+        return wanted
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
         log.warning("open files are limited to %d; raise the limit to %d (ulimit -n)%s", most, wanted, hint)
+    return most
 
 
 def _not_bound(host: str, port: int, setting: str, exc: OSError | UnicodeError) -> ConfigError:

@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 # Probes and scrapes are short, so idle connections are closed early to leave connections for them.
 LIMITS = ConnectionLimits(
     max_connections=64,
+    reserved_connections=16,
     max_header_bytes=16 << 10,
     receive_timeout_s=5.0,
     keep_alive_timeout_s=5.0,
     answer_timeout_s=5.0,
-    closes_least_recent=True,
 )
 _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -16,11 +19,25 @@ pytestmark = pytest.mark.timeout(180)
 
 CHAT = "/v1/chat/completions"
 FIRST = ("--disaggregation-strategy", "decode_first")
+FILES = 128
 FRONTEND = ("--max-inflight", "8", "--max-queued", "8")
 
 
 def asked(**fields: Any) -> dict[str, Any]:
     return {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100} | fields
+
+
+@pytest.fixture(scope="module")
+def few_files(mock_cluster: Cluster) -> Iterator[Process]:
+    """Start another frontend of the cluster, which may open few files."""
+    frontend = f"ulimit -n {FILES}; exec {sys.executable} -m dynamo_trtllm.frontend --http-port 0"
+    process = Process("frontend", [], mock_cluster.env, command=["sh", "-c", frontend])
+    try:
+        with mock_cluster.client(frontend=process) as client:
+            until(lambda: client.get("/v1/models/mock/ready").status_code == 200, START_TIMEOUT_S)
+        yield process
+    finally:
+        process.stop()
 
 
 async def burst(cluster: Cluster, count: int, **fields: Any) -> list[httpx.Response]:
@@ -83,6 +100,20 @@ def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_fo
     lines = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
     assert lines == [f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}']
     check_empty(cluster, prefill, decode)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent", "kept alive"])
+def test_connections_when_one_client_opens_more_than_there_are_files_then_others_are_served(
+    mock_cluster: Cluster, few_files: Process, sent: bytes
+) -> None:
+    port = int(few_files.url().rpartition(":")[2])
+    with ExitStack() as stack, mock_cluster.client(SOON_S, few_files) as client:
+        for number in range(1, 2 * FILES + 1):
+            attacker = socket.create_connection(("127.0.0.1", port), SOON_S, ("127.0.0.2", 0))
+            stack.enter_context(attacker).sendall(sent)
+            if number % FILES == 0:
+                assert client.get("/live", headers={"Connection": "close"}).status_code == 200
+                assert client.post(CHAT, json=asked(max_tokens=4)).status_code == 200
 
 
 def test_timeout_when_it_passes_while_it_decodes_then_504_and_nothing_is_left(mock_cluster: Cluster) -> None:

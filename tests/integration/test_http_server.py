@@ -27,6 +27,7 @@ from tests.waiting import SOON_S
 
 LIMITS = ConnectionLimits(
     max_connections=10,
+    reserved_connections=1,
     max_header_bytes=4096,
     receive_timeout_s=SOON_S,
     keep_alive_timeout_s=SOON_S,

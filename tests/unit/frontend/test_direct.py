@@ -16,6 +16,7 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http import request_handler
 from dynamo_trtllm.frontend.http.admission import PLANNING_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
 from dynamo_trtllm.streams import OnChunk, run_stream
 from dynamo_trtllm.tokenization.base import Conversation, ServedModel
@@ -85,7 +86,7 @@ class Wire(HttpResponse):
 
 
 def post(path: str, padding: int = 0, **fields: Any) -> HttpRequest:
-    request = HttpRequest("POST", path, "", [], "", lambda: None)
+    request = HttpRequest("POST", path, "", Headers(), "", lambda: None)
     request.feed(json.dumps({"model": MODEL, "stream": True} | fields).encode() + b" " * padding)
     request.complete()
     return request

@@ -30,20 +30,25 @@ class Counted(asyncio.Protocol):
         transport.close()
 
 
-def acceptor_of(sock: socket.socket, protocol: Callable[[], asyncio.Protocol], idle: int = 0) -> Acceptor:
+def acceptor_of(
+    sock: socket.socket,
+    protocol: Callable[[], asyncio.Protocol],
+    idle: int = 0,
+    accepts_per_turn: int = ACCEPTS_PER_TURN,
+) -> Acceptor:
     """`idle`: how often there is a connection to close when there are no file descriptors."""
     left = iter(range(idle))
 
     async def serve(connection: socket.socket) -> None:
         await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
 
-    return Acceptor(sock, serve, lambda: next(left, None) is not None)
+    return Acceptor(sock, serve, lambda: next(left, None) is not None, accepts_per_turn)
 
 
-async def turns_to_accept_all(sock: socket.socket) -> int:
+async def turns_to_accept_all(sock: socket.socket, accepts_per_turn: int) -> int:
     """How often the loop turns until every client that has connected before is accepted."""
     Counted.made = turns = 0
-    acceptor = acceptor_of(sock, Counted)
+    acceptor = acceptor_of(sock, Counted, accepts_per_turn=accepts_per_turn)
     while Counted.made < CLIENTS:
         await asyncio.sleep(0)
         turns += 1
@@ -59,12 +64,14 @@ def test_listen_when_the_host_is_no_address_of_this_machine_then_the_error_is_of
     assert caught.value.field == "http_host"
 
 
-def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several() -> None:
+@pytest.mark.parametrize("accepts_per_turn", [ACCEPTS_PER_TURN, 1])
+def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several_up_to_a_limit(accepts_per_turn: int) -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sock = stack.enter_context(listen(HOST, 0))
         for _ in range(CLIENTS):
             stack.enter_context(socket.create_connection(sock.getsockname()))
-        assert runner.run(turns_to_accept_all(sock)) < CLIENTS / 2
+        turns = runner.run(turns_to_accept_all(sock, accepts_per_turn))
+        assert (turns < CLIENTS / 2) == (accepts_per_turn > 1)
 
 
 class NoDelay(asyncio.Protocol):

@@ -1,0 +1,69 @@
+"""Choose which connection is closed to accept another one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.http_server.connection import HttpConnection
+
+
+class IdleConnections:
+    """The connections that run no request, by the network of their clients.
+
+    A connection is idle, too, while it receives a request. All methods take the same short time, however many
+    connections and clients there are.
+    """
+
+    def __init__(self) -> None:
+        self._by_network: dict[str, dict[HttpConnection, None]] = {}  # the idlest first
+        self._by_count: dict[int, dict[str, None]] = {}  # networks with this number of idle connections
+        self._most = 0  # idle connections of one network
+        self._total = 0
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __contains__(self, connection: HttpConnection) -> bool:
+        return connection in self._by_network.get(connection.network, ())
+
+    def add(self, connection: HttpConnection) -> None:
+        """Add a connection, or make it the least idle one of its network."""
+        idle = self._by_network.setdefault(connection.network, {})
+        if connection in idle:
+            del idle[connection]
+            idle[connection] = None
+            return
+        idle[connection] = None
+        self._total += 1
+        self._recount(connection.network, len(idle) - 1, len(idle))
+
+    def discard(self, connection: HttpConnection) -> None:
+        """Remove a connection, if it is here."""
+        idle = self._by_network.get(connection.network)
+        if idle is None or connection not in idle:
+            return
+        del idle[connection]
+        self._total -= 1
+        self._recount(connection.network, len(idle) + 1, len(idle))
+        if not idle:
+            del self._by_network[connection.network]
+
+    def idlest(self) -> HttpConnection | None:
+        """Return the idlest connection of the network that has most. Return None if there is no connection."""
+        if not self._total:
+            return None
+        network = next(iter(self._by_count[self._most]))
+        return next(iter(self._by_network[network]))
+
+    def _recount(self, network: str, before: int, now: int) -> None:
+        """Move a network to those with one idle connection more or less."""
+        if before:
+            others = self._by_count[before]
+            del others[network]
+            if not others:
+                del self._by_count[before]
+        if now:
+            self._by_count.setdefault(now, {})[network] = None
+        if now > self._most or self._most not in self._by_count:
+            self._most = now
