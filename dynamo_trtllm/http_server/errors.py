@@ -47,7 +47,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     ),
     503: (
         *(errors.CapacityError, errors.Draining, errors.NoInstances, errors.EngineNotReady),
-        *(errors.Unreachable, errors.Disconnected),
+        *(errors.Unreachable, errors.NoListener, errors.Disconnected, errors.WorkerDied),
     ),
     504: (errors.DeadlineExceeded, errors.TransferTimeout),
 }
