@@ -67,13 +67,17 @@ class CompletionRequest(CompletionFields):
             unsupported("is not supported with stream unless it equals n; set stream to false", "best_of")
         if self.max_tokens == 0 and not self.echo:
             invalid("is 0, which is only allowed with echo", field="max_tokens")
-        total = len(self.prompt) * self.candidates
-        if total > MAX_CHOICES:
+        if self.num_choices > MAX_CHOICES:
             field = "best_of" if self.best_of else "n"
-            invalid(f"times the number of prompts is {total} choices; at most {MAX_CHOICES} are allowed", field=field)
+            text = f"times the number of prompts is {self.num_choices} choices; at most {MAX_CHOICES} are allowed"
+            invalid(text, field=field)
         return self
 
     @property
     def candidates(self) -> int:
         """The number of choices that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt) * self.candidates

@@ -198,6 +198,11 @@ class SamplingFields(RequestModel):
         return agreed({"priority": self.priority, "nvext.agent_hints.priority": hint})
 
     @property
+    def num_choices(self) -> int:
+        """The number of choices that are generated."""
+        return self.n
+
+    @property
     def past_eos(self) -> bool:
         """True if generation continues past the model's stop tokens."""
         return bool(agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos}))

@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
-from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, PhaseTimings, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
 from dynamo_trtllm.tokenization.base import Channel, Delta, StepOutput, joined
@@ -165,6 +165,11 @@ class ChoiceState:
         self._stream = pipeline.generate(request, self.trace, on_event)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the stream was started, and has neither its last delta nor a cancel."""
+        return self._stream is not None and self.finish is None
+
+    @property
     def request_id(self) -> str:
         """Return the id of this choice's calls."""
         return self._choice_request.request.request_id
@@ -172,11 +177,6 @@ class ChoiceState:
     def prompt_bytes(self) -> bytes:
         """Return the token ids of the prompt, as bytes."""
         return self._choice_request.request.token_ids.tobytes()
-
-    def record_prompt(self) -> None:
-        """Record the prompt's length and hashes, which is once per prompt."""
-        request = self._choice_request.request
-        RECORDER.record_prompt(request.request_id, request.token_ids, request.sampling.max_tokens)
 
     def _with_api_name(self, error: DynamoError) -> DynamoError:
         """Return an error of the engine with the API's name of the field that it rejected."""
@@ -413,6 +413,11 @@ class ChoiceState:
             return has_text
         # The token gave no text: part of a character inside content counts, a marker does not.
         return self._in_content and "\ufffd" in self._choice_request.renderer.decode(token_ids((token_id,)))
+
+
+def record_prompt(request: GenerateRequest) -> None:
+    """Record the length and the hashes of a prompt, which is once for all its choices."""
+    RECORDER.record_prompt(request.request_id, request.token_ids, request.sampling.max_tokens)
 
 
 def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenLogprob, ...]:

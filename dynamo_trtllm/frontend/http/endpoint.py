@@ -28,6 +28,7 @@ V = TypeVar("V")
 _MANY_OBJECTS = 500  # messages, tools and parts of them; each takes as long as half a kilobyte of text
 _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')  # code in a message has braces, too: there, a quotation mark is escaped
 _TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
+_FEW_CHOICES = 4  # requests with more of them are planned within the same limit
 _WORDLESS_BYTES = 48 << 10  # of text without words, which takes up to twenty times as long to tokenize
 _SAMPLED = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
@@ -107,7 +108,14 @@ class Endpoint(ABC):
         return parse(model, raw_body, ignored)
 
     async def _tokenize(
-        self, context: RequestContext, served: ServedModel, prepare: Callable[[], V], size: int, *, is_large: bool
+        self,
+        context: RequestContext,
+        served: ServedModel,
+        prepare: Callable[[], V],
+        size: int,
+        *,
+        is_large: bool,
+        num_choices: int = 1,
     ) -> V:
         """Run the work that renders and tokenizes a request, where it delays no stream.
 
@@ -116,6 +124,7 @@ class Endpoint(ABC):
             prepare: the work, which may take long and is safe in a thread.
             size: bytes or characters of the texts.
             is_large: the body is large.
+            num_choices: choices of the request.
         """
         context.enter("tokenize")
         renderer = served.renderer
@@ -123,12 +132,16 @@ class Endpoint(ABC):
             self._app_state.models.preload(served.card.name)
         if is_large or size > renderer.inline_bytes:
             return await in_thread(prepare)
-        if size <= _TURN_BYTES:
+        if size <= _TURN_BYTES and num_choices <= _FEW_CHOICES:
             return prepare()
         context.enter("tokenize_queue")
         async with self._app_state.planning_time.turn():
             context.enter("tokenize")
             return prepare()
+
+    def _choices_turn(self, num_choices: int) -> AbstractAsyncContextManager[None]:
+        """Return the turn in which the choices of a request are made. Only those of many choices wait for theirs."""
+        return self._app_state.planning_time.turn() if num_choices > _FEW_CHOICES else nullcontext()
 
     @asynccontextmanager
     async def _large_body_slot(self) -> AsyncGenerator[None, None]:

@@ -17,10 +17,16 @@ from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage, share_suspicions
+from dynamo_trtllm.frontend.generation.choice import (
+    ChoiceDelta,
+    ChoiceState,
+    Usage,
+    record_prompt,
+    share_suspicions,
+)
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, PlanningTime, read_body
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, ConcurrencyLimiter, PlanningTime, read_body
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
@@ -60,6 +66,8 @@ class AppState:
     # Ignored fields that were logged, as (client, name), newest last.
     logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
+    starts: ChoiceTurns = field(default_factory=ChoiceTurns)  # of choices
+    cancels: ChoiceTurns = field(default_factory=ChoiceTurns)  # of choices that run
 
     def __post_init__(self) -> None:
         self.limiter = ConcurrencyLimiter(self.config.max_inflight, self.config.max_queued)
@@ -99,6 +107,7 @@ class RequestContext:
         self._path = request.path
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
         self._body_bytes = app_state.body_budget.body()
+        self._num_choices = 0  # known with the plan
         self._num_permits = 0
         self.traceparent = valid_traceparent(request.header(b"traceparent"))  # None: it is missing or not valid
         self._arrived_at = time.time()
@@ -153,23 +162,29 @@ class RequestContext:
         while len(logged) > _MAX_LOGGED:
             del logged[next(iter(logged))]
 
-    def create_choices(self, plan: GenerationPlan, id_prefix: str) -> None:
-        """Create the choices, and the id of the response, which begins with `id_prefix`.
+    def accept(self, plan: GenerationPlan, id_prefix: str) -> None:
+        """Accept what the request asks for, and create the id of the response, which begins with `id_prefix`.
 
         Raises:
-            InvalidRequest: they are more than the limit.
+            InvalidRequest: it has more choices than the limit.
         """
         count, limit = len(plan.choices), self._app_state.limiter.limit
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
-        self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
-        self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
-        if count > 1:
-            share_suspicions(self.choices)
-        for choice in self.choices[:: plan.candidates]:
-            choice.record_prompt()
+        self._num_choices = count
+        for choice_request in plan.choices[:: plan.candidates]:
+            record_prompt(choice_request.request)
         if count > limit:
             raise InvalidRequest(f"the request has {count} choices; this server runs at most {limit} at once, lower n")
         self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
+
+    def create_choices(self, plan: GenerationPlan) -> None:
+        """Create the choices. Requests that wait for permits have none, because 128 of them take 0.5 MB."""
+        self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
+        self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
+        if len(self.choices) > 1:
+            share_suspicions(self.choices)
+        for choice in self.choices:
+            RECORDER.follow(choice)
 
     async def acquire_permits(self) -> None:
         """Wait for the permits of the choices.
@@ -177,7 +192,7 @@ class RequestContext:
         Raises:
             Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
         """
-        metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, len(self.choices)
+        metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, self._num_choices
         self.enter("frontend_queue")
         try:
             await limiter.acquire(count, self.deadline - time.time())
@@ -185,8 +200,6 @@ class RequestContext:
             metrics.child("queue_seconds").observe(time.monotonic() - self._spans[-1].begin_s)
         self.enter("select")
         self._num_permits = count
-        for choice in self.choices:
-            RECORDER.follow(choice)
 
     def observe(self, delta: ChoiceDelta) -> None:
         """Record a delta when it arrives. TTFT counts once per request, inter-token latency in each choice."""
@@ -214,6 +227,14 @@ class RequestContext:
         """End the streams of all choices that still run."""
         for choice in self.choices:
             choice.cancel()
+
+    async def end_choices(self) -> None:
+        """End the streams of all choices that still run, in turns with other requests."""
+        running = [choice for choice in self.choices if choice.is_running]
+        try:
+            await self._app_state.cancels.run(running, ChoiceState.cancel)
+        finally:
+            self.cancel()  # those that are left if this task was cancelled
 
     def usage(self) -> Usage:
         """Return the usage so far. A prompt counts once for all its candidates, with the first one's cached tokens."""

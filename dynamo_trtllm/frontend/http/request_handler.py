@@ -93,7 +93,7 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         body, plan = await self._plan(context, request)
         context.release_body()
         response.deadline = context.deadline
-        context.create_choices(plan, adapter.id_prefix)
+        context.accept(plan, adapter.id_prefix)
         meta = ResponseMeta(
             id=context.answer_id,
             model=body.model,
@@ -106,6 +106,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                 response, seconds, context.received_s, context.served_by, adapter.ping or COMMENT
             )
         await context.acquire_permits()
+        async with self._choices_turn(len(plan.choices)):
+            context.create_choices(plan)
         task, running = asyncio.current_task(), self._app_state.running
         assert task is not None
         running[context.answer_id] = context, task
@@ -139,7 +141,7 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                 call = replace(call, traceparent=context.traceparent)
             prepare, stored_chars = await adapter.resolve(body, served, call)
             size = max(len(raw_body), stored_chars)
-            plan = await self._tokenize(context, served, prepare, size, is_large=is_large)
+            plan = await self._tokenize(context, served, prepare, size, is_large=is_large, num_choices=body.num_choices)
             if unknown_fields != "ignore":
                 context.report_ignored([*(ignored or ()), *plan.ignored], request)
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
@@ -178,8 +180,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         num_running = len(context.choices)
         item: ChoiceDelta | DynamoError | None = None
         try:
-            for choice in context.choices:
-                choice.start(self._app_state.pipeline, deliver)
+            pipeline = self._app_state.pipeline
+            await self._app_state.starts.run(context.choices, lambda choice: choice.start(pipeline, deliver))
             while num_running:
                 item = await arrived.get()
                 if isinstance(item, DynamoError):
@@ -188,7 +190,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                 num_pending -= item.tokens + 1
                 num_running -= item.finish is not None
         finally:
-            context.cancel()
+            num_pending += 1  # nothing more is written
+            await context.end_choices()
             # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
             item = None
             while not arrived.empty():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
 from dynamo_trtllm.frontend.http.admission import (
+    CHOICES_PER_ITERATION,
     PLANNING_S,
     SMALL_BODY_BYTES,
     BodyBudget,
+    ChoiceTurns,
     ConcurrencyLimiter,
     PlanningTime,
 )
@@ -317,3 +320,48 @@ async def test_planning_when_one_fails_then_its_time_counts() -> None:
     async with planning.turn():
         events.append("planned")
     assert events == ["other work", "planned"]
+
+
+async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]]:
+    """Return, for each iteration of the event loop, the requests whose choices had a turn, once per choice.
+
+    Args:
+        requests: the choices of each request, which all begin at the same time.
+        leaving: the request that is cancelled after the first iteration.
+    """
+    turns = ChoiceTurns()
+    by_iteration: list[list[int]] = [[]]
+    tasks = [
+        asyncio.create_task(turns.run([request] * count, lambda request: by_iteration[-1].append(request)))
+        for request, count in enumerate(requests)
+    ]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        if leaving is not None:
+            tasks[leaving].cancel()
+        by_iteration.append([])
+    return [acted for acted in by_iteration if acted]
+
+
+async def test_choice_turns_when_requests_have_many_then_an_iteration_has_some_of_each_and_all_get_theirs() -> None:
+    by_iteration = await acted_on(128, 128, 128)
+    assert max(map(len, by_iteration)) <= CHOICES_PER_ITERATION
+    assert set(by_iteration[0]) == {0, 1, 2}
+    assert sorted(chain(*by_iteration)) == [0] * 128 + [1] * 128 + [2] * 128
+
+
+async def test_choice_turns_when_many_requests_have_few_choices_then_they_count_too() -> None:
+    by_iteration = await acted_on(*[2] * 100)
+    assert max(map(len, by_iteration)) == CHOICES_PER_ITERATION
+    assert [*chain(*by_iteration)] == sorted([*range(100)] * 2)
+
+
+async def test_choice_turns_when_a_request_leaves_then_the_rest_of_its_choices_take_no_turn() -> None:
+    by_iteration = await acted_on(128, 128, leaving=0)
+    assert [*chain(*by_iteration)].count(0) <= CHOICES_PER_ITERATION
+    assert [*chain(*by_iteration)].count(1) == 128
+
+
+async def test_choice_turns_when_a_request_has_one_choice_then_it_waits_for_no_turn() -> None:
+    assert [0] * 100 not in await acted_on(100, 1)
+    assert 1 in (await acted_on(100, 1))[0]

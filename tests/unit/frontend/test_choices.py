@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,8 +16,9 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.http.admission import CHOICES_PER_ITERATION
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
-from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.tokenization.base import Channel, Delta
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
@@ -247,6 +249,54 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
     assert served.pipeline.running == 0
     served.pipeline.each += [ScriptedPipeline([stop("a")]), ScriptedPipeline([stop("b")])]
     assert (await post(served, CHAT, n=2)).status_code == 200
+
+
+class CountingPipeline:
+    """A pipeline whose streams never begin. It counts those that are started and cancelled, by iteration."""
+
+    placement = None  # it selects no workers
+
+    def __init__(self) -> None:
+        self.started, self.cancelled = [0], [0]
+
+    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+        self.started[-1] += 1
+        return CountedStream(on_event, self.cancelled)
+
+    async def count(self, until: Callable[[], bool]) -> None:
+        """Count by iteration until the condition is true."""
+        while not until():
+            await asyncio.sleep(0)
+            self.started.append(0)
+            self.cancelled.append(0)
+
+
+class CountedStream(Stream):
+    def __init__(self, on_event: OnEvent, cancelled: list[int]) -> None:
+        super().__init__(on_event)
+        self._cancelled = cancelled
+
+    def _close(self, last: StreamEvent | None) -> None:
+        self._cancelled[-1] += 1
+
+
+@pytest.mark.parametrize("leaves_early", [False, True], ids=["when all run", "at once"])
+async def test_clients_of_128_choices_when_they_leave_together_then_no_iteration_has_many_of_them(
+    leaves_early: bool,
+) -> None:
+    pipeline = CountingPipeline()
+    served = FakeFrontend(pipeline, FrontendConfig(max_inflight=1024))  # type: ignore[arg-type]
+    requests = [asyncio.create_task(post(served, CHAT, n=128, stream=True)) for _ in range(10)]
+    most_running = 8 * 128  # two requests wait for permits
+    await pipeline.count(lambda: sum(pipeline.started) >= (1 if leaves_early else most_running))
+    for request in requests:
+        request.cancel()
+    await pipeline.count(lambda: all(request.done() for request in requests))
+    assert max(pipeline.started) <= CHOICES_PER_ITERATION
+    assert max(pipeline.cancelled) <= CHOICES_PER_ITERATION
+    assert sum(pipeline.cancelled) == sum(pipeline.started)
+    assert sum(pipeline.started) <= (most_running // 2 if leaves_early else most_running)
+    assert b"dynamo_trtllm_choices 0.0" in await served.metrics.render_all()
 
 
 async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
