@@ -59,8 +59,13 @@ class Request:
     path: str
     body: bytes
     head: str = ""  # replaces the Content-Length header
-    stalls: bool = False  # only half of the body is sent
+    sent: float = 1.0  # the part of the body that is sent; then the client waits
     leaves: bool = False  # the client closes the connection when it has sent the request
+
+    @property
+    def num_sent(self) -> int:
+        """The bytes of the body that are sent."""
+        return int(len(self.body) * self.sent)
 
 
 def chat(**fields: Any) -> Request:
@@ -226,7 +231,8 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     "user-8M": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))] * 9,
     "bodies": lambda: [repeat_text("hello world, ")] * 64,
     "medium-bodies": lambda: [_letters(seed) for seed in range(256)],
-    "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, stalls=True)] * 64,
+    "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, sent=0.5)] * 64,
+    "slow-bodies": lambda: [Request(CHAT, b" " * (128 << 10), sent=0.99)] * 2100,
     "chunk-extension": lambda: [_chunked(b"1;x=", b"x" * 4_000_000, b"\r\n{\r\n0\r\n\r\n")],
     "trailer": lambda: [_chunked(b"1\r\n{\r\n0\r\nx: ", b"x" * 4_000_000, b"\r\n\r\n")],
 }
@@ -288,7 +294,7 @@ async def send(port: int, request: Request) -> str:
     """Send the request. Return the status code, or the name of the error."""
     length = request.head or f"Content-Length: {len(request.body)}"
     head = f"POST {request.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
-    body = request.body[: len(request.body) // 2] if request.stalls else request.body
+    body = request.body[: request.num_sent]
     data = head.encode() + b"\r\n\r\n" + body
     return await _leave(port, data) if request.leaves else await exchange(port, data)
 
@@ -305,7 +311,7 @@ async def _leave(port: int, data: bytes) -> str:
 async def measure_case(deployment: Deployment, name: str, settle_s: float) -> dict[str, Any]:
     """Send the requests of one case. Return its row."""
     requests = CASES[name]()
-    size = sum(len(request.body) // (1 + request.stalls) for request in requests)
+    size = sum(request.num_sent for request in requests)
     frontend = Frontend(deployment)
     client = Client(build_load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=_TIMEOUT_S))
     before_mb = frontend.megabytes("VmRSS")

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +20,9 @@ T = TypeVar("T")
 _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
 _LONGEST_RETRY_S = 60
 _BODY_WAIT_S = 5.0
+EVICTION_AGE_S = 1.0  # no younger body is evicted
+SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
+TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
 PLANNING_S = 0.01
 CHOICES_PER_ITERATION = 32  # 5 to 10 ms of work: a choice is started within three iterations
@@ -136,29 +139,65 @@ class BodyBytes:
     """The part of the budget that one request body uses."""
 
     number: int  # in order of arrival
+    client: str  # network address
+    since_s: float  # when it began to arrive, without the time for which it has waited for its share
     in_use: int = 0  # bytes
+    arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
+    is_evicted: bool = False
 
 
 class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
-    Large bodies share one half of it, so that small requests are served meanwhile. When that half is full, the oldest
-    large body that waits may have a quarter more, until it is released: without it, partly received bodies would wait
-    for each other. No other one gets a part of the quarter, not even between two parts of this body.
+    Large bodies share one half of it, and an eighth is only for tiny bodies, so that these are served meanwhile. When
+    the half is full, the oldest large body that waits may have a quarter more, until it is released: without it, partly
+    received bodies would wait for each other. No other one gets a part of the quarter, not even between two parts of
+    this body.
+
+    When a body does not get its share at once, bodies that arrive slowly are evicted: first those of the client that
+    uses most bytes, the slowest first.
     """
 
-    def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
+    def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic) -> None:
         """Set the budget to `limit` bytes. Each chunk of a body waits at most `wait_s` seconds for its share."""
         self.limit = limit
         self.in_use = 0
         self._wait_s = wait_s
+        self._clock = clock
         self._numbers = itertools.count()
+        self._arriving: dict[BodyBytes, None] = {}
+        self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
+        self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
         self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # body to bytes wanted, unordered
         self._favored: BodyBytes | None = None  # may have the quarter more
 
-    def body(self) -> BodyBytes:
-        """Return the account of a new body."""
-        return BodyBytes(next(self._numbers))
+    def body(self, client: str = "") -> BodyBytes:
+        """Return the account of a new body. `client`: its network address."""
+        return BodyBytes(next(self._numbers), client, self._clock())
+
+    @asynccontextmanager
+    async def arrival(self, body: BodyBytes, within_s: float | None) -> AsyncGenerator[None, None]:
+        """Limit the time in which the block receives the body, and let the body be evicted meanwhile.
+
+        Raises:
+            RequestTimeout: the body did not arrive in time, or was evicted because it arrives slowly.
+        """
+        self._arriving[body] = None
+        try:
+            async with asyncio.timeout(within_s) as body.arrival:
+                yield
+        except TimeoutError:
+            if body.is_evicted:
+                raise errors.RequestTimeout(
+                    f"the request body arrived at less than {SLOW_BYTES_PER_S >> 10} KiB/s while other requests needed "
+                    "its memory (--max-total-body-bytes); send it faster"
+                ) from None
+            raise errors.RequestTimeout(
+                f"the request body did not arrive within {within_s:g} s; send it faster"
+            ) from None
+        finally:
+            body.arrival = None
+            self._arriving.pop(body, None)
 
     async def acquire(self, count: int, body: BodyBytes) -> None:
         """Reserve `count` more bytes for the body.
@@ -166,13 +205,16 @@ class BodyBudget:
         Raises:
             Overloaded: the bytes were not free in time.
         """
-        if not self._waiting and body.in_use + count <= SMALL_BODY_BYTES and self.in_use + count <= self.limit:
+        if not self._waiting and self.in_use + count <= self._max_bytes(body.in_use + count):
             self.in_use += count
             body.in_use += count
             return
+        begun_s = self._clock()
         granted = asyncio.get_running_loop().create_future()
         self._waiting[body] = count, granted
         self._grant()
+        if self._eviction is None:
+            self._evict()
         try:
             async with asyncio.timeout(self._wait_s):
                 await granted
@@ -182,31 +224,83 @@ class BodyBudget:
                 "again later"
             ) from None
         finally:
+            body.since_s += self._clock() - begun_s
             self._waiting.pop(body, None)
 
     def release(self, body: BodyBytes) -> None:
         """Free all bytes of the body."""
         self.in_use -= body.in_use
+        if body.is_evicted:
+            self._evicted_bytes -= body.in_use
         body.in_use = 0
         if self._favored is body:
             self._favored = None
         if self._waiting:
             self._grant()
 
+    def _max_bytes(self, size: int) -> int:
+        """Return how many bytes may be in use with a body of this size, unless it is the favored one."""
+        if size <= TINY_BODY_BYTES:
+            return self.limit
+        if size <= SMALL_BODY_BYTES:
+            return self.limit - self.limit // 8
+        return self.limit // 2
+
     def _grant(self) -> None:
-        for body in sorted(self._waiting, key=lambda each: each.number):
+        for body in sorted(self._waiting, key=lambda waiting: waiting.number):
             count, granted = self._waiting[body]
-            max_bytes = self.limit
-            if body.in_use + count > SMALL_BODY_BYTES:
-                max_bytes = self.limit // 2
-                if self.in_use + count > max_bytes and self._favored in (None, body):
-                    self._favored = body
-                    max_bytes = self.limit // 4 * 3
+            size = body.in_use + count
+            max_bytes = self._max_bytes(size)
+            if size > SMALL_BODY_BYTES and self.in_use + count > max_bytes and self._favored in (None, body):
+                self._favored = body
+                max_bytes = self.limit // 4 * 3
             if self.in_use + count <= max_bytes and not granted.done():
                 self.in_use += count
                 body.in_use += count
                 del self._waiting[body]
                 granted.set_result(None)
+
+    def _evict(self) -> None:
+        """End slow bodies, now and each second, as long as bodies wait for room."""
+        self._eviction = None
+        if self._waiting:
+            self._eviction = asyncio.get_running_loop().call_later(EVICTION_AGE_S, self._evict)
+            self._evict_slow(self._lacking_bytes() - self._evicted_bytes)
+
+    def _lacking_bytes(self) -> int:
+        """Return how many bytes must become free so that the bodies that wait have room."""
+        wanted, least = 0, self.limit
+        for body, (count, _) in self._waiting.items():
+            wanted += count
+            least = min(least, self._max_bytes(body.in_use + count))
+        return self.in_use + wanted - least
+
+    def _evict_slow(self, lacking: int) -> None:
+        """End slow bodies until so many bytes are or will be free."""
+        if lacking <= 0:
+            return
+        by_client: Counter[str] = Counter()
+        for body in self._arriving:
+            by_client[body.client] += body.in_use
+        slow = [body for body in self._arriving if self._is_slow(body)]
+        slow.sort(key=lambda body: (-by_client[body.client], self._rate(body)))
+        for body in slow:
+            if lacking <= 0:
+                return
+            lacking -= body.in_use
+            self._evicted_bytes += body.in_use
+            body.is_evicted = True
+            assert body.arrival is not None
+            body.arrival.reschedule(0.0)
+
+    def _is_slow(self, body: BodyBytes) -> bool:
+        if not body.in_use or body in self._waiting or body.arrival is None or body.arrival.expired():
+            return False
+        return self._clock() - body.since_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
+
+    def _rate(self, body: BodyBytes) -> float:
+        """Return the bytes per second at which a body has arrived."""
+        return body.in_use / max(self._clock() - body.since_s, EVICTION_AGE_S)
 
 
 class PlanningTime:
@@ -286,37 +380,38 @@ def check_json(request: HttpRequest) -> None:
 
 
 async def read_body(
-    request: HttpRequest, max_bytes: int, within_s: float, reserve: Callable[[int], Awaitable[None]]
+    request: HttpRequest, max_bytes: int, within_s: float, budget: BodyBudget, body: BodyBytes
 ) -> bytes:
     """Return the body.
 
     Args:
         max_bytes: limit of the body's size.
         within_s: seconds until the whole body must have arrived.
-        reserve: awaited with the size of each chunk; may raise to reject the body.
+        budget: where the bytes are reserved.
+        body: account of the body in the budget.
 
     Raises:
         PayloadTooLarge: the body is too large; raised as soon as this is known.
-        RequestTimeout: the client did not send it in time.
+        RequestTimeout: the client did not send it in time, or slowly while other requests needed its memory.
+        Overloaded: other bodies use all of the budget.
         ClientDisconnected: the client disconnected before the end.
     """
     declared = request.header(b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    try:
-        async with asyncio.timeout(None if request.is_complete else within_s):
-            return await _receive_body(request, max_bytes, reserve)
-    except TimeoutError:
-        raise errors.RequestTimeout(f"the request body did not arrive within {within_s:g} s; send it faster") from None
+    if request.is_complete:
+        return await _receive_body(request, max_bytes, budget, body)
+    async with budget.arrival(body, within_s):
+        return await _receive_body(request, max_bytes, budget, body)
 
 
-async def _receive_body(request: HttpRequest, max_bytes: int, reserve: Callable[[int], Awaitable[None]]) -> bytes:
+async def _receive_body(request: HttpRequest, max_bytes: int, budget: BodyBudget, body: BodyBytes) -> bytes:
     parts, size = [], 0
     while part := await request.receive():
         size += len(part)
         if size > max_bytes:
             raise _too_large(max_bytes)
-        await reserve(len(part))
+        await budget.acquire(len(part), body)
         parts.append(part)
     return b"".join(parts)
 

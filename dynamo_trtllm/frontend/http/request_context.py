@@ -106,7 +106,7 @@ class RequestContext:
         self._endpoint = endpoint
         self._path = request.path
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
-        self._body_bytes = app_state.body_budget.body()
+        self._body_bytes = app_state.body_budget.body(request.client)
         self._num_choices = 0  # known with the plan
         self._num_permits = 0
         self.traceparent = valid_traceparent(request.header(b"traceparent"))  # None: it is missing or not valid
@@ -120,7 +120,8 @@ class RequestContext:
     async def read_body(self, request: HttpRequest) -> bytes:
         """Return the body, whose bytes are reserved until `release_body`. Raises as `admission.read_body`."""
         config = self._app_state.config
-        body = await read_body(request, config.max_body_bytes, config.receive_timeout_s, self._reserve)
+        budget, within_s = self._app_state.body_budget, config.receive_timeout_s
+        body = await read_body(request, config.max_body_bytes, within_s, budget, self._body_bytes)
         self.enter("tokenize_queue")
         self.received_s = self._spans[-1].begin_s
         return body
@@ -128,9 +129,6 @@ class RequestContext:
     def enter(self, phase: str) -> None:
         """End the current phase of this request and begin the next one."""
         self._spans.append(Span(phase, time.monotonic()))
-
-    async def _reserve(self, count: int) -> None:
-        await self._app_state.body_budget.acquire(count, self._body_bytes)
 
     def release_body(self) -> None:
         """Release the bytes of the body. Idempotent."""

@@ -7,11 +7,13 @@ from itertools import chain
 
 import pytest
 
-from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
+from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, RequestTimeout
+from dynamo_trtllm.frontend.http import admission
 from dynamo_trtllm.frontend.http.admission import (
     CHOICES_PER_ITERATION,
     PLANNING_S,
     SMALL_BODY_BYTES,
+    TINY_BODY_BYTES,
     BodyBudget,
     ChoiceTurns,
     ConcurrencyLimiter,
@@ -365,3 +367,104 @@ async def test_choice_turns_when_a_request_leaves_then_the_rest_of_its_choices_t
 async def test_choice_turns_when_a_request_has_one_choice_then_it_waits_for_no_turn() -> None:
     assert [0] * 100 not in await acted_on(100, 1)
     assert 1 in (await acted_on(100, 1))[0]
+
+
+class Arrivals:
+    """Bodies of which a part has arrived, and that wait for the rest."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.tasks: list[asyncio.Task[None]] = []
+        self.ended: list[tuple[str, int]] = []  # client and bytes of the bodies that were ended, and why
+        self.errors: list[str] = []
+
+    async def add(self, client: str, size: int) -> None:
+        self.tasks.append(asyncio.create_task(self._receive(client, size)))
+        await wait_until_loaded()
+
+    async def _receive(self, client: str, size: int) -> None:
+        body = self._budget.body(client)
+        try:
+            async with self._budget.arrival(body, 600.0):
+                await self._budget.acquire(size, body)
+                await asyncio.Event().wait()
+        except RequestTimeout as error:
+            self.ended.append((client, size))
+            self.errors.append(error.message)
+        finally:
+            self._budget.release(body)
+
+
+async def test_body_budget_when_small_bodies_fill_it_then_a_tiny_one_has_its_reserve() -> None:
+    budget = BodyBudget(16 * SMALL_BODY_BYTES)
+    for _ in range(14):
+        await budget.acquire(SMALL_BODY_BYTES, budget.body())
+    small = asyncio.create_task(budget.acquire(SMALL_BODY_BYTES, budget.body()))
+    await wait_until_loaded()
+    assert not small.done()
+    await budget.acquire(TINY_BODY_BYTES, budget.body())
+    await left(small)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size", "ended"),
+    [
+        pytest.param(0.9, 128, [], id="they have just begun, then none ends"),
+        pytest.param(1.9, 128, [("busy", 64)], id="one is slow, then it ends"),
+        pytest.param(60.0, 128, [("busy", 64)], id="all are slow, then no more end than needed"),
+        pytest.param(60.0, 192, [("busy", 64), ("busy", 120)], id="it needs more, then one client gives way first"),
+        pytest.param(60.0, 64, [], id="there is room, then none ends"),
+    ],
+)
+async def test_body_budget_when_a_body_needs_the_room_of_others_and(
+    seconds: float, size: int, ended: list[tuple[str, int]]
+) -> None:
+    clock = Clock()
+    budget = BodyBudget(1024 << 10, clock=clock)  # 896 KiB for those of this size
+    arrivals = Arrivals(budget)
+    for client, kib in (("other", 124), ("busy", 124), ("busy", 120), ("other", 96), ("busy", 64), ("busy", 124)):
+        await arrivals.add(client, kib << 10)
+    await arrivals.add("another", 120 << 10)
+    await arrivals.add("idle", 0)
+    clock.now += seconds
+    asking = [asyncio.create_task(budget.acquire(kib << 10, budget.body("new"))) for kib in (size // 2, size // 2)]
+    await wait_until_loaded()
+    assert sorted(arrivals.ended) == [(client, kib << 10) for client, kib in ended]
+    assert all(task.done() for task in asking) == (seconds > 1 or size == 64)
+    assert all("arrived at less than 64 KiB/s while other requests needed" in text for text in arrivals.errors)
+    await left(*asking, *arrivals.tasks)
+
+
+async def test_body_budget_when_bodies_are_slow_only_after_a_while_then_they_end_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "EVICTION_AGE_S", 0.01)
+    clock = Clock()
+    budget = BodyBudget(16 << 10, clock=clock)
+    arrivals = Arrivals(budget)
+    await arrivals.add("slow", 16 << 10)
+    asking = asyncio.create_task(budget.acquire(1, budget.body("new")))
+    await wait_until_loaded()
+    assert not asking.done()
+    clock.now += 60.0
+    await asking
+    assert arrivals.ended == [("slow", 16 << 10)]
+
+
+async def test_body_budget_when_a_body_waits_for_its_share_then_that_time_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "EVICTION_AGE_S", 0.01)
+    clock = Clock()
+    budget = BodyBudget(64 << 10, wait_s=600.0, clock=clock)
+    full, arrivals = budget.body(), Arrivals(budget)
+    await budget.acquire(56 << 10, full)
+    await arrivals.add("patient", 16 << 10)
+    clock.now += 60.0
+    budget.release(full)
+    await wait_until_loaded()
+    await budget.acquire(40 << 10, budget.body())
+    asking = asyncio.create_task(budget.acquire(16 << 10, budget.body()))
+    await asyncio.sleep(0.03)
+    assert (asking.done(), arrivals.ended) == (False, [])
+    await left(asking, *arrivals.tasks)
