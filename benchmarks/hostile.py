@@ -227,6 +227,7 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     ],
     "choices": lambda: [chat(n=128)] * 250,
     "choices-left": lambda: [replace(chat(n=128), leaves=True)] * 250,
+    "answers": lambda: [chat(n=128, max_tokens=16_000)] * 64,
     "user": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 30_000_000}))] * 9,
     "user-8M": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))] * 9,
     "bodies": lambda: [repeat_text("hello world, ")] * 64,

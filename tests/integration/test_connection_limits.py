@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo_trtllm.frontend.http import request_handler
+from dynamo_trtllm.frontend.http import output_budget
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.server import HttpServer, http_server
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
@@ -318,7 +318,7 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", SOON_S)
-    monkeypatch.setattr(request_handler, "MAX_PENDING_TOKENS", 1 << 30)  # the script does not wait for its reader
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 1 << 40)  # the script does not wait for its reader
     async with serving(request_timeout_s=1.5) as served:
         served.front.pipeline.script = [*FLOOD, stop()]
         client = await served.connect()

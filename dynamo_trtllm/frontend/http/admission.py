@@ -261,14 +261,14 @@ class BodyBudget:
                 granted.set_result(None)
 
     def _evict(self) -> None:
-        """End slow bodies, now and each second, as long as bodies wait for room."""
+        """End slow bodies, now and each second, as long as others wait for their share."""
         self._eviction = None
         if self._waiting:
             self._eviction = asyncio.get_running_loop().call_later(EVICTION_AGE_S, self._evict)
             self._evict_slow(self._lacking_bytes() - self._evicted_bytes)
 
     def _lacking_bytes(self) -> int:
-        """Return how many bytes must become free so that the bodies that wait have room."""
+        """Return how many bytes must become free so that the bodies that wait have their share."""
         wanted, least = 0, self.limit
         for body, (count, _) in self._waiting.items():
             wanted += count
@@ -357,7 +357,7 @@ class ChoiceTurns:
                 act(choice)
 
     async def _take(self, count: int) -> None:
-        """Wait until this iteration has room for `count` choices, and count them."""
+        """Wait until this iteration can have `count` choices more, and count them."""
         while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110 - in order, as for `PlanningTime`
             await asyncio.sleep(0)
         if not self._used:

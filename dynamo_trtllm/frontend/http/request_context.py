@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from dynamo_trtllm.frontend.generation.choice import (
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, ConcurrencyLimiter, PlanningTime, read_body
+from dynamo_trtllm.frontend.http.output_budget import Output, OutputBudget
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
@@ -67,6 +68,7 @@ class AppState:
     logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
     starts: ChoiceTurns = field(default_factory=ChoiceTurns)  # of choices
+    output_budget: OutputBudget = field(default_factory=OutputBudget)
     cancels: ChoiceTurns = field(default_factory=ChoiceTurns)  # of choices that run
 
     def __post_init__(self) -> None:
@@ -107,6 +109,8 @@ class RequestContext:
         self._path = request.path
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
         self._body_bytes = app_state.body_budget.body(request.client)
+        self.is_scored = False  # the output has log-probabilities; known with the plan
+        self._output: Output | None = None
         self._num_choices = 0  # known with the plan
         self._num_permits = 0
         self.traceparent = valid_traceparent(request.header(b"traceparent"))  # None: it is missing or not valid
@@ -169,6 +173,8 @@ class RequestContext:
         count, limit = len(plan.choices), self._app_state.limiter.limit
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
         self._num_choices = count
+        sampling = plan.choices[0].request.sampling
+        self.is_scored = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         for choice_request in plan.choices[:: plan.candidates]:
             record_prompt(choice_request.request)
         if count > limit:
@@ -221,10 +227,25 @@ class RequestContext:
             RECORDER.unfollow(choice)
             RECORDER.record(choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish)
 
+    def open_output(self, end: Callable[[DynamoError, bool], None]) -> Output:
+        """Count output that is not sent yet, until the request ends. `end`: as for `Output`."""
+        self._output = self._app_state.output_budget.open(end, is_streamed=self.is_streamed)
+        return self._output
+
+    @property
+    def output_bytes(self) -> int:
+        """The memory of output that is not sent yet."""
+        return 0 if self._output is None else self._output.in_use
+
     def cancel(self) -> None:
         """End the streams of all choices that still run."""
         for choice in self.choices:
             choice.cancel()
+
+    async def start_choices(self, on_delta: Callable[[ChoiceDelta | DynamoError], None]) -> None:
+        """Start the streams of all choices, in turns with other requests."""
+        pipeline = self._app_state.pipeline
+        await self._app_state.starts.run(self.choices, lambda choice: choice.start(pipeline, on_delta))
 
     async def end_choices(self) -> None:
         """End the streams of all choices that still run, in turns with other requests."""
@@ -325,6 +346,9 @@ class RequestContext:
         """
         self.release_body()
         self._app_state.limiter.release(self._num_permits)
+        if self._output is not None:
+            self._output.close()
+            self._output = None  # it refers to frames of the handler: a cycle
         code = outcome if isinstance(outcome, str) else outcome.code
         metrics, end_s = self._app_state.metrics, time.monotonic()
         metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s)

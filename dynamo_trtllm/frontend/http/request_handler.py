@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeAlias
 
+import orjson
 from msgspec.structs import replace
 
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.unknown_fields import collector
-from dynamo_trtllm.errors import Cancelled, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.background import in_thread
+from dynamo_trtllm.errors import Cancelled, DynamoError, InvalidRequest
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
@@ -22,6 +24,7 @@ from dynamo_trtllm.frontend.generation.responses.response_builder import Respons
 from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
 from dynamo_trtllm.frontend.http.keep_alive import COMMENT, KeepAlive
+from dynamo_trtllm.frontend.http.output_budget import COUNTED_BYTES, check_answer, plain_bytes, scored_bytes
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
@@ -29,7 +32,7 @@ from dynamo_trtllm.tokenization.base import ServedModel
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
+_INLINE_OUTPUT_BYTES = 256 << 10  # larger answers are encoded in a thread
 _MAX_SESSION_ID = 256
 
 
@@ -93,6 +96,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         body, plan = await self._plan(context, request)
         context.release_body()
         response.deadline = context.deadline
+        if not body.stream:
+            check_answer(plan)
         context.accept(plan, adapter.id_prefix)
         meta = ResponseMeta(
             id=context.answer_id,
@@ -153,49 +158,59 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         reads slowly, behind earlier ones or an error, and if it is the last of its choice.
         """
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
-        limit, num_pending = MAX_PENDING_TOKENS * len(context.choices), 0  # tokens and deltas that are not sent yet
+        pending_bytes = 0  # of output that is not sent yet; more than 0 if an error is not yielded yet
+        bytes_of = scored_bytes if context.is_scored else plain_bytes
         encoder = context.builder if context.is_streamed else None
         observe = context.observe
         write = response.write if context.keep_alive is None else context.keep_alive.write
 
         def deliver(item: ChoiceDelta | DynamoError) -> None:
-            nonlocal num_pending
+            nonlocal pending_bytes
             if isinstance(item, ChoiceDelta):
                 observe(item)
-                if item.finish is None and not num_pending and encoder is not None:
+                if item.finish is None and not pending_bytes and encoder is not None:
                     if not context.has_begun:  # in a task, it would be later, and all deltas until then would wait
                         _start(context, response, encoder)
                     if response.is_writable:
                         if data := encoder.delta(item):
                             write(data)
                         return
-                num_pending += item.tokens + 1
-                if num_pending > limit:
-                    context.cancel()
-                    item = Overloaded(f"the client reads too slowly: over {limit} tokens are pending")
+                arrived.put_nowait(item)
+                pending_bytes += bytes_of(item)
+                if pending_bytes > output.in_use + COUNTED_BYTES:
+                    output.set(pending_bytes)
             else:
-                num_pending += 1  # no delta overtakes the error
-            arrived.put_nowait(item)
+                arrived.put_nowait(item)
+                pending_bytes += 1  # no delta overtakes the error
+
+        def end(error: DynamoError, drops_pending: bool) -> None:
+            context.cancel()
+            if drops_pending:
+                _clear(arrived)
+            deliver(error)
+
+        output = context.open_output(end)
 
         num_running = len(context.choices)
         item: ChoiceDelta | DynamoError | None = None
         try:
-            pipeline = self._app_state.pipeline
-            await self._app_state.starts.run(context.choices, lambda choice: choice.start(pipeline, deliver))
+            await context.start_choices(deliver)
             while num_running:
                 item = await arrived.get()
                 if isinstance(item, DynamoError):
                     raise item
                 yield item
-                num_pending -= item.tokens + 1
+                if encoder is not None:
+                    pending_bytes -= bytes_of(item)
+                    if pending_bytes < output.in_use - COUNTED_BYTES:
+                        output.set(pending_bytes)
                 num_running -= item.finish is not None
         finally:
-            num_pending += 1  # nothing more is written
+            pending_bytes += 1  # nothing more is written
             await context.end_choices()
             # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
             item = None
-            while not arrived.empty():
-                arrived.get_nowait()
+            _clear(arrived)
 
     async def _stream(self, context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
         num_unfinished = len(context.choices)  # all are returned: `best_of` is rejected with `stream`
@@ -223,9 +238,17 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                 add(delta)
         for delta in pick_best_of(candidates, plan, lambda index: context.choices[index].mean_logprob):
             aggregator.push(delta)
-        body = aggregator.body(context.usage(), context.extras())
+
+        def encode() -> bytes:
+            return orjson.dumps(aggregator.body(context.usage(), context.extras()))
+
+        if context.output_bytes > _INLINE_OUTPUT_BYTES:
+            async with self._slot(is_large=True):
+                body = await in_thread(encode)
+        else:
+            body = encode()
         await self._adapter.on_complete(aggregator, context.client)
-        response.send_json(200, body, context.served_by())
+        response.send(200, body, headers=context.served_by())
 
     async def _fail(self, error: DynamoError, response: HttpResponse, context: RequestContext) -> None:
         """Send the error as HTTP status, or as the last event of a started stream, or log it after the last."""
@@ -235,6 +258,11 @@ class GenerateEndpoint(Endpoint, Generic[B]):
             await response.send_events(context.builder.error(error), last=True)
         else:
             await super()._fail(error, response, context)
+
+
+def _clear(queue: asyncio.Queue[ChoiceDelta | DynamoError]) -> None:
+    while not queue.empty():
+        queue.get_nowait()
 
 
 def _start(context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:

@@ -413,10 +413,10 @@ async def test_body_budget_when_small_bodies_fill_it_then_a_tiny_one_has_its_res
         pytest.param(1.9, 128, [("busy", 64)], id="one is slow, then it ends"),
         pytest.param(60.0, 128, [("busy", 64)], id="all are slow, then no more end than needed"),
         pytest.param(60.0, 192, [("busy", 64), ("busy", 120)], id="it needs more, then one client gives way first"),
-        pytest.param(60.0, 64, [], id="there is room, then none ends"),
+        pytest.param(60.0, 64, [], id="enough is free, then none ends"),
     ],
 )
-async def test_body_budget_when_a_body_needs_the_room_of_others_and(
+async def test_body_budget_when_a_body_needs_the_share_of_others_and(
     seconds: float, size: int, ended: list[tuple[str, int]]
 ) -> None:
     clock = Clock()

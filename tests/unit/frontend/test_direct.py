@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.frontend.http import request_handler
+from dynamo_trtllm.frontend.http import output_budget, request_handler
 from dynamo_trtllm.frontend.http.admission import PLANNING_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
@@ -219,7 +219,8 @@ async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_
 async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_handler, "MAX_PENDING_TOKENS", 50)
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 50 * 64)
+    monkeypatch.setattr(request_handler, "COUNTED_BYTES", 0)
     served = FakeFrontend(ScriptedPipeline([chunk("a") for _ in range(200)]), FrontendConfig())
     wire = Gated(every=0)
     answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))

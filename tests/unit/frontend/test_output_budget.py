@@ -1,0 +1,127 @@
+"""The memory of answers that are not streamed, and of streams that are read slowly: bounded for each and for all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
+from dynamo_trtllm.frontend.http import output_budget, request_handler
+from dynamo_trtllm.frontend.http.output_budget import OutputBudget, scored_bytes
+from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
+from dynamo_trtllm.tokenization.base import Channel, Delta
+from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedPipeline, chunk, stop
+from tests.unit.frontend.test_choices import CHAT, TEXT, post
+
+KIB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_handler, "COUNTED_BYTES", 0)
+
+
+def served(*script: Any) -> FakeFrontend:
+    return FakeFrontend(ScriptedPipeline(list(script)), FrontendConfig())
+
+
+def scored(text: str, alternatives: int) -> Chunk:
+    top = tuple((ord(text), -1.0) for _ in range(alternatives))
+    return Chunk(token_ids=token_ids([ord(text)]), logprobs=(TokenLogprob(ord(text), -1.0, top),))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        pytest.param(CHAT, {"n": 128, "max_tokens": 60}, "max_tokens", id="choices"),
+        pytest.param(CHAT, {"n": 8, "max_tokens": 90, "logprobs": True, "top_logprobs": 20}, "max_tokens", id="top"),
+        pytest.param(CHAT, {"n": 128, "max_completion_tokens": 60}, "max_tokens", id="other name"),
+        pytest.param(TEXT, {"best_of": 128, "max_tokens": 60}, "max_tokens", id="best_of"),
+        pytest.param(TEXT, {"prompt": ["a"] * 128, "max_tokens": 60}, "max_tokens", id="prompts"),
+    ],
+)
+async def test_answer_when_it_may_be_too_large_then_413_before_it_starts(
+    path: str, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 256 * KIB)
+    frontend = served(stop("a"))
+    response = await post(frontend, path, **fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (413, "payload_too_large", param)
+    assert f"lower n, best_of, {param}" in error["message"]
+    assert "set stream to true" in error["message"]
+    assert frontend.pipeline.requests == []
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 60}, {"n": 1}, {"stream": True, "n": 1, "max_tokens": 90}])
+async def test_answer_when_it_may_be_within_the_limit_or_has_no_given_length_then_it_runs(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
+    response = await post(served(chunk("a"), stop("b")), CHAT, **fields)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("alternatives", "tokens"), [(None, 40), (20, 3)])
+async def test_answer_when_it_grows_too_large_then_413_and_its_choices_end(
+    alternatives: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
+    chunks = [chunk("a") if alternatives is None else scored("a", alternatives) for _ in range(tokens)]
+    frontend = served(*chunks, asyncio.Event())
+    fields: dict[str, Any] = {} if alternatives is None else {"logprobs": True, "top_logprobs": alternatives}
+    response = await post(frontend, CHAT, **fields)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
+    assert "lower n, best_of, max_tokens" in response.json()["error"]["message"]
+    assert frontend.pipeline.running == 0
+
+
+async def test_answer_when_it_is_large_then_it_is_encoded_in_a_thread_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields = {"logprobs": True, "top_logprobs": 5}
+    inline = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
+    monkeypatch.setattr(request_handler, "_INLINE_OUTPUT_BYTES", 0)
+    threaded = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
+    assert inline.status_code == threaded.status_code == 200
+    assert threaded.json()["choices"] == inline.json()["choices"]
+
+
+def test_total_when_it_is_exceeded_then_the_largest_ends_and_its_output_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_budget, "MAX_TOTAL_OUTPUT_BYTES", 100 * KIB)
+    budget, ended = OutputBudget(), list[tuple[str, str, bool]]()
+
+    def end_of(name: str) -> Any:
+        def end(error: DynamoError, drops_output: bool) -> None:
+            ended.append((name, error.code, drops_output))
+
+        return end
+
+    large = budget.open(end_of("large"), is_streamed=False)
+    small = budget.open(end_of("small"), is_streamed=True)
+    large.set(80 * KIB)
+    small.set(20 * KIB)
+    assert ended == []
+    small.set(30 * KIB)
+    assert ended == [("large", "overloaded", True)]
+    assert budget.in_use == small.in_use == 30 * KIB
+    small.set(0)
+    small.close()
+    large.close()
+    assert (budget.in_use, budget.outputs) == (0, set())
+
+
+def test_scored_bytes_when_tokens_have_alternatives_then_each_counts() -> None:
+    top = tuple((token, -1.0) for token in range(20))
+    logprobs = (TokenLogprob(1, -1.0, top),)
+    scored_delta = ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a", logprobs=logprobs),))
+    of_prompt = ChoiceDelta(prompt_logprobs=logprobs)
+    assert scored_bytes(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),))) < 200
+    assert scored_bytes(scored_delta) > 2000
+    assert scored_bytes(of_prompt) > 2000
