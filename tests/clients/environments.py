@@ -21,17 +21,20 @@ class Environment:
     Args:
         pins: packages with their versions, as `pip install` or `npm install` takes them.
         is_node: installed by npm instead of pip.
+        without: packages that the pins require and that are not installed.
     """
 
     name: str
     pins: tuple[str, ...]
     is_node: bool = False
+    without: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
         """Return the folder, whose name changes with the pins: a finished one is used again."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        digest = hashlib.sha256("\n".join([sys.version, *self.pins]).encode()).hexdigest()[:8]
+        content = "\n".join([sys.version, *self.pins, *self.without])
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         return cache / "dynamo_trtllm" / "clients" / f"{self.name}-{digest}"
 
     @property
@@ -75,6 +78,9 @@ class Environment:
             )
         else:
             self._run(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
+            overrides = self.folder / "without.txt"
+            conditions = [f"{package}; sys_platform == 'never'\n" for package in self.without]
+            overrides.write_text("".join(conditions))
             uv = str(ROOT / "scripts" / "uv")
             self._run(
                 uv,
@@ -83,6 +89,8 @@ class Environment:
                 "--quiet",
                 "--python",
                 str(self.programs / "python"),
+                "--overrides",
+                str(overrides),
                 *self.pins,
             )
         (self.folder / "complete").touch()
@@ -124,5 +132,10 @@ ENVIRONMENTS = {
         python("anthropic", "anthropic==2.14.0"),
         python("lm-eval", "lm-eval[api]==0.4.13", "transformers==5.23.0"),
         python("aiperf", "aiperf==0.13.0"),
+        # Only its search in documents needs torch and the models that run on it.
+        replace(
+            python("open-webui", "open-webui==0.12.4"),
+            without=("torch", "sentence-transformers", "accelerate", "faster-whisper"),
+        ),
     )
 }

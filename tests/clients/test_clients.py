@@ -7,27 +7,30 @@ A driver runs one step with the client's own interpreter.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import pytest
 
 from dynamo_trtllm.demo_models import resolve
 from tests.clients.environments import ENVIRONMENTS
 from tests.clients.scripted_model import MODEL, answer, call
-from tests.e2e.cluster import PLAIN, TINY
+from tests.e2e.cluster import TINY
 
 DRIVERS = Path(__file__).parent / "drivers"
-STEP_TIMEOUT_S = 100.0
+# Generous, since a client that needs 30 s of CPU to start takes minutes on a busy machine.
+STEP_TIMEOUT_S = 400.0
 pytestmark = [
     pytest.mark.extra,
-    pytest.mark.timeout(1000),
+    pytest.mark.timeout(1500),
 ]  # the first step of a client also installs it
 
 HEALTH = call("get_system_health", "{}")
@@ -167,8 +170,9 @@ STEPS = [
         tools=(HEALTH, call("final_answer", '{"answer": "It is up."}')),
     ),
     *steps("litellm-proxy", "litellm_gateway.py", "chat", "responses"),
-    *steps("lm-eval", "lm_eval_tasks.py", "likelihood", "generation"),
+    *steps("lm-eval", "lm_eval_tasks.py", "likelihood", "generation", "chat"),
     *steps("aiperf", "aiperf_profile.py", "chat", "responses"),
+    *steps("open-webui", "open_webui.py", "chat"),
 ]
 
 
@@ -178,30 +182,39 @@ def installed(client: str) -> None:
 
 
 def run(step: Step, url: str, model: str, folder: Path) -> str:
-    """Run a driver in a folder. Return what it shows. Fail with the end of its output."""
+    """Run a driver in a folder. Return what it shows. Fail with the end of its output.
+
+    At the end no process of the step runs, also where the driver was killed at its time limit.
+    """
     environment = ENVIRONMENTS[step.client]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PATH"] = f"{environment.programs}:{env['PATH']}"
     env["TOKENIZER"] = str(resolve(TINY))  # for programs that count tokens
     driver = environment.place(DRIVERS / step.driver)
     command = [environment.interpreter(driver), str(driver), url, model, step.name]
-    done = subprocess.run(
-        command,
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=STEP_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.fail(f"{done.stdout}{done.stderr}"[-2000:], pytrace=False)
-    return str(json.loads(done.stdout.splitlines()[-1])["shown"])
+    stdout = folder / "stdout.txt"
+    stderr = folder / "stderr.txt"
+    with stdout.open("w") as out, stderr.open("w") as err:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        child = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, **streams)
+    try:
+        outcome = f"exit status {child.wait(STEP_TIMEOUT_S)}"
+    except subprocess.TimeoutExpired:
+        outcome = f"no end within {STEP_TIMEOUT_S:.0f} s"
+    finally:
+        end_session(child)
+    shown = stdout.read_text()
+    if outcome != "exit status 0":
+        end = f"{shown}{stderr.read_text()}"[-2000:]
+        pytest.fail(f"{outcome}\n{end}", pytrace=False)
+    return str(json.loads(shown.splitlines()[-1])["shown"])
 
 
-def has_messages(url: str) -> bool:
-    """Return whether the server has Anthropic's endpoint, which the anthropic client needs."""
-    return httpx.post(f"{url}/v1/messages", json={}, **PLAIN).status_code != 404
+def end_session(child: subprocess.Popen[bytes]) -> None:
+    """Kill a driver and the servers that it started, such as a proxy."""
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.label)
@@ -216,6 +229,26 @@ def test_client_when_it_runs_a_step_then_it_gets_what_it_expects(
         assert (len(script.prompts), step.label) == (len(step.answers), step.label)
     else:
         url = request.getfixturevalue("demo_url")
-        if step.client == "anthropic" and not has_messages(url):
-            pytest.skip("the server has no /v1/messages")
         assert run(step, url, TINY, tmp_path)
+
+
+DRIVER_WITH_A_SERVER = """
+import fcntl, subprocess
+lock = open("lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+subprocess.Popen(["sleep", "600"], pass_fds=[lock.fileno()])  # holds the lock until it ends
+print("begun", flush=True)
+raise SystemExit("failed")
+"""
+
+
+@pytest.mark.timeout(60)
+def test_step_when_its_driver_fails_then_output_is_shown_and_servers_have_ended(
+    tmp_path: Path,
+) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER_WITH_A_SERVER)
+    with pytest.raises(pytest.fail.Exception, match="exit status 1\nbegun\nfailed"):
+        run(Step("codex", str(driver), "plain"), "http://localhost", TINY, tmp_path)
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,16 +2,13 @@
 
 import os
 import secrets
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import openai
-from steps import DESCRIPTION, QUESTION, STATUS, check, run
+from steps import DESCRIPTION, QUESTION, STATUS, check, free_port, run, until_alive
 
 # docs: litellm-proxy
 CONFIG = """
@@ -22,41 +19,26 @@ model_list:
       api_base: http://localhost:8000/v1
 """
 # docs: end
-START_S = 80.0
 
 
 @contextmanager
 def _proxy(base_url: str, model: str) -> Iterator[openai.OpenAI]:
     """Start the proxy with the configuration of the documentation."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     text = CONFIG.replace("MODEL", model).replace("http://localhost:8000", base_url)
     Path("config.yaml").write_text(text)
     command = ["litellm", "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
     key = f"sk-{secrets.token_hex(32)}"  # the proxy does not start without one
     env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
-    with Path("proxy.log").open("w") as log:
-        child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    log = Path("proxy.log")
+    with log.open("w") as output:
+        child = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
-        _until_alive(child, f"http://127.0.0.1:{port}/health/liveliness")
+        until_alive(child, f"http://127.0.0.1:{port}/health/liveliness", log)
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
     finally:
         child.terminate()
         child.wait()
-
-
-def _until_alive(child: subprocess.Popen, url: str) -> None:
-    end = time.monotonic() + START_S
-    while True:
-        try:
-            urllib.request.urlopen(url).close()
-            return
-        except OSError:
-            check(
-                child.poll() is None and time.monotonic() < end,
-                Path("proxy.log").read_text()[-1500:],
-            )
-            time.sleep(0.5)
 
 
 def chat(base_url: str, model: str) -> str:

@@ -1,4 +1,4 @@
-"""lm-eval with local-completions: a likelihood task, and a task that generates text."""
+"""lm-eval: likelihood and generation with local-completions, generation with chats."""
 
 import json
 import os
@@ -31,18 +31,42 @@ doc_to_target: "{{choices[0]}}"
 generation_kwargs: {until: ["."], max_gen_toks: 16}
 metric_list: [{metric: exact_match}]
 """
+CHAT = """
+output_type: generate_until
+doc_to_target: "{{question}}"
+generation_kwargs: {until: ["!"], max_gen_toks: 400}
+metric_list: [{metric: exact_match}]
+"""
 
 
 def _evaluate(base_url: str, model: str, name: str, kind: str) -> dict:
-    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA))
-    Path(f"{name}.yaml").write_text(COMMON.replace("NAME", name) + kind)
+    _write_task(name, kind, DATA)
     # docs: lm-eval
     command = ["lm_eval", "run", "--model", "local-completions"]
     command += ["--tasks", name, "--include_path", ".", "--model_args"]
     address = f"base_url={base_url}/v1/completions"
     command += [f"model={model},{address},tokenizer={os.environ['TOKENIZER']}"]
     # docs: end
-    command += ["--output_path", "out"]
+    return _results(command, name)
+
+
+def _evaluate_chat(base_url: str, model: str, name: str, kind: str) -> dict:
+    _write_task(name, kind, DATA[:1])
+    # docs: lm-eval-chat
+    command = ["lm_eval", "run", "--model", "local-chat-completions", "--apply_chat_template"]
+    command += ["--tasks", name, "--include_path", ".", "--model_args"]
+    command += [f"model={model},base_url={base_url}/v1/chat/completions"]
+    # docs: end
+    return _results(command, name)
+
+
+def _write_task(name: str, kind: str, rows: list[dict]) -> None:
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(f"{name}.yaml").write_text(COMMON.replace("NAME", name) + kind)
+
+
+def _results(command: list[str], name: str) -> dict:
+    command = [*command, "--output_path", "out"]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     check(done.returncode == 0, (done.stdout + done.stderr)[-1500:])
@@ -62,5 +86,11 @@ def generation(base_url: str, model: str) -> str:
     return f"exact_match {results['exact_match,none']}"
 
 
+def chat(base_url: str, model: str) -> str:
+    results = _evaluate_chat(base_url, model, "own_chat", CHAT)
+    check(results["exact_match,none"] == 1, results)  # the answer to "Hello" is "Hello! ..."
+    return f"exact_match {results['exact_match,none']}"
+
+
 if __name__ == "__main__":
-    run(likelihood, generation)
+    run(likelihood, generation, chat)

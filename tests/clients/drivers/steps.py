@@ -5,13 +5,19 @@ A step uses the client as its users do, and checks what the client returns.
 """
 
 import json
+import socket
+import subprocess
 import sys
+import time
+import urllib.request
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 QUESTION = "Hey, quick check: is everything up and running?"
 DESCRIPTION = "Returns the current health status of the LLM runtime."
 STATUS = "All systems are up."
+START_S = 300.0  # a server with 20 s of CPU in its imports needs minutes on a busy machine
 
 
 def run(*steps: Callable[[str, str], object]) -> None:
@@ -26,3 +32,22 @@ def check(condition: object, *shown: object) -> None:
     """Fail with what was seen, also where Python runs without assertions."""
     if not condition:
         raise SystemExit(f"not as expected: {shown!r}")
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def until_alive(child: subprocess.Popen, url: str, log: Path) -> None:
+    """Wait until a server answers. Fail with the end of its log when it ended or takes too long."""
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            urllib.request.urlopen(url).close()
+            return
+        except OSError:
+            is_starting = child.poll() is None and time.monotonic() < end
+            check(is_starting, log.read_text()[-1500:])
+            time.sleep(0.5)
