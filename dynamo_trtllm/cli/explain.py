@@ -21,7 +21,7 @@ from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
+from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent, check_owner
 from dynamo_trtllm.observability.recordings import (
     Entry,
     ProcessRecording,
@@ -82,6 +82,8 @@ def _read(config: ExplainConfig) -> Recordings:
         raise ConfigError("--recorder-dir off records nothing; pass the folder of the processes")
     reason = f"{folder} has no recording"
     try:
+        if config.recorder_dir is None:
+            check_owner(folder)
         local = Recordings.read(folder)
     except OSError as exc:
         local, reason = Recordings([]), f"{folder} can't be read ({exc.strerror or exc})"

@@ -27,11 +27,12 @@ from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.console import LAUNCHER, Console
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
 from dynamo_trtllm.launch.servers import NotYet, request, until
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
@@ -49,7 +50,8 @@ def _launch(config: LaunchConfig) -> None:
     Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment failed or was stopped
     before `--once` was done.
     """
-    observe_logging.setup(config.log_level, "launch", config.log_format)
+    OUTPUTS.start(LAUNCHER, config.log_format)
+    observe_logging.setup(config.log_level, LAUNCHER, config.log_format)
     deployment = with_settings(load_deployment(find_file(config.deployment), process_environment()), config)
     if config.demo and deployment.frontend is None:
         raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")

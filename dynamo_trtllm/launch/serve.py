@@ -30,9 +30,11 @@ from dynamo_trtllm.demo_models.hub import Hub, HubModel
 from dynamo_trtllm.engines.checkpoint import CONFIG, model_file, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.gpu import list_gpus
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch.console import LAUNCHER
 from dynamo_trtllm.launch.main import run
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.sanitize import escape_controls
 from dynamo_trtllm.subprocesses import RunFailed
 
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(line)
         lines = []
         Hub().download(hub_model, _show)
+    OUTPUTS.start(LAUNCHER, config.log_format)
     asyncio.run(run(deployment, log_format=config.log_format, preface=lines))
     return 0
 

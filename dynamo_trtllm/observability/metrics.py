@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import PhaseTimings
+from dynamo_trtllm.observability.outputs import OUTPUTS
 
 FRONTEND = "frontend"
 """The role of the frontend, beside those of workers in `messages.Role`."""
@@ -190,12 +191,20 @@ class ProcessMetrics:
                 kind = Counter if row.kind == "counter" else Gauge
                 self._metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
         ProcessCollector(registry=registry)
+        self._num_dropped_lines = OUTPUTS.num_dropped_lines  # that are counted
         # Returns the child of a metric, from its name and label values. prometheus_client takes long to find it.
         self.child: Callable[..., Any] = functools.cache(lambda name, *labels: self._metrics[name].labels(*labels))
 
     def message_unreadable(self) -> None:
         """Count a message of the request plane that could not be read."""
         self._metrics["unreadable_messages_total"].inc()
+
+    def render(self) -> bytes:
+        """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE)."""
+        num_dropped_lines = OUTPUTS.num_dropped_lines
+        self._metrics["dropped_log_lines_total"].inc(num_dropped_lines - self._num_dropped_lines)
+        self._num_dropped_lines = num_dropped_lines
+        return generate_latest(self._registry)
 
     def watch(self, **gauges: Callable[[], float]) -> None:
         """Set the functions that return the values of gauges at each scrape, by name."""
@@ -253,6 +262,10 @@ class FrontendMetrics(ProcessMetrics):
         self.child("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
         self.child("ttft_predictions_total", model, outcome).inc()
 
+    def traces_dropped(self, count: int) -> None:
+        """Count traces that were not sent."""
+        self._metrics["dropped_traces_total"].inc(count)
+
     def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
         """Observe the phases of one request. Those that only a newer worker knows have the label "unknown".
 
@@ -270,7 +283,7 @@ class FrontendMetrics(ProcessMetrics):
         self._unobserved.clear()
 
     def render(self) -> bytes:
-        """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE).
+        """Return the metrics of this process.
 
         Gauges by worker are those of at most MOST_WORKERS workers, those with the highest values.
         """
@@ -280,7 +293,7 @@ class FrontendMetrics(ProcessMetrics):
             gauge.clear()  # of workers that are gone
             for instance_id in heapq.nlargest(MOST_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
-        return generate_latest(self._registry)
+        return super().render()
 
     async def render_all(self) -> bytes:
         """Return the metrics of all processes of this frontend like `render`. Raises the errors of `gather`."""
@@ -328,4 +341,4 @@ class WorkerMetrics(ProcessMetrics):
                 self._counted[name] = value
             else:
                 self._metrics[name].set(value)
-        return generate_latest(self._registry)
+        return super().render()

@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import re
+import stat
 import struct
 import time
 import zlib
@@ -169,8 +170,7 @@ class Recorder:
         name = f"{safe}-{kind}-{os.getpid()}-{instance_id:x}-{time.time_ns():x}{SUFFIX}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_uid != os.geteuid():
-                raise PermissionError(f"{folder} belongs to another user")
+            check_owner(folder)
             remove_old(folder)
             self._ring = _Ring(folder / name, _packed_header(namespace, kind, instance_id, NUM_SLOTS), NUM_SLOTS)
         except OSError as exc:
@@ -301,6 +301,22 @@ def id_hash(text: str) -> int:
 def reason_number(reason: str) -> int:
     """Return the number that stands for an error code, a finish reason or a phase."""
     return zlib.crc32(reason.encode())
+
+
+def check_owner(folder: Path) -> None:
+    """Check that no other user chose where files in a folder are, or can change them.
+
+    In /tmp, another user may have created the folder first, or a symbolic link with its name.
+
+    Raises:
+        OSError: the folder, or a link with its name, belongs to another user, or others may write to it.
+    """
+    owner = os.geteuid()
+    status = folder.stat()
+    if folder.lstat().st_uid != owner or status.st_uid != owner:
+        raise PermissionError(f"{folder} belongs to another user")
+    if status.st_mode & stat.S_IWOTH:
+        raise PermissionError(f"other users may write to {folder}; use chmod 700")
 
 
 def remove_old(folder: Path) -> None:

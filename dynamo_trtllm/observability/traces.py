@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -67,12 +67,20 @@ class TraceExporter:
         namespace: namespace of the deployment.
         sample_ratio: share of the requests with a trace, from 0 to 1. The sampling flag of a client's `traceparent`
             takes precedence.
+        on_dropped: called with a number of traces that were dropped.
     """
 
-    def __init__(self, endpoint: str, namespace: str, sample_ratio: float = 1.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        namespace: str,
+        sample_ratio: float = 1.0,
+        on_dropped: Callable[[int], None] = lambda count: None,
+    ) -> None:
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._namespace = namespace
         self._sample_ratio = sample_ratio
+        self._on_dropped = on_dropped
         self._queue: deque[tuple[str, str, EndedRequest]] = deque()  # with ids of the trace and of its parent span
         self._queued = asyncio.Event()
         self._num_dropped = 0
@@ -93,7 +101,7 @@ class TraceExporter:
         if len(self._queue) < _MOST_QUEUED:
             self._queue.append((trace_id, parent_id, request))
         else:
-            self._num_dropped += 1
+            self._drop(1)
 
     async def run(self) -> None:
         """Send traces until cancelled, and then the remaining ones for at most 2 s."""
@@ -115,7 +123,7 @@ class TraceExporter:
                         await sending
                     await self._send_all()
             if self._queue:
-                self._num_dropped += len(self._queue)
+                self._drop(len(self._queue))
                 self._reason = self._reason or f"{self._url} did not take all traces before the end of this process"
             self._warned_at_s = -_WARN_EVERY_S
             self._warn()
@@ -130,12 +138,16 @@ class TraceExporter:
                     await self._send(traces)
             except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as exc:  # requests go on in any case
                 failure = exc
-                self._num_dropped += len(traces)
+                self._drop(len(traces))
                 why = str(exc) or f"it has not answered within {_TIMEOUT_S:g} s"
                 self._reason = f"traces can't be sent to {self._url}: {why}"
             for _ in traces:
                 self._queue.popleft()
         self._warn()
+
+    def _drop(self, count: int) -> None:
+        self._num_dropped += count
+        self._on_dropped(count)
 
     def _warn(self) -> None:
         """Log how many traces were dropped and the last reason, at most once a minute."""

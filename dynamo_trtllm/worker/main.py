@@ -21,6 +21,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ def main(config: WorkerConfig) -> None:
         return
     if config.dump_config_to is not None:
         dump(config, config.dump_config_to)
+    OUTPUTS.start(config.disaggregation_mode, config.log_format)
     status = 1
     try:
         Worker(config).run()

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from dynamo_trtllm.cli import status as status_command
 from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.network.addresses import free_ports
+from tests.e2e.cluster import PLAIN
 from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
 
@@ -98,7 +100,8 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
         launched.wait_line(rf"^launch +\| {name} is ready after \d+\.\d\d s (at|as) \S+")
     order = [line.split()[2] for line in launched.lines if " is ready after" in line]
     assert order[:2] == ["etcd", "nats"]
-    assert len(launched.pids()) == 7  # two servers, a frontend, two workers, the launcher and who clears up after it
+    # two servers, a frontend, two workers, the launcher and who clears up after it, and four output relays
+    assert len(launched.pids()) == 11
     with urllib.request.urlopen(f"http://localhost:{port}/live", timeout=WAIT_S) as reply:
         assert json.load(reply) == {"status": "live"}
     (report,) = status()
@@ -113,6 +116,26 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
     assert len(drained) == 2  # stopped in order, not killed
     assert launched.lines[-1].endswith("| stopped")
     assert not list(temporary.iterdir())
+
+
+def test_launcher_when_it_is_stopped_then_its_deployment_serves_and_the_lines_come_late(
+    launch: Launch, deployment: Path, port: int
+) -> None:
+    launched = launch(deployment)
+    launched.wait_line(r"launch +\| Ready")
+    ask_until_answered(port)
+    launched.process.send_signal(signal.SIGSTOP)
+    try:
+        body = {"model": "tiny-gpt-oss", "prompt": "Hi", "max_tokens": 1}
+        with httpx.Client(timeout=SOON_S, **PLAIN) as client:
+            for number in range(200):
+                request_id = {"X-Request-Id": f"request-{number:03}-{'x' * 100}"}
+                answer = client.post(f"http://localhost:{port}/v1/completions", json=body, headers=request_id)
+                assert answer.status_code == 200, answer.text
+    finally:
+        launched.process.send_signal(signal.SIGCONT)
+    launched.wait_line(r"frontend +\| .* request-199-x")
+    assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16  # more than a pipe holds
 
 
 SILENT = """\
@@ -174,7 +197,7 @@ def test_launch_when_it_is_killed_itself_then_nothing_is_left(
 ) -> None:
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
-    assert len(launched.pids()) == 7
+    assert len(launched.pids()) == 11
     assert list(temporary.iterdir())
     launched.process.kill()
     launched.wait_gone(SOON_S)
@@ -353,7 +376,7 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
     try:
         launched.wait_line(r"launch +\| Ready")
         ask_until_answered(port)
-        before = set(launched.pids())
+        before = launched.pids()
         roles = [launched.pid_of(f"--disaggregation-mode={role}") for role in ("prefill", "decode")]
         seen = len(launched.lines)
         os.kill(roles[0], signal.SIGKILL)
@@ -372,7 +395,8 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
         assert order == sorted(order)
         ask_until_answered(port)
         after = set(launched.pids())
-        assert before - after == set(roles)  # no other process has ended
+        ended = {pid for pid in set(before) - after if "output_relay" not in before[pid]}
+        assert ended == set(roles)
         assert len(after) == len(before)
         seen = len(launched.lines)
         os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGKILL)  # its first own death, of 1 allowed

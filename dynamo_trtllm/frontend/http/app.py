@@ -291,7 +291,9 @@ def build_app(
     """
     traces = None
     if config.otlp_endpoint is not None:
-        traces = TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)
+        traces = TraceExporter(
+            config.otlp_endpoint, config.namespace, config.trace_sample_ratio, on_dropped=metrics.traces_dropped
+        )
     app_state = AppState(config, models, pipeline, metrics, traces)
     _watch(app_state)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)

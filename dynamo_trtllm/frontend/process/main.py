@@ -27,6 +27,7 @@ from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpRespons
 from dynamo_trtllm.http_server.server import http_server, set_request_id
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.outputs import OUTPUTS
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
@@ -85,6 +86,7 @@ class StartupGate:
 @command(FrontendConfig, PROG)
 def main(config: FrontendConfig) -> int:
     """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
+    OUTPUTS.start("frontend", config.log_format)
     observe_logging.setup(config.log_level, "frontend", config.log_format)
     warn_of_ignored_variables(config)
     if config.workers > 1:
@@ -106,7 +108,9 @@ def process_main(config: FrontendProcessConfig) -> None:
 
     It serves like a single frontend process, and exits with its parent. The exit statuses are those of `main`.
     """
-    observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
+    name = f"frontend-{config.number}"
+    OUTPUTS.start(name, config.log_format)
+    observe_logging.setup(config.log_level, name, config.log_format)
     uvloop.run(_serve_with_parent(config))
 
 

@@ -25,6 +25,7 @@ from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
+from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.process.main"
@@ -105,7 +106,8 @@ class ProcessGroup:
         own_end, child_end = socket.socketpair()
         connected, on_ready = asyncio.open_unix_connection(sock=own_end), partial(self._on_process_ready, name)
         with child_end, closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe:
-            child = Child(spawn(argv, env=self._environ, stdin=child_end.fileno()), _STOP_S)
+            streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}  # it counts its dropped lines itself
+            child = Child(spawn(argv, env=self._environ, **streams), _STOP_S)
             child_end.close()  # otherwise the pipe would stay open when the child ends
             self._pipes[name] = pipe
             try:

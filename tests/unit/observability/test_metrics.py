@@ -2,6 +2,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.observability.metrics import MOST_WORKERS, PREFIX, TABLE, FrontendMetrics, WorkerMetrics
+from dynamo_trtllm.observability.outputs import Outputs
 
 
 def samples(exposition: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -104,3 +105,11 @@ def test_registries_when_two_are_made_then_they_do_not_share_numbers():
     one, two = WorkerMetrics(), WorkerMetrics()
     one.child("output_tokens_total", "decode").inc(9)
     assert ("output_tokens_total", (("phase", "decode"),)) not in samples(two.render())
+
+
+@pytest.mark.parametrize("create", [FrontendMetrics, WorkerMetrics])
+def test_log_lines_when_they_were_dropped_then_they_are_counted(create, monkeypatch):
+    metrics = create()
+    for number in (0, 3, 7):
+        monkeypatch.setattr(Outputs, "num_dropped_lines", number)
+        assert samples(metrics.render())["dropped_log_lines_total", ()] == number

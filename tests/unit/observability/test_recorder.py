@@ -269,3 +269,28 @@ def test_folder_when_it_is_not_set_then_one_of_the_user(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     (path,) = (tmp_path / "a").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["link of another user", "folder of another user", "folder in which others may write"])
+def test_folder_when_another_user_chose_it_then_nothing_is_recorded(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "dynamo_trtllm-1"
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    if kind.startswith("link"):
+        folder.symlink_to(target)
+    else:
+        folder.mkdir(mode=0o700)
+    if kind == "folder in which others may write":
+        folder.chmod(0o777)
+    else:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file to another user")
+        os.chown(folder, 12345, -1, follow_symlinks=False)
+    recorder = Recorder()
+    recorder.start(folder, namespace="n", kind="frontend")
+    recorder.stop()
+    assert "flight recorder is off" in caplog.text
+    assert not list(target.iterdir())
+    assert not list(folder.iterdir())

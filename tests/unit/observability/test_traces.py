@@ -197,6 +197,9 @@ async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queu
     await flush(exporter)
     (warning,) = [line for line in caplog.messages if "traces" in line]
     assert warning.endswith("; 5 traces were dropped")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test") as client:
+        metrics = (await client.get("/metrics")).text
+    assert "\ndynamo_trtllm_dropped_traces_total 5.0\n" in metrics
 
 
 @asynccontextmanager

@@ -1,0 +1,230 @@
+"""The outputs of a process whose reader, disk or terminal does not take them: lines are dropped, and nothing waits."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, Output, dropped_line
+from tests.waiting import SOON_S
+
+# Two or more times what pipe and backlog hold together.
+TOO_MANY = 4 * BACKLOG_BYTES // 100
+LINE = b"%06d " + b"x" * 92 + b"\n"
+
+PROGRAM = """
+import ctypes, logging, os, subprocess, sys, warnings
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.outputs import OUTPUTS
+OUTPUTS.start("w", "text")
+observe_logging.setup("info", "w")
+log = logging.getLogger("dynamo_trtllm.x")
+"""
+
+
+def notice(count: int, reason: str) -> bytes:
+    return b"%d dropped: %s\n" % (count, reason.encode())
+
+
+@contextmanager
+def program(code: str, **streams: int | IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM + code], **streams)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def running(output: Output) -> Iterator[None]:
+    """Run an output in a thread, which must end within SOON_S after the context."""
+    thread = threading.Thread(target=output.run, daemon=True)
+    thread.start()
+    yield
+    output.finish()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_counts_them() -> None:
+    read_end, write_end = os.pipe()
+    num_dropped: list[int] = []
+    output = Output(write_end, notice, num_dropped.append)
+    sent = b"".join(LINE % number for number in range(TOO_MANY))
+    with os.fdopen(read_end, "rb") as reader, running(output):
+        for begin in range(0, len(sent), 1024):  # most chunks end within a line
+            output.add(sent[begin : begin + 1024])
+        count = sum(num_dropped)
+        assert count > TOO_MANY // 4
+        kept = b"".join(LINE % number for number in range(TOO_MANY - count))
+        assert reader.read(len(kept)) == kept
+        assert reader.readline() == b"%d dropped: \n" % count
+        output.add(b"later\n")
+        assert reader.readline() == b"later\n"
+    os.close(write_end)
+
+
+def test_output_when_a_dropped_line_ends_later_then_its_end_is_dropped_too() -> None:
+    read_end, write_end = os.pipe()
+    num_dropped: list[int] = []
+    output = Output(write_end, notice, num_dropped.append)
+    output.add(b"a" * BACKLOG_BYTES)  # a line that has no end is cut
+    output.add(b"b" * BACKLOG_BYTES)
+    with os.fdopen(read_end, "rb") as reader, running(output):
+        assert reader.read(BACKLOG_BYTES) == b"a" * BACKLOG_BYTES
+        assert reader.readline() == b"\n"
+        assert reader.readline() == b"1 dropped: \n"
+        output.add(b"end of it\nnext\n")
+        assert reader.readline() == b"next\n"
+    assert sum(num_dropped) == 1
+    os.close(write_end)
+
+
+def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines_are_counted(tmp_path: Path) -> None:
+    dropped = threading.Semaphore(0)
+    failures: list[str] = []
+    path = tmp_path / "log"
+    with open("/dev/full", "wb", buffering=0) as full, path.open("wb", buffering=0) as free:
+        output = Output(full.fileno(), notice, lambda count: dropped.release(), failures.append)
+        with running(output):
+            for _ in range(3):
+                output.add(b"line\n")
+                assert dropped.acquire(timeout=SOON_S)
+            os.dup2(free.fileno(), full.fileno())  # there is space again
+            output.add(b"later\n")
+    assert failures == ["No space left on device"]
+    assert path.read_bytes() == b"3 dropped: No space left on device\nlater\n"
+
+
+def test_output_when_its_reader_has_exited_then_it_is_closed() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    output = Output(write_end, notice, lambda count: None)
+    output.add(b"line\n")
+    output.run()
+    assert output.is_closed
+    os.close(write_end)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param("log.info('x' * 3000)", id="log lines"),
+        pytest.param("print('x' * 3000)", id="print"),
+        pytest.param("ctypes.PyDLL(None).write(2, b'x' * 3000 + b'\\n', 3001)", id="C code that holds the GIL"),
+        pytest.param("log.error('x', exc_info=ValueError('x' * 3000))", id="tracebacks"),
+    ],
+)
+def test_process_when_its_output_is_a_full_pipe_then_it_does_not_wait(write: str) -> None:
+    code = f"""
+while not OUTPUTS.num_dropped_lines:
+    {write}
+"""
+    read_end, write_end = os.pipe()
+    with program(code, stdout=write_end, stderr=write_end) as process:
+        assert process.wait(SOON_S) == 0
+    os.close(write_end)
+    os.close(read_end)
+
+
+def test_process_when_its_output_is_read_again_then_lines_are_in_order_and_one_line_counts_the_dropped_ones() -> None:
+    code = """
+number = 0
+while not OUTPUTS.num_dropped_lines:
+    number += 1
+    log.info("%06d" + "x" * 3000, number)
+print(number, OUTPUTS.num_dropped_lines, flush=True)
+sys.stdin.readline()
+log.info("later")
+"""
+    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        number, num_dropped = map(int, process.stdout.readline().split())
+        for expected in range(1, number - num_dropped + 1):
+            assert b"INFO w x: %06dx" % expected in process.stderr.readline()
+        line = process.stderr.readline()
+        assert b"WARNING w observability.output_relay: %d lines of this output were dropped" % num_dropped in line
+        _, rest = process.communicate(b"\n", timeout=SOON_S)
+    assert rest.endswith(b"INFO w x: later\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        pytest.param("os.abort()", -signal.SIGABRT, id="abort"),
+        pytest.param("os.kill(os.getpid(), 9)", -signal.SIGKILL, id="SIGKILL"),
+        pytest.param("os._exit(3)", 3, id="exit without cleaning up"),
+        pytest.param("raise ValueError('last words')", 1, id="exception"),
+    ],
+)
+def test_process_when_it_crashes_then_its_last_lines_come_out(end: str, status: int) -> None:
+    with program(f"log.error('last words')\n{end}", stderr=subprocess.PIPE) as process:
+        _, written = process.communicate(timeout=SOON_S)
+        assert process.returncode == status
+    assert b"ERROR w x: last words\n" in written
+    assert (b"ValueError: last words" in written) is (status == 1)
+
+
+def test_process_when_it_has_exited_then_its_lines_are_written() -> None:
+    read_end, write_end = os.pipe()
+    with program("log.error('last words')\nprint('out')", stdout=write_end, stderr=write_end) as process:
+        assert process.wait(SOON_S) == 0
+        fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_NONBLOCK)
+        assert os.read(read_end, 1 << 16).endswith(b"ERROR w x: last words\nout\n")
+    os.close(write_end)
+    os.close(read_end)
+
+
+def test_process_when_its_terminal_is_not_read_then_it_does_not_wait_and_knows_that_it_is_a_terminal() -> None:
+    master, terminal = os.openpty()  # as after Ctrl-S
+    code = """
+assert sys.stdout.isatty() and sys.stderr.isatty()
+while not OUTPUTS.num_dropped_lines:
+    print("x" * 3000)
+"""
+    with program(code, stdout=terminal, stderr=terminal) as process:
+        assert process.wait(SOON_S) == 0
+    os.close(terminal)
+    os.close(master)
+
+
+def test_process_when_the_reader_has_exited_then_it_gets_the_error_and_goes_on() -> None:
+    code = """
+try:
+    while True:
+        print("x", flush=True)
+except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    log.info("closed")
+"""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with program(code, stdout=write_end, stderr=subprocess.PIPE) as process:
+        os.close(write_end)
+        _, written = process.communicate(timeout=SOON_S)
+        assert process.returncode == 0
+    assert written.endswith(b"INFO w x: closed\n")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_dropped_line_when_it_is_formatted_then_it_is_like_a_log_line(log_format: str) -> None:
+    line = dropped_line("w", log_format, "3 lines").decode()
+    assert line.endswith("\n")
+    if log_format == "json":
+        entry = json.loads(line)
+        assert (entry["level"], entry["process"], entry["message"]) == ("warning", "w", "3 lines")
+    else:
+        assert line.split(" ", 1)[1] == "WARNING w observability.output_relay: 3 lines\n"
