@@ -37,7 +37,9 @@ def cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
 
 
 def members(frontend: Process) -> list[psutil.Process]:
-    return psutil.Process(frontend.pid).children()
+    """The processes that serve."""
+    children = psutil.Process(frontend.pid).children()
+    return [child for child in children if not any("output_relay" in word for word in child.cmdline())]
 
 
 def total(url: str) -> float:
