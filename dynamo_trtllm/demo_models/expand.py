@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 from safetensors.numpy import load, save_file
 
+from dynamo_trtllm.byte_level import BYTE_OF
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.tokenization.tokenizer import BYTE_OF
 from dynamo_trtllm.tokenization.vocabulary import O200K_PATTERN, default_cache_dir, harmony_specials, mergeable_ranks
 
 

@@ -15,6 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from dynamo_trtllm.byte_level import BYTE_OF
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import (
@@ -36,7 +37,7 @@ from dynamo_trtllm.tokenization.chat_output_parser import (
     TOOL_CALL,
     ChatOutputParser,
 )
-from dynamo_trtllm.tokenization.tokenizer import BYTE_OF, TOKENIZER, load_json_tokenizer
+from dynamo_trtllm.tokenization.tokenizer import TOKENIZER, load_json_tokenizer
 
 # errors that a template can raise for a conversation that it does not support
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)

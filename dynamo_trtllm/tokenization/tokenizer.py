@@ -118,15 +118,6 @@ def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
     return SlowJsonTokenizer(source, file), is_byte_level
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: itself if printable, else one from U+0100 on (GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF: Final = _byte_level_alphabet()  # the byte of each character
-CHARACTER_OF: Final = {byte: char for char, byte in BYTE_OF.items()}
 _BYTE_LEVEL: Final = "ByteLevel"
 
 

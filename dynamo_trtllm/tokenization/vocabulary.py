@@ -19,10 +19,11 @@ from typing import Final
 import fastokens
 import openai_harmony
 
+from dynamo_trtllm.byte_level import CHARACTER_OF
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.tokenizer import CHARACTER_OF, FastTokenizer, run_finder
+from dynamo_trtllm.tokenization.tokenizer import FastTokenizer, run_finder
 
 O200K_SHA256: Final = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 O200K_FILE: Final = "o200k_base.tiktoken"
