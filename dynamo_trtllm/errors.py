@@ -196,6 +196,10 @@ class RequestRejected(EngineError, code="engine_refused"):
     """The engine rejected this request. It continues to run other requests."""
 
 
+class FormatTooComplex(RequestRejected, code="format_too_complex"):
+    """Compiling the request's output format takes too much time, memory or stack."""
+
+
 class MigrationFailed(EngineError, code="not_migratable"):
     """The stream broke and can't be continued on another worker."""
 

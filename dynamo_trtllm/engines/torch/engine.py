@@ -20,8 +20,9 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineInfo, EngineStats, check_request, stop_token_ids
-from dynamo_trtllm.engines.torch import grammar
+from dynamo_trtllm.engines.torch import format_compiler
 from dynamo_trtllm.engines.torch.args import TorchArgs
+from dynamo_trtllm.engines.torch.grammar_compiler import GrammarCompiler
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sampler import MASK_64, logits_processor_for
@@ -64,7 +65,7 @@ class TorchEngine(Engine):
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
-        self._grammar_compiler: grammar.GrammarCompiler | None = None
+        self._grammar_compiler: GrammarCompiler | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
         self._idle = asyncio.Event()
@@ -101,8 +102,8 @@ class TorchEngine(Engine):
 
         args = self._args
         plan = load.plan_memory(model, args, has_transfer_buffer=self._backend is not None)
-        if model.tokenizer is not None and grammar.is_available():
-            self._grammar_compiler = grammar.GrammarCompiler(
+        if model.tokenizer is not None and format_compiler.is_available():
+            self._grammar_compiler = GrammarCompiler(
                 model.tokenizer, vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids
             )
         pool = KvPool(model.info.layout, plan.num_blocks, windows=model.windows, device=model.device)
@@ -162,6 +163,8 @@ class TorchEngine(Engine):
             await asyncio.to_thread(self._scheduler.join)
         self._end(EngineFailed("the engine was closed"))
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self._grammar_compiler is not None:
+            await self._grammar_compiler.aclose()
         if self.kv_connector is not None:
             await self.kv_connector.aclose()
         elif self._backend is not None:  # the start failed before the connector owned it
@@ -223,6 +226,7 @@ class TorchEngine(Engine):
 
         Raises:
             RequestRejected: The format can't be compiled.
+            Overloaded: The CPU is too busy.
         """
         assert self._grammar_compiler is not None  # see `_start`
         if seq.request.sampling.min_tokens:
@@ -230,7 +234,7 @@ class TorchEngine(Engine):
                 "min_tokens must be 0 with guided decoding: the format decides where the output ends",
                 field="min_tokens",
             )
-        matcher = await asyncio.to_thread(self._grammar_compiler.compile, guided, seq.stop_ids)
+        matcher = await self._grammar_compiler.compile(guided, seq.stop_ids)
         seq.phases.end("grammar")
         seq.logits_processor = logits_processor_for(seq.request, matcher)
         scheduler.submit(seq)

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.grammar import GrammarCompiler, GrammarMatcher, closed
+from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, closed
+from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput, token_ids
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
@@ -28,9 +29,14 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def grammar_compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> FormatCompiler:
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
+    return FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
+
+
+def matcher_of(compiler: FormatCompiler, wanted: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
+    parts = compiler.compile(compiler.to_lark(wanted))
+    return GrammarMatcher(parts, stop_ids, wanted.unfinished_ids, SIZE, on_failure=lambda: None)
 
 
 def guided(schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()) -> StructuredOutput:
@@ -60,9 +66,9 @@ def write(grammar_matcher: GrammarMatcher, seed: int, most: int = 400) -> list[i
 
 @pytest.mark.parametrize("seed", range(20))
 def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(
-    grammar_compiler: GrammarCompiler, seed: int
+    compiler: FormatCompiler, seed: int
 ) -> None:
-    ids = write(grammar_compiler.compile(guided(), STOPS), seed)
+    ids = write(matcher_of(compiler, guided(), STOPS), seed)
     value = json.loads(spell(ids[:-1]))
     assert set(value) == {"city", "ok", "kind"}
     assert len(value["city"]) <= 5
@@ -70,30 +76,28 @@ def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(
     assert value["kind"] in ("a", "b")
 
 
-def test_empty_schema_then_an_object(grammar_compiler: GrammarCompiler) -> None:
-    assert allowed(grammar_compiler.compile(guided({}), STOPS)) == {ord("{"), 256}
+def test_empty_schema_then_an_object(compiler: FormatCompiler) -> None:
+    assert allowed(matcher_of(compiler, guided({}), STOPS)) == {ord("{"), 256}
 
 
-def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(grammar_compiler: GrammarCompiler) -> None:
+def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(compiler: FormatCompiler) -> None:
     forms = (
         OutputFormat(prefix="first<|message|>", json_schema='{"const": 1}'),
         OutputFormat(prefix="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
     )
     seen = {
-        spell(write(grammar_compiler.compile(StructuredOutput(alternatives=forms), (END,)), seed)) for seed in range(12)
+        spell(write(matcher_of(compiler, StructuredOutput(alternatives=forms), (END,)), seed)) for seed in range(12)
     }
     assert seen == {"first<|message|>1<|end|>", "second<|channel|>x<|message|>2<|end|>"}
 
 
-def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(grammar_compiler: GrammarCompiler) -> None:
-    grammar_matcher = grammar_compiler.compile(guided(literal="<|message|>"), STOPS)
+def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(compiler: FormatCompiler) -> None:
+    grammar_matcher = matcher_of(compiler, guided(literal="<|message|>"), STOPS)
     assert allowed(grammar_matcher) == {MESSAGE}
 
 
-def test_after_then_free_until_it_was_written_whole(grammar_compiler: GrammarCompiler) -> None:
-    grammar_matcher = grammar_compiler.compile(
-        guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS
-    )
+def test_after_then_free_until_it_was_written_whole(compiler: FormatCompiler) -> None:
+    grammar_matcher = matcher_of(compiler, guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS)
     everything = set(range(SIZE))
     for token_id in (5, CHANNEL, 7, CHANNEL, CHANNEL):
         assert allowed(grammar_matcher) == everything
@@ -103,18 +107,18 @@ def test_after_then_free_until_it_was_written_whole(grammar_compiler: GrammarCom
     assert allowed(grammar_matcher) == {MESSAGE}
 
 
-def test_end_then_stop_tokens_and_nothing_else(grammar_compiler: GrammarCompiler) -> None:
-    grammar_matcher = grammar_compiler.compile(guided({"const": 12}), STOPS)
+def test_end_then_stop_tokens_and_nothing_else(compiler: FormatCompiler) -> None:
+    grammar_matcher = matcher_of(compiler, guided({"const": 12}), STOPS)
     assert END not in allowed(grammar_matcher)
     grammar_matcher.accept_token(256 + 8)  # "12"
     assert allowed(grammar_matcher) == set(STOPS)
 
 
-def test_state_when_built_anew_from_the_tokens_then_the_same(grammar_compiler: GrammarCompiler) -> None:
+def test_state_when_built_anew_from_the_tokens_then_the_same(compiler: FormatCompiler) -> None:
     form = guided(literal="<|message|>", after=(CHANNEL,))
-    whole, ids = grammar_compiler.compile(form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
+    whole, ids = matcher_of(compiler, form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
     for count, token_id in enumerate(ids):
-        anew = grammar_compiler.compile(form, STOPS)
+        anew = matcher_of(compiler, form, STOPS)
         for earlier in ids[:count]:
             anew.accept_token(earlier)
         assert allowed(anew) == allowed(whole)
@@ -122,8 +126,8 @@ def test_state_when_built_anew_from_the_tokens_then_the_same(grammar_compiler: G
     assert whole.failure is None
 
 
-def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(grammar_compiler: GrammarCompiler) -> None:
-    grammar_matcher = grammar_compiler.compile(guided(), STOPS)
+def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(compiler: FormatCompiler) -> None:
+    grammar_matcher = matcher_of(compiler, guided(), STOPS)
     grammar_matcher.accept_token(ord("x"))
     assert grammar_matcher.failure
     assert allowed(grammar_matcher) == set(STOPS)
@@ -144,11 +148,9 @@ def formatted(prefix: str = "", **content: str) -> StructuredOutput:
     ],
 )
 def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts(
-    grammar_compiler: GrammarCompiler, prefix: str, content: dict[str, str], texts: set[str]
+    compiler: FormatCompiler, prefix: str, content: dict[str, str], texts: set[str]
 ) -> None:
-    found = {
-        spell(write(grammar_compiler.compile(formatted(prefix, **content), STOPS), seed)[:-1]) for seed in range(12)
-    }
+    found = {spell(write(matcher_of(compiler, formatted(prefix, **content), STOPS), seed)[:-1]) for seed in range(12)}
     assert found == {prefix + each for each in texts}
 
 
@@ -156,10 +158,10 @@ def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts
     "content", [{"regex": "(a"}, {"grammar": "(("}, {"grammar": 'no_root ::= "a"'}, {"grammar": "start: FOO"}]
 )
 def test_format_that_cannot_be_read_then_refused_with_the_reason(
-    grammar_compiler: GrammarCompiler, content: dict[str, str]
+    compiler: FormatCompiler, content: dict[str, str]
 ) -> None:
     with pytest.raises(RequestRejected, match="the output format is") as refused:
-        grammar_compiler.compile(formatted(**content), STOPS)
+        matcher_of(compiler, formatted(**content), STOPS)
     assert refused.value.field == "guided"
     assert not re.search(r"content0|at \d+\(", refused.value.message)
 
@@ -176,18 +178,13 @@ def test_format_that_cannot_be_read_then_refused_with_the_reason(
     ],
 )
 def test_schema_that_cannot_be_followed_then_refused_with_the_reason(
-    grammar_compiler: GrammarCompiler, schema: Any, reason: str
+    compiler: FormatCompiler, schema: Any, reason: str
 ) -> None:
     with pytest.raises(RequestRejected, match=reason) as refused:
-        grammar_compiler.compile(guided(schema), STOPS)
+        matcher_of(compiler, guided(schema), STOPS)
     assert "\n" not in refused.value.message
     assert "form0" not in refused.value.message
     assert refused.value.field == "guided"
-
-
-def test_no_stop_token_then_refused(grammar_compiler: GrammarCompiler) -> None:
-    with pytest.raises(RequestRejected, match="needs a stop token"):
-        grammar_compiler.compile(guided(), ())
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"model": {"vocab": {}}, "decoder": null}'])
@@ -196,7 +193,7 @@ def test_tokenizer_that_cannot_be_read_then_refused_and_named(tmp_path: Path, co
     if content is not None:
         path.write_text(content)
     with pytest.raises(RequestRejected, match=r"can't read the tokenizer .*tokenizer\.json"):
-        GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided(), STOPS)
+        FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
 
 
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])
@@ -219,8 +216,8 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path
         ],
     }
     path.write_text(json.dumps(file))
-    grammar_matcher = GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(
-        guided({"const": {"a": 12}}), (END,)
+    grammar_matcher = matcher_of(
+        FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)), guided({"const": {"a": 12}}), (END,)
     )
     ids = write(grammar_matcher, 1)
     text = "".join(pieces[i] if i < 11 else chr(i - 11) for i in ids[:-1]).replace("▁", " ")
@@ -229,26 +226,26 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path
 
 @pytest.mark.parametrize("seed", range(20))
 def test_output_when_stop_tokens_may_not_end_the_free_text_then_it_never_ends_without_the_answer(
-    grammar_compiler: GrammarCompiler, seed: int
+    compiler: FormatCompiler, seed: int
 ) -> None:
     wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=STOPS)
-    ids = write(grammar_compiler.compile(wanted, STOPS), seed, most=5000)
+    ids = write(matcher_of(compiler, wanted, STOPS), seed, most=5000)
     answer = spell(ids[ids.index(CHANNEL) + 1 : -1])
     assert set(json.loads(answer)) == {"city", "ok", "kind"}
 
 
-def test_free_text_when_a_call_may_end_it_then_its_stop_token_only(grammar_compiler: GrammarCompiler) -> None:
+def test_free_text_when_a_call_may_end_it_then_its_stop_token_only(compiler: FormatCompiler) -> None:
     wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=(END,))
-    assert set(STOPS) & allowed(grammar_compiler.compile(wanted, STOPS)) == {CALL}
+    assert set(STOPS) & allowed(matcher_of(compiler, wanted, STOPS)) == {CALL}
 
 
 @pytest.mark.parametrize(("trigger", "value"), [(CHANNEL, 1), (MESSAGE, 2)])
 def test_two_triggers_then_the_form_of_the_one_that_comes_first(
-    grammar_compiler: GrammarCompiler, trigger: int, value: int
+    compiler: FormatCompiler, trigger: int, value: int
 ) -> None:
     second = guided({"const": 2}, after=(MESSAGE,))
     wanted = msgspec.structs.replace(guided({"const": 1}, after=(CHANNEL,)), otherwise=second)
-    matcher = grammar_compiler.compile(wanted, STOPS)
+    matcher = matcher_of(compiler, wanted, STOPS)
     for token_id in (ord("x"), trigger):
         matcher.accept_token(token_id)
     assert allowed(matcher) == {ord(str(value))}
@@ -274,8 +271,8 @@ def test_schema_when_it_names_properties_then_objects_have_no_others(schema: Any
 
 @pytest.mark.parametrize("seed", range(10))
 def test_output_when_the_schema_does_not_forbid_more_properties_then_there_are_none(
-    grammar_compiler: GrammarCompiler, seed: int
+    compiler: FormatCompiler, seed: int
 ) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    ids = write(grammar_compiler.compile(guided(schema), STOPS), seed)
+    ids = write(matcher_of(compiler, guided(schema), STOPS), seed)
     assert set(json.loads(spell(ids[:-1]))) == {"ok"}

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_trtllm.engines.torch.grammar import GrammarCompiler
+from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
+from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
 
@@ -72,13 +73,14 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def grammar_compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    return GrammarCompiler(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,))
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> FormatCompiler:
+    return FormatCompiler(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,))
 
 
-def check_output(grammar_compiler: GrammarCompiler, schema: dict[str, Any], seed: int) -> None:
+def check_output(compiler: FormatCompiler, schema: dict[str, Any], seed: int) -> None:
     alternative = OutputFormat(json_schema=json.dumps(schema | {"title": "made"}), prefix="<|message|>")
-    grammar_matcher = grammar_compiler.compile(StructuredOutput(alternatives=(alternative,)), (END,))
+    parts = compiler.compile(compiler.to_lark(StructuredOutput(alternatives=(alternative,))))
+    grammar_matcher = GrammarMatcher(parts, (END,), (), SIZE, on_failure=lambda: None)
     wishes = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     while END not in ids and len(ids) < MOST:
@@ -99,9 +101,9 @@ def _examples(count: int) -> settings:
 @_examples(60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_generated_schema_then_what_ends_is_json_of_it(
-    grammar_compiler: GrammarCompiler, schema: dict[str, Any], seed: int
+    compiler: FormatCompiler, schema: dict[str, Any], seed: int
 ) -> None:
-    check_output(grammar_compiler, schema, seed)
+    check_output(compiler, schema, seed)
 
 
 @pytest.mark.long
@@ -109,6 +111,6 @@ def test_generated_schema_then_what_ends_is_json_of_it(
 @_examples(2000)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_generated_schema_when_very_many_then_what_ends_is_json_of_it(
-    grammar_compiler: GrammarCompiler, schema: dict[str, Any], seed: int
+    compiler: FormatCompiler, schema: dict[str, Any], seed: int
 ) -> None:
-    check_output(grammar_compiler, schema, seed)
+    check_output(compiler, schema, seed)

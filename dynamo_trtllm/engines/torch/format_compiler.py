@@ -1,0 +1,274 @@
+"""Compile output formats with llguidance. This module does not import torch, so that a small process can use it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.byte_level import BYTE_OF
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
+_WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)  # of an error within the whole grammar
+_SLASHES: Final = re.compile(r"\\.|/|\n")
+_ANY_OBJECT: Final = {"type": "object"}
+
+# Of all steps of a format. Each takes 1 to 2 kB, and llguidance's own limit is 250,000. Its limits of a single step are
+# kept, because large schemas of real clients come near them.
+LEXER_STATES: Final = 50_000
+
+
+def is_available() -> bool:
+    """Return whether llguidance is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
+    """One format of a request as a grammar in llguidance's Lark syntax."""
+
+    trigger_ids: tuple[int, ...]  # empty: the format begins with the first token
+    grammar: str
+
+
+class Triggered(NamedTuple):
+    """A compiled format that begins after some tokens."""
+
+    trigger_ids: tuple[int, ...]  # empty: it begins with the first token
+    matcher: LLMatcher
+
+
+class FormatCompiler:
+    """The compiler of one model's output formats. Construction reads the tokenizer, which takes a second and 100 MB.
+
+    Args:
+        tokenizer: The model's tokenizer.json.
+        vocab_size: Number of token ids.
+        eos_token_ids: Tokens that end the model's output, the main one first.
+
+    Raises:
+        RequestRejected: The tokenizer can't be read.
+    """
+
+    def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.tokenizer, specials = _tokenizer(tokenizer, vocab_size, eos_token_ids)
+        self._control_tokens = ControlTokens(specials)
+
+    def to_lark(self, guided: StructuredOutput) -> tuple[LarkFormat, ...]:
+        """Return the formats of a request, each with its trigger, as grammars in Lark syntax.
+
+        Raises:
+            RequestRejected: A format can't be read.
+        """
+        formats = []
+        part: StructuredOutput | None = guided
+        while part is not None:
+            try:
+                grammar = _grammar(part.alternatives, self._control_tokens)
+            except (ValueError, TypeError) as exc:
+                raise RequestRejected(f"the output format is invalid: {exc}", field="guided") from exc
+            formats.append(LarkFormat(tuple(part.trigger_ids), grammar))
+            part = part.otherwise
+        return tuple(formats)
+
+    def compile(self, formats: tuple[LarkFormat, ...]) -> tuple[Triggered, ...]:
+        """Compile the formats of a request. Blocks the caller, and releases Python's lock meanwhile.
+
+        Raises:
+            RequestRejected: A format can't be compiled.
+        """
+        import llguidance
+
+        limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES)
+        compiled = []
+        for lark_format in formats:
+            matcher = llguidance.LLMatcher(self.tokenizer, lark_format.grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise RequestRejected(f"the output format is not supported: {_reason(matcher)}", field="guided")
+            compiled.append(Triggered(lark_format.trigger_ids, matcher))
+        return tuple(compiled)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return llguidance's error in one line, without the grammar that this module wrapped around the format."""
+    message = _PLACE.sub("", matcher.get_error())
+    return " ".join(message.split()).rpartition("failed to compile JSON schema: ")[2]
+
+
+def _grammar(alternatives: tuple[OutputFormat, ...], control_tokens: ControlTokens) -> str:
+    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by its content."""
+    numbers = range(len(alternatives))
+    lines = ["start: " + " | ".join(f"form{n}" for n in numbers)]
+    for n, alternative in zip(numbers, alternatives, strict=True):
+        lines.append(f"form{n}: {control_tokens.quoted(alternative.prefix)} content{n}")
+        lines.append(f"content{n}: {_content(alternative)}")
+    return "\n".join(lines) + "\n"
+
+
+def _content(alternative: OutputFormat) -> str:
+    """Return the content of an alternative as the right side of a Lark rule."""
+    if alternative.grammar:
+        return f"%lark {{\n{_to_lark(alternative.grammar)}\n}}"
+    if alternative.regex:
+        return f"/{_SLASHES.sub(_escaped, alternative.regex)}/"
+    schema = json.loads(alternative.json_schema) or _ANY_OBJECT
+    if not isinstance(schema, dict):
+        raise ValueError("the JSON schema must be an object")
+    schema = closed(schema)
+    options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+
+
+_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
+_LISTS: Final = ("anyOf", "oneOf", "prefixItems")
+_OPEN: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but those that it names, unless it says otherwise.
+
+    XGrammar, which vLLM and TensorRT-LLM use, has this rule by default (`strict_mode`). Without it, a model may add
+    properties until it reaches max_tokens. Schemas within `allOf` stay open: each names a part of the properties.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name in _SCHEMAS:
+        if isinstance(named := schema.get(name), dict):
+            found[name] = {key: closed(each) for key, each in named.items()}
+    for name in _LISTS:
+        if isinstance(listed := schema.get(name), list):
+            found[name] = [closed(each) for each in listed]
+    if isinstance(schema.get("items"), dict):
+        found["items"] = closed(schema["items"])
+    is_composed = any(name in schema for name in ("anyOf", "oneOf", "if"))
+    if "properties" in schema and not is_composed and not any(name in schema for name in _OPEN):
+        found["additionalProperties"] = False
+    return found
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Escape a slash or a line break for a regular expression in Lark syntax. An escaped character stays as it is."""
+    return {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group())
+
+
+def _to_lark(grammar: str) -> str:
+    """Convert EBNF to Lark syntax. A grammar in Lark syntax is returned unchanged."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as exc:
+        raise ValueError(f"the grammar can't be read: {exc}") from exc
+
+
+class ControlTokens:
+    """The ids of a tokenizer's control tokens by text, and their place in Lark syntax."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, ids))})") if ids else None
+
+    def quoted(self, text: str) -> str:
+        """Return a text as quoted Lark terminals, with control tokens as token ids."""
+        parts = [text] if self._pattern is None else self._pattern.split(text)
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
+
+
+# --- tokenizer ---------------------------------------------------------------------------------------------
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}  # a list if tokens have scores
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _File(msgspec.Struct):
+    """The fields of tokenizer.json that are needed. Merges, the largest part, are skipped."""
+
+    model: _Model
+    decoder: dict[str, Any] | None = None
+    added_tokens: list[_Added] = []
+
+
+class _Vocabulary:
+    """The tokenizer interface that llguidance's wrapper expects.
+
+    Encoding is greedy: a prefix may be tokenized in any way.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = eos_token_id
+        self.tokenizer: LLTokenizer | None = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text.decode(errors="replace"))
+
+
+def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, dict[str, int]]:
+    """Return llguidance's tokenizer, and the ids of the control tokens by text.
+
+    Byte-level vocabularies, which most models have, are passed as bytes. For gpt-oss this takes 1.1 s and 150 MB at its
+    peak; llguidance's own reader takes 2.2 s and 380 MB. Other vocabularies use that reader.
+    """
+    import llguidance
+
+    try:
+        specials, tokens = _read(path, size)
+        if tokens is None:
+            return llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)), specials
+    except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
+        raise RequestRejected(f"guided decoding can't read the tokenizer {path}: {exc}") from exc
+    vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
+    wrapper = llguidance.TokenizerWrapper(vocabulary)
+    vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
+    vocabulary.tokens = wrapper.tokens = []  # llguidance has copied them
+    return tokenizer, specials
+
+
+def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
+    """Return the ids of the control tokens by text, and the bytes of each token.
+
+    The latter is None if the vocabulary is not byte-level.
+    """
+    data = path.read_bytes()
+    file = msgspec.json.decode(data, type=_File)
+    del data  # 28 MB for gpt-oss, and the worker's memory use peaks here
+    specials = {token.content: token.id for token in file.added_tokens if token.special and token.id < size}
+    vocab = file.model.vocab
+    if isinstance(vocab, list) or (file.decoder or {}).get("type") != "ByteLevel":
+        return specials, None
+    tokens = _token_bytes(vocab, size)
+    for token in file.added_tokens:
+        if token.id < size:
+            tokens[token.id] = token.content.encode()
+    return specials, tokens
+
+
+def _token_bytes(vocab: dict[str, int], size: int) -> list[bytes]:
+    """Return the bytes of each token. Empties `vocab`, which saves tens of MB."""
+    tokens = [b""] * size
+    while vocab:
+        token_text, token_id = vocab.popitem()
+        if token_id < size:
+            tokens[token_id] = bytes(BYTE_OF.get(char, 0x3F) for char in token_text)
+    return tokens

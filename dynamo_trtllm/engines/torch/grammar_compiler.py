@@ -1,0 +1,265 @@
+"""Compile the output formats of requests: on trial in a process that may crash, then in the worker; cache the results.
+
+`trial_process.py` has the limits of a trial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, Triggered
+from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
+from dynamo_trtllm.engines.torch.trial_process import STARTED, TrialResult, encode_request
+from dynamo_trtllm.errors import BadFrame, EngineNotReady, FormatTooComplex, Overloaded, RequestRejected, from_code
+from dynamo_trtllm.messages import StructuredOutput, decode
+from dynamo_trtllm.subprocesses import Child, spawn
+
+log = logging.getLogger(__name__)
+
+# Trials at once. They share the CPU, so a format that compiles in 50 ms ends soon beside others that take seconds.
+MAX_TRIALS: Final = 16
+# A trial is bounded by its CPU time. This bounds the wait for one that gets no CPU time.
+TRIAL_TIMEOUT_S: Final = 60.0
+CACHED_FORMATS: Final = 256
+CACHED_BYTES: Final = 256 << 20  # of compiled formats, as measured in their trials
+_STOP_TIMEOUT_S: Final = 1.0  # of the trial process, which ends at once
+CRASHED: Final = (
+    "compiling the output format ended the process that compiles it: it takes too much time, memory or stack; "
+    "simplify it"
+)
+
+
+class CompiledFormat:
+    """The compiled format of a request. Each request gets a copy, which takes microseconds.
+
+    The copies share what their matchers learn. `is_usable` is False after one has failed, perhaps by a shared limit.
+    """
+
+    def __init__(self, parts: tuple[Triggered, ...], memory_bytes: int) -> None:
+        self.parts = parts
+        self.memory_bytes = memory_bytes
+        self.is_usable = True
+
+    def copy(self) -> list[Triggered]:
+        """Return a copy with the state before the first token."""
+        return [part._replace(matcher=part.matcher.deep_copy()) for part in self.parts]
+
+    def on_failure(self) -> None:
+        """Take no more copies. Safe on any thread."""
+        self.is_usable = False
+
+
+class TrialProcess:
+    """The process in which formats are compiled on trial. It starts with the first trial, and again after its end."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._child: Child | None = None
+        self._control: socket.socket | None = None
+        self._slots = asyncio.Semaphore(MAX_TRIALS)
+
+    async def run(self, request: bytes) -> TrialResult:
+        """Compile a format on trial. Cancelling this kills the trial.
+
+        Raises:
+            FormatTooComplex: The trial crashed.
+            EngineNotReady: The process can't start.
+            Overloaded: The trial did not get enough CPU time.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            ours, theirs = socket.socketpair()
+            with ours:
+                ours.setblocking(False)
+                with theirs:
+                    self._begin(theirs)
+                try:
+                    async with asyncio.timeout(TRIAL_TIMEOUT_S):
+                        await loop.sock_sendall(ours, request)
+                        data = await _read_all(loop, ours)
+                except TimeoutError:
+                    text = f"the output format was not compiled within {TRIAL_TIMEOUT_S:g} s, because the CPU is busy"
+                    raise Overloaded(f"{text}; try again later", field="guided") from None
+                except ConnectionError:
+                    data = b""
+        if not data.startswith(STARTED):
+            raise EngineNotReady("the process that compiles output formats did not start; see the worker's log")
+        try:
+            return decode(data.removeprefix(STARTED), TrialResult)
+        except BadFrame:
+            raise FormatTooComplex(CRASHED, field="guided") from None
+
+    def _begin(self, trial: socket.socket) -> None:
+        """Pass the socket of a trial to the process."""
+        if self._control is not None:
+            try:
+                socket.send_fds(self._control, [b"t"], [trial.fileno()])
+            except ConnectionError:
+                log.warning("the process that compiles output formats has ended; starting it again")
+                self._control.close()
+            else:
+                return
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            # The thread of the event loop lives as long as the worker, as `spawn` demands.
+            self._child = Child(spawn(self._argv, stdin=theirs.fileno()), _STOP_TIMEOUT_S)
+        socket.send_fds(self._control, [b"t"], [trial.fileno()])
+
+    async def aclose(self) -> None:
+        """End the process, and with it all trials."""
+        if self._control is not None:
+            self._control.close()
+        if self._child is not None:
+            self._child.kill()
+            await self._child.ended()
+
+
+async def _read_all(loop: asyncio.AbstractEventLoop, source: socket.socket) -> bytes:
+    parts = []
+    while part := await loop.sock_recv(source, 1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+class _Compilation:
+    """The compilation of one format, for all requests that wait for it. It is cancelled when the last one leaves."""
+
+    def __init__(self, task: asyncio.Task[CompiledFormat]) -> None:
+        self.task = task
+        self.waiting = 0
+
+    async def result(self) -> CompiledFormat:
+        self.waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self.waiting -= 1
+            if not self.waiting:
+                self.task.cancel()
+
+
+class GrammarCompiler:
+    """The compiler of one model's output formats. Use it on one event loop.
+
+    Args:
+        tokenizer: The model's tokenizer.json. It is read at the first request.
+        vocab_size: Number of token ids.
+        eos_token_ids: Tokens that end the model's output, the main one first.
+        trial_argv: Program and arguments of the trial process. None: those of `trial_process.py`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Path,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        trial_argv: Sequence[str] | None = None,
+    ) -> None:
+        self._path = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        ids = map(str, (vocab_size, *eos_token_ids))
+        program = [sys.executable, "-m", "dynamo_trtllm.engines.torch.trial_process", str(tokenizer), *ids]
+        self._trials = TrialProcess(program if trial_argv is None else trial_argv)
+        self._loading = asyncio.Lock()
+        self._compiler: FormatCompiler | None = None
+        self._running: dict[bytes, _Compilation] = {}
+        # The most recently used last. A format that can't be compiled has its error.
+        self._cache: OrderedDict[bytes, CompiledFormat | RequestRejected] = OrderedDict()
+
+    async def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
+        """Return the matcher of a request. Cancelling this ends the compilation if no other request waits for it.
+
+        Raises:
+            RequestRejected: The format can't be compiled, or the request has no stop token.
+            Overloaded: The CPU is too busy.
+        """
+        if not stop_ids:
+            raise RequestRejected(
+                "guided decoding needs a stop token, and this request has none; set ignore_eos to false",
+                field="ignore_eos",
+            )
+        key = encode_request(guided)
+        compiled = self._cached(key)
+        if compiled is None:
+            compiled = await self._compilation(key, guided).result()
+        # On a thread, because a step of another copy may hold the state that copies share.
+        parts = await asyncio.to_thread(compiled.copy)
+        return GrammarMatcher(parts, stop_ids, guided.unfinished_ids, self._vocab_size, on_failure=compiled.on_failure)
+
+    def _cached(self, key: bytes) -> CompiledFormat | None:
+        found = self._cache.get(key)
+        if isinstance(found, RequestRejected):
+            self._cache.move_to_end(key)
+            raise type(found)(found.message, field=found.field)
+        if found is None:
+            return None
+        if not found.is_usable:
+            del self._cache[key]
+            return None
+        self._cache.move_to_end(key)
+        return found
+
+    def _compilation(self, key: bytes, guided: StructuredOutput) -> _Compilation:
+        running = self._running.get(key)
+        if running is None or running.task.cancelling():
+            task = asyncio.get_running_loop().create_task(self._compile(key), name="compile-format")
+            running = self._running[key] = _Compilation(task)
+            task.add_done_callback(lambda _: self._forget(key, running))
+        return running
+
+    def _forget(self, key: bytes, ended: _Compilation) -> None:
+        if self._running.get(key) is ended:
+            del self._running[key]
+
+    async def _compile(self, key: bytes) -> CompiledFormat:
+        compiler = await self._ready()
+        result = await self._trials.run(key)
+        try:
+            if result.code:
+                raise from_code(result.code, result.message, field="guided")
+            parts = await asyncio.to_thread(compiler.compile, result.formats)
+        except RequestRejected as exc:
+            self._store(key, exc)
+            raise
+        compiled = CompiledFormat(parts, result.memory_bytes)
+        self._store(key, compiled)
+        return compiled
+
+    async def _ready(self) -> FormatCompiler:
+        async with self._loading:
+            if self._compiler is None:
+                began = time.monotonic()
+                self._compiler = await asyncio.to_thread(
+                    FormatCompiler, self._path, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                )
+                log.info("loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began)
+            return self._compiler
+
+    def _store(self, key: bytes, result: CompiledFormat | RequestRejected) -> None:
+        """Add a result to the cache, which loses the results that were not used for the longest time."""
+        if isinstance(result, RequestRejected):
+            result = type(result)(result.message, field=result.field)  # without the traceback, which holds memory
+        self._cache[key] = result
+        self._cache.move_to_end(key)
+        used_bytes = sum(map(_memory_bytes, self._cache.values()))
+        while len(self._cache) > CACHED_FORMATS or used_bytes > CACHED_BYTES:
+            _, oldest = self._cache.popitem(last=False)
+            used_bytes -= _memory_bytes(oldest)
+
+    async def aclose(self) -> None:
+        """End the trial process, and with it all trials."""
+        await self._trials.aclose()
+
+
+def _memory_bytes(result: CompiledFormat | RequestRejected) -> int:
+    return result.memory_bytes if isinstance(result, CompiledFormat) else 0
