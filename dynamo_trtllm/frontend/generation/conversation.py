@@ -15,6 +15,7 @@ import msgspec
 from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolChoice, ToolMessage
 from dynamo_trtllm.api.sampling import ANY_OBJECT, SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.frontend.generation.format_limits import check_formats
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Message, ServedModel, Tool, ToolCall
 
@@ -284,8 +285,16 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
     """Return how the output is constrained. `tools` are those in the prompt.
 
     Raises:
+        InvalidRequest: a format exceeds a limit.
         UnsupportedParameter: the output format or the engine does not support the constraint.
     """
+    constraints = _constraints_of(tools, options, served)
+    if constraints.guided is not None:
+        check_formats(constraints.guided, constraints.field)
+    return constraints
+
+
+def _constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
     choice = options.tool_choice
     if choice.mode == "named":
         tools = tuple(tool for tool in tools if tool.name == choice.name)
@@ -319,7 +328,9 @@ def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOu
     if options.output_format is None:
         return None
     _check_guidable(options, "response_format", served)
-    return StructuredOutput(alternatives=(options.output_format,))
+    guided = StructuredOutput(alternatives=(options.output_format,))
+    check_formats(guided, options.name("response_format"))
+    return guided
 
 
 def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:

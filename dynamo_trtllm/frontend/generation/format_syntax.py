@@ -1,0 +1,208 @@
+"""Read regular expressions and grammars as far as their limits need it, in linear time and without recursion.
+
+Syntax errors are left to the engine. Where the syntax is not valid, the result is only a count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+_MANY: Final = 10**9  # a repetition that is written with ten digits or more
+_DIGITS: Final = 9
+
+
+class RegexSyntax(NamedTuple):
+    """What a regular expression uses of the limits."""
+
+    depth: int  # of nested groups
+    size: int  # characters and classes, when repetitions are written out
+    quantifiers: int
+
+
+class RuleSyntax:
+    """The right sides of a rule, over all its definitions."""
+
+    def __init__(self) -> None:
+        self.size = 0  # texts, classes and regular expressions, when repetitions are written out
+        self.uses: list[tuple[str, int]] = []  # the rules that it names, and how often
+
+
+class GrammarSyntax:
+    """What a grammar uses of the limits."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, RuleSyntax] = {}
+        self.depth = 0  # of nested groups, braces included
+        self.regexes: list[str] = []
+        self.schemas: list[Any] = []  # JSON Schemas that are part of the grammar
+
+
+class Mode(Enum):
+    """The syntax of a grammar."""
+
+    EBNF = "ebnf"
+    LARK = "lark"
+
+
+# --- regular expressions -----------------------------------------------------------------------------------
+
+_REGEX_TOKEN: Final = re.compile(
+    r"(?P<repeat>\{(?P<least>\d*)(?:,(?P<most>\d*))?\})|(?P<plain>[^\\\[\](){}*+?|]+)|(?P<escaped>\\.)"
+    r"|(?P<group>\(\??)|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+def read_regex(text: str) -> RegexSyntax:
+    """Return what a regular expression uses of the limits."""
+    sizes = [0]  # of the open groups
+    last = 0  # size of the last atom, which a quantifier repeats
+    depth = quantifiers = 0
+    is_class = False
+    for token in _REGEX_TOKEN.finditer(text):
+        char = token.group()
+        if is_class:
+            is_class = char != "]"
+        elif char == "[":
+            is_class = True
+            last = 1
+            sizes[-1] += last
+        elif token.lastgroup == "group":
+            sizes.append(0)
+            depth = max(depth, len(sizes) - 1)
+            last = 0
+        elif char == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif char in ("*", "+", "?", "|"):
+            quantifiers += char != "|"
+        elif token.lastgroup == "repeat":
+            quantifiers += 1
+            times = max(_number(token["least"]), _number(token["most"]))
+            sizes[-1] += last * max(0, times - 1)
+            last = 0
+        else:
+            last = 1  # a quantifier repeats only the last character of a plain text
+            sizes[-1] += len(char) if token.lastgroup == "plain" else last
+    return RegexSyntax(depth, sum(sizes), quantifiers)
+
+
+def _number(digits: str | None) -> int:
+    if not digits:
+        return 0
+    return int(digits) if len(digits) <= _DIGITS else _MANY
+
+
+# --- grammars ----------------------------------------------------------------------------------------------
+
+# llguidance takes a text for Lark if it has one of these at the beginning of a line.
+_IS_LARK: Final = re.compile(r"^[ \t\r\f\v]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+_COMMON: Final = r"""
+    (?P<text>"(?:\\.|[^"\\\n])*"?)
+    |(?P<repeat>\{\s*(?P<least>\d+)\s*(?:,\s*(?:(?P<most>\d+)\s*)?)?\}
+        |~[ \t]*(?P<lark_least>\d+)(?:\.\.(?P<lark_most>\d+))?)
+    |(?P<rule>[A-Za-z_][\w-]*(?:\.\d{1,9}|\[[^\]\n]{0,200}\]|\{[^}\n]{0,200}\})?\s*(?:::=|:(?!:)))
+    |(?P<json>%json\b)
+    |(?P<name>%?[A-Za-z_][\w-]*)
+    |(?P<open>[(\[])
+    |(?P<close>[)\]])
+    |(?P<other>\S)
+"""
+_TOKENS: Final = {
+    Mode.EBNF: re.compile(r"(?P<comment>\#[^\n]*)|(?P<set>\[(?:\\.|[^\]\\\n])*\]?)|" + _COMMON, re.VERBOSE),
+    Mode.LARK: re.compile(
+        r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|" + _COMMON, re.VERBOSE
+    ),
+}
+_RULE_NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
+
+
+def grammar_modes(text: str) -> tuple[Mode, ...]:
+    """Return the syntaxes that an engine may read a grammar as. llguidance and vLLM decide it in different ways."""
+    if "::=" not in text:
+        return (Mode.LARK,)
+    return (Mode.EBNF, Mode.LARK) if _IS_LARK.search(text) else (Mode.EBNF,)
+
+
+class _Atom:
+    """A part of a rule that a quantifier may repeat."""
+
+    def __init__(self, size: int = 0, uses: list[tuple[str, int]] | None = None) -> None:
+        self.size = size
+        self.uses = uses or []
+
+    def add(self, other: _Atom, times: int = 1) -> None:
+        """Add an atom, or more copies of one."""
+        self.size += times * other.size
+        self.uses += [(name, times * count) for name, count in other.uses]
+
+
+def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
+    """Return what a grammar uses of the limits."""
+    grammar = GrammarSyntax()
+    rule = RuleSyntax()  # what stands before the first rule
+    groups = [_Atom()]  # the open groups of the rule
+    last = _Atom()
+    braces = 0  # open ones, which may contain rules
+    position = 0
+    tokens = _TOKENS[mode]
+    while token := tokens.search(text, position):
+        position = token.end()
+        kind = token.lastgroup
+        found = token.group()
+        if kind == "rule":
+            _end_rule(rule, groups)
+            name = _RULE_NAME.match(found)
+            assert name is not None
+            rule = grammar.rules.setdefault(name.group(), RuleSyntax())
+            groups = [_Atom()]
+            last = _Atom()
+        elif kind == "json":
+            schema, position = _embedded(text, position)
+            grammar.schemas.append(schema)
+        elif found in ("{", "}"):
+            braces += 1 if found == "{" else -1
+            grammar.depth = max(grammar.depth, braces + len(groups) - 1)
+        elif kind == "open":
+            groups.append(_Atom())
+            grammar.depth = max(grammar.depth, braces + len(groups) - 1)
+        elif kind == "close" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1].add(last)
+        elif kind == "repeat":
+            numbers = ("least", "most", "lark_least", "lark_most")
+            times = max(_number(token[number]) for number in numbers)
+            groups[-1].add(last, max(0, times - 1))
+            last = _Atom()
+        elif kind in ("text", "set", "regex", "name"):
+            last = _Atom(uses=[(found, 1)]) if kind == "name" else _Atom(size=_size(kind, found, grammar))
+            groups[-1].add(last)
+    _end_rule(rule, groups)
+    return grammar
+
+
+def _end_rule(rule: RuleSyntax, groups: list[_Atom]) -> None:
+    """Add the right side of a rule to it. Groups that were not closed count once."""
+    for group in groups:
+        rule.size += group.size
+        rule.uses += group.uses
+
+
+def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
+    if kind == "regex":
+        regex = found[1:].rpartition("/")[0]
+        grammar.regexes.append(regex)
+        return read_regex(regex).size
+    return len(found) - 2 if kind == "text" else 1
+
+
+def _embedded(text: str, position: int) -> tuple[Any, int]:
+    """Return the JSON value after a position, and where it ends. Invalid JSON is no schema, and the rest is skipped."""
+    begin = text.find("{", position)
+    try:
+        return json.JSONDecoder().raw_decode(text, max(begin, 0))
+    except (ValueError, RecursionError):
+        return {}, len(text)
