@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.torch import grammar
+from dynamo_trtllm.engines.torch import format_compiler, grammar
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import FinishReason, OutputFormat, Phase, Role, StructuredOutput, token_ids
 from tests.engines import (
@@ -152,7 +152,7 @@ async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_
             await answer(engine, prompt_of(9), guided=form())
     finally:
         await engine.aclose()
-    monkeypatch.setattr(grammar, "is_available", lambda: False)
+    monkeypatch.setattr(format_compiler, "is_available", lambda: False)
     engine = make("torch", folder, Role.AGGREGATED)
     try:
         assert "guided" in (await engine.start()).unsupported_features

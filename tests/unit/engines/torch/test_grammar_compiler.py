@@ -109,11 +109,14 @@ async def test_trial_when_it_ends_badly_then_a_named_error_of_its_request_and_th
     tokenizer: Path,
 ) -> None:
     async with running(tokenizer) as (compiler, _):
+        await compiler.compile(regex("x"), (END,))
+        process = compiler._trials._child
         for word, text in (("abort", CRASHED), ("memory", "more than 256 MiB of memory"), ("spin", "more than 1 s")):
             with pytest.raises(FormatTooComplex, match=text) as caught:
                 await compiler.compile(regex(word), (END,))
             assert caught.value.field == "guided"
         assert allowed(await compiler.compile(regex("x|y"), (END,))) == {"x", "y"}
+        assert compiler._trials._child is process  # only the trials ended
 
 
 async def test_trial_when_another_one_hangs_then_it_is_not_delayed_and_a_client_that_leaves_ends_the_other(
