@@ -79,16 +79,16 @@ class TrialProcess:
             ours, theirs = socket.socketpair()
             with ours:
                 ours.setblocking(False)
-                with theirs:
-                    self._begin(theirs)
                 try:
+                    with theirs:
+                        self._begin(theirs)
                     async with asyncio.timeout(TRIAL_TIMEOUT_S):
                         await loop.sock_sendall(ours, request)
                         data = await _read_all(loop, ours)
                 except TimeoutError:
                     text = f"the output format was not compiled within {TRIAL_TIMEOUT_S:g} s, because the CPU is busy"
                     raise Overloaded(f"{text}; try again later", field="guided") from None
-                except ConnectionError:
+                except ConnectionError:  # the process has ended
                     data = b""
         if not data.startswith(STARTED):
             raise EngineNotReady("the process that compiles output formats did not start; see the worker's log")
