@@ -26,7 +26,7 @@ RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     400: (
         *(errors.RequestError, errors.InvalidRequest, errors.UnsupportedParameter, errors.ContextTooLong),
-        errors.RequestRejected,
+        *(errors.RequestRejected, errors.FormatTooComplex),
     ),
     404: (errors.ModelNotFound, errors.ResponseNotFound),
     408: (errors.RequestTimeout,),

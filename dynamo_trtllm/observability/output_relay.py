@@ -36,7 +36,7 @@ _READS_PER_FLUSH = 64  # more than a pipe holds by default
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU, signal.SIGTSTP)
 
 
-class Output:
+class RelayedOutput:
     """One output with its backlog. `add` never waits; `run` writes, and may wait for ever.
 
     When the backlog is full, lines are dropped until all of it is written. Then one line says how many were dropped.
@@ -204,7 +204,7 @@ class Relay:
         control: socket on which the process asks for an answer once its output is written.
     """
 
-    def __init__(self, pipes: dict[int, Output], control: socket.socket) -> None:
+    def __init__(self, pipes: dict[int, RelayedOutput], control: socket.socket) -> None:
         self._pipes = pipes
         self._control = control
         self._control_files = [control.fileno()]
@@ -312,11 +312,11 @@ def main(argv: Sequence[str]) -> None:
             if output is not pipes.get(failed):
                 output.add(line)
 
-    pipes: dict[int, Output] = {}
+    pipes: dict[int, RelayedOutput] = {}
     relay = Relay(pipes, socket.socket(fileno=int(control)))
     for pair in argv[4:]:
         pipe, file = map(int, pair.split(":"))
-        pipes[pipe] = Output(file, notice, count, partial(report_failure, pipe), relay.answer_flush)
+        pipes[pipe] = RelayedOutput(file, notice, count, partial(report_failure, pipe), relay.answer_flush)
     relay.run()
 
 

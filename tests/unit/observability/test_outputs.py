@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, Output, dropped_line
+from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, RelayedOutput, dropped_line
 from tests.waiting import SOON_S
 
 # Two or more times what pipe and backlog hold together.
@@ -48,7 +48,7 @@ def program(code: str, **streams: int | IO[bytes]) -> Iterator[subprocess.Popen[
 
 
 @contextmanager
-def running(output: Output) -> Iterator[None]:
+def running(output: RelayedOutput) -> Iterator[None]:
     """Run an output in a thread, which must end within SOON_S after the context."""
     thread = threading.Thread(target=output.run, daemon=True)
     thread.start()
@@ -61,7 +61,7 @@ def running(output: Output) -> Iterator[None]:
 def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_counts_them() -> None:
     read_end, write_end = os.pipe()
     num_dropped: list[int] = []
-    output = Output(write_end, notice, num_dropped.append)
+    output = RelayedOutput(write_end, notice, num_dropped.append)
     sent = b"".join(LINE % number for number in range(TOO_MANY))
     with os.fdopen(read_end, "rb") as reader, running(output):
         for begin in range(0, len(sent), 1024):  # most chunks end within a line
@@ -79,7 +79,7 @@ def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_
 def test_output_when_a_dropped_line_ends_later_then_its_end_is_dropped_too() -> None:
     read_end, write_end = os.pipe()
     num_dropped: list[int] = []
-    output = Output(write_end, notice, num_dropped.append)
+    output = RelayedOutput(write_end, notice, num_dropped.append)
     output.add(b"a" * BACKLOG_BYTES)  # a line that has no end is cut
     output.add(b"b" * BACKLOG_BYTES)
     with os.fdopen(read_end, "rb") as reader, running(output):
@@ -97,7 +97,7 @@ def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines
     failures: list[str] = []
     path = tmp_path / "log"
     with open("/dev/full", "wb", buffering=0) as full, path.open("wb", buffering=0) as free:
-        output = Output(full.fileno(), notice, lambda count: dropped.release(), failures.append)
+        output = RelayedOutput(full.fileno(), notice, lambda count: dropped.release(), failures.append)
         with running(output):
             for _ in range(3):
                 output.add(b"line\n")
@@ -111,7 +111,7 @@ def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines
 def test_output_when_its_reader_has_exited_then_it_is_closed() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    output = Output(write_end, notice, lambda count: None)
+    output = RelayedOutput(write_end, notice, lambda count: None)
     output.add(b"line\n")
     output.run()
     assert output.is_closed
