@@ -120,6 +120,7 @@ ENVIRONMENTS = {
         python("openai", "openai==3.57.0"),
         node("openai-node", "openai@7.59.0", "zod@4.6.7"),
         node("codex", "@openai/codex@0.171.0"),
+        node("claude-code", "@anthropic-ai/claude-code@2.1.197"),
         python("litellm", "litellm==1.110.2"),
         python("litellm-proxy", "litellm[proxy]==1.108.7"),
         python("langchain", "langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24"),

@@ -35,7 +35,9 @@ pytestmark = [
 
 HEALTH = call("get_system_health", "{}")
 LOOP = (HEALTH, answer("It is up."), answer("You are welcome."))
-SHELL = (call("exec_command", '{"cmd": "echo ready > state.txt; cat state.txt"}'), answer("Done."))
+COMMAND = "echo ready > state.txt; cat state.txt"
+SHELL = (call("exec_command", json.dumps({"cmd": COMMAND})), answer("Done."))
+BASH = (call("Bash", json.dumps({"command": COMMAND, "description": "Write"})), answer("Done."))
 READY = '{"is_ready":true}'
 LOOP_WITH_FORMAT = (HEALTH, answer(READY), answer(READY))
 
@@ -145,6 +147,7 @@ STEPS = [
         tools=SHELL,
         tools_reduced=SHELL,
     ),
+    *steps("claude-code", "claude_code.py", tools=BASH),
     *steps(
         *(
             "openai-node",
