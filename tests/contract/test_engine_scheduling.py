@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines import waiting
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Role
@@ -39,26 +40,39 @@ async def rejected(engine: Any, **fields: Any) -> str | None:
 async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal_ones_in_order(
     kind: str, args: dict[str, Any], gpt_oss: Path
 ) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(fake_vllm() if kind == "vllm" else fake_tensorrt_llm("1.3.0rc29"))
+        assert await order_of_ends(kind, args, gpt_oss) == ["first", "second", "third", "late"]
+
+
+@pytest.mark.parametrize("kind", ["mock", "torch"])
+async def test_priority_when_requests_have_waited_long_then_they_run_in_the_order_of_arrival(
+    kind: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
+    assert await order_of_ends(kind, {}, gpt_oss) == ["late", "second", "third", "first"]
+
+
+async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[str]:
+    """Queue four requests of other priorities behind a running one, and return the order in which they end."""
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
         await collect(engine, request(request_id=name, priority=priority))
         order.append(name)
 
-    with ExitStack() as stack:
-        stack.enter_context(fake_vllm() if kind == "vllm" else fake_tensorrt_llm("1.3.0rc29"))
-        engine = make(kind, gpt_oss, Role.AGGREGATED, max_batch_size=1, **args)
-        async with started(engine):
-            async with aclosing(as_stream(engine, ask(prompt_of(40), max_tokens=3000))) as running:
-                await anext(running)
-                names = (("late", 5), ("second", 0), ("third", 0), ("first", -5))
-                tasks = []
-                for number, (name, priority) in enumerate(names, 1):
-                    tasks.append(asyncio.create_task(run(name, priority)))
-                    await check_stats(engine, waiting=number, queued_prefill_tokens=number * len(request().token_ids))
-                assert stats(engine).context_tokens >= 40
-            await asyncio.gather(*tasks)
-    assert order == ["first", "second", "third", "late"]
+    engine = make(kind, gpt_oss, Role.AGGREGATED, max_batch_size=1, **args)
+    async with started(engine):
+        async with aclosing(as_stream(engine, ask(prompt_of(40), max_tokens=3000))) as running:
+            await anext(running)
+            names = (("late", 5), ("second", 0), ("third", 0), ("first", -5))
+            tasks = []
+            for number, (name, priority) in enumerate(names, 1):
+                tasks.append(asyncio.create_task(run(name, priority)))
+                await check_stats(engine, waiting=number, queued_prefill_tokens=number * len(request().token_ids))
+            assert stats(engine).context_tokens >= 40
+        await asyncio.gather(*tasks)
+    return order
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import asyncio
 import time
 import zlib
 from array import array
-from bisect import insort
 from collections import deque
 
 from dynamo_trtllm.config.models import WorkerConfig
@@ -23,6 +22,7 @@ from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
+from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
@@ -61,6 +61,13 @@ class MockStream(TaskStream):
         self.wanted = 0  # tokens to generate, one per step
         self.phases = RequestPhases(request)
         self._queued = engine.queue_clock.read()  # at the arrival
+        self.queued_s = 0.0  # as for `WaitingRequest`
+        self.is_overdue = False  # as for `WaitingRequest`
+
+    @property
+    def queue_order(self) -> float:
+        """Return the place in the queue: lower values first."""
+        return FIRST if self.is_overdue else self.request.priority
 
     def admitted(self) -> None:
         """End the wait in the queue. A decode call fetches its KV meanwhile and waits for its first step afterwards."""
@@ -164,7 +171,7 @@ class MockEngine(Engine):
             )
         if len(self._waiting) >= args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
-        insort(self._waiting, stream, key=lambda each: each.request.priority)  # after those of equal priority
+        enqueue(self._waiting, stream)
         self._idle.clear()
         self.work.set()
 
@@ -283,7 +290,11 @@ class MockEngine(Engine):
 
     def _admit(self) -> None:
         lacking, budget = "", self._args.prefill_tokens_per_step - sum(each.prefill_left for each in self._running)
-        while self._waiting and not (lacking := "slots" if budget <= 0 else self._lacking()):
+        while self._waiting:
+            promote_overdue(self._waiting)
+            lacking = "slots" if budget <= 0 else self._lacking()
+            if lacking:
+                break
             stream = self._waiting.popleft()
             budget -= stream.prefill_left
             stream.admitted()

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
 from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, BlockAllocator, Delivery, SchedulerLoad, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
+from dynamo_trtllm.engines.waiting import enqueue, promote_overdue
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 from dynamo_trtllm.streams import QueueClock
@@ -93,7 +93,7 @@ class Scheduler:
             self._events.append(partial(seq.emit, rejected))
         else:
             seq.queued = self._queue_clock.read()
-            insort(self._waiting, seq, key=lambda each: each.queue_order)  # after those of equal priority
+            enqueue(self._waiting, seq)
 
     def install(self, seq: TorchSequence) -> None:
         """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
@@ -209,9 +209,13 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """Start queued sequences by priority and arrival, while there is space in the batch and the KV pool."""
+        """Start queued sequences in their order, while there is space in the batch and the KV pool."""
         lacking = ""
-        while self._waiting and not (lacking := self._lacking(self._waiting[0])):
+        while self._waiting:
+            promote_overdue(self._waiting)
+            lacking = self._lacking(self._waiting[0])
+            if lacking:
+                break
             seq = self._waiting.popleft()
             seq.phases.end("queue")
             seq.phases.seconds |= self._queue_clock.since(seq.queued)

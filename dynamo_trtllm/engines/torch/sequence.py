@@ -18,6 +18,7 @@ from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool
 from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
+from dynamo_trtllm.engines.waiting import FIRST
 from dynamo_trtllm.kv_transfer.transfers import RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,
@@ -65,6 +66,8 @@ class TorchSequence(TaskStream):
         self.output_ids: TokenIds = token_ids()
         self.phases = RequestPhases(request)
         self.queued: dict[str, float] = {}  # the queue's clock when the sequence was queued
+        self.queued_s = 0.0  # as for `WaitingRequest`
+        self.is_overdue = False  # as for `WaitingRequest`
         self.awaits_step = False  # decode: its KV is in the pool, and it waits for its first step
 
     def retire(self) -> None:
@@ -127,7 +130,7 @@ class TorchSequence(TaskStream):
         The first sequence of the queue may have space in the transfer buffer while it waits for KV blocks. It stays
         first: another one would wait for that space, and both for ever.
         """
-        return self.request.priority if self.allocation is None else -math.inf
+        return FIRST if self.is_overdue or self.allocation is not None else self.request.priority
 
     @property
     def scores_prompt(self) -> bool:

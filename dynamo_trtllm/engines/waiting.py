@@ -1,0 +1,58 @@
+"""Order the requests that wait in the mock and the torch engine: by priority and arrival, but none waits for ever."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import insort
+from collections import deque
+from typing import Final, Protocol, TypeVar
+
+FIRST: Final = -math.inf  # order of a request that no other one may overtake
+# A client that sends only requests of a high priority could keep those of all others waiting. After this time, they go
+# first. It is longer than what a priority is for, and shorter than the time for which clients wait (minutes).
+MAX_WAIT_S: Final = 30.0
+
+
+class WaitingRequest(Protocol):
+    """A request in the queue of an engine."""
+
+    queued_s: float
+    """When it was queued, in seconds of `time.monotonic`."""
+    is_overdue: bool
+    """Whether it has waited for MAX_WAIT_S. Then its order is FIRST."""
+
+    @property
+    def queue_order(self) -> float:
+        """Return its place in the queue: lower values first."""
+
+
+R = TypeVar("R", bound=WaitingRequest)
+
+
+def enqueue(waiting: deque[R], request: R) -> None:
+    """Queue a request behind those of the same order."""
+    request.queued_s = time.monotonic()
+    insort(waiting, request, key=_order)
+
+
+def promote_overdue(waiting: deque[R]) -> None:
+    """Move the request that has waited longest to the front, if it has waited for MAX_WAIT_S.
+
+    A request of order FIRST keeps its place. If all have the same order, they are in the order of arrival already.
+    """
+    if not waiting or waiting[0].queue_order in (FIRST, waiting[-1].queue_order):
+        return
+    oldest = min(waiting, key=_queued_s)
+    if time.monotonic() - oldest.queued_s >= MAX_WAIT_S:
+        waiting.remove(oldest)
+        oldest.is_overdue = True
+        waiting.appendleft(oldest)
+
+
+def _order(request: WaitingRequest) -> float:
+    return request.queue_order
+
+
+def _queued_s(request: WaitingRequest) -> float:
+    return request.queued_s

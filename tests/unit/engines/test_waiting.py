@@ -1,0 +1,45 @@
+"""The order of waiting requests, without an engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from dynamo_trtllm.engines import waiting
+from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue
+
+
+@dataclass
+class Request:
+    name: str
+    priority: float
+    queued_s: float = 0.0
+    is_overdue: bool = False
+
+    @property
+    def queue_order(self) -> float:
+        return FIRST if self.is_overdue else self.priority
+
+
+def test_overdue_request_when_the_first_one_keeps_its_place_then_it_is_not_overtaken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
+    queue: deque[Request] = deque()
+    for name, priority in (("low", 5), ("holds memory", FIRST)):
+        enqueue(queue, Request(name, priority))
+    promote_overdue(queue)
+    assert [request.name for request in queue] == ["holds memory", "low"]
+
+
+def test_overdue_request_when_others_arrive_then_it_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
+    queue: deque[Request] = deque()
+    for name, priority in (("low", 5), ("high", -5)):
+        enqueue(queue, Request(name, priority))
+    promote_overdue(queue)
+    enqueue(queue, Request("highest", -9))
+    promote_overdue(queue)
+    assert [request.name for request in queue] == ["low", "highest", "high"]
