@@ -99,7 +99,6 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
     etcd_url, peer = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peers}"
     for printed, taken in (
         ("8000", str(http)),
-        ("/tmp/", f"{clone}/"),
         ("nats-server ", f"nats-server -p {nats} "),
         (
             "etcd --data",
