@@ -37,6 +37,9 @@ MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its re
 # A prompt, a format or the first steps end a worker before this number of tokens. It takes a fraction of a second, for
 # which other suspects wait.
 SETTLED_TOKENS: Final = 8
+# How long a suspect waits for workers without other suspects. Each trial takes a fraction of a second, and the restart
+# of a worker with a small model some seconds.
+TURN_WAIT_S: Final = 30.0
 # A client that repeats a deadly request ends at most two workers of a process in this time, and a worker with a large
 # model has long been restarted then. It is not longer because an innocent request may have been refused.
 REFUSED_S: Final = 600.0
