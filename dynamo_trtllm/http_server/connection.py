@@ -29,9 +29,12 @@ log = logging.getLogger(__name__)
 _GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, before the connection is closed
 _DRAIN_S = 1.0  # time for a request that was sent before its client could know that the server shuts down
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
-_UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
-_WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
-_PART_BYTES = 16 << 10  # parsed at once, because the parser does not tell where in a part a head begins
+# Beyond these, nothing is received.
+_UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
+_WAITING = 8  # requests that wait behind another one. Then a disconnect is not noticed either
+# The most that is parsed at once. The parser does not report where in it a head begins, so the received bytes of a head
+# are only known to this precision.
+_PART_BYTES = 16 << 10
 _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
 
@@ -41,18 +44,18 @@ class HttpConnection(asyncio.Protocol):
 
     _transport: asyncio.Transport
     _client = ""
-    network = ""  # of the client
+    network = ""  # of the client, see `network_of`
     _in_head = True  # True before and during a request's head
     _received_bytes = 0  # of an incomplete head
-    _parsed_bytes = 0
-    _num_headers = 0  # with trailers
-    _body_bytes = 0  # received
-    _ignores_data = False
-    _is_lingering = False  # nothing more is sent
+    _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
+    _num_headers = 0  # headers and trailers of the newest request
+    _body_bytes = 0  # received bytes of the newest body
+    _ignores_data = False  # what the client still sends is discarded
+    _is_lingering = False  # the response was sent; the connection stays open so that the client can read it
     _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
     _is_reading = True
-    _timer: asyncio.TimerHandle | None = None  # for the client's sending
+    _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
     _read_timer: ReadTimer
 
     def __init__(self, server: HttpServer) -> None:
@@ -71,7 +74,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this connection is open and runs no request, so that it may be closed to accept another one."""
+        """True if this connection may be closed to accept another one: it is open and runs no request."""
         return self in self._server.idle
 
     # --- called by the event loop ------------------------------------------------------------------------
@@ -90,7 +93,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._read_timer.stop()
-        for request, response in [*([self._current] if self._current else []), *self._waiting]:
+        for request, response in self._exchanges():
             request.lose()
             response.lose()
         self._current = self._newest = None
@@ -116,6 +119,7 @@ class HttpConnection(asyncio.Protocol):
                 self._receive(view[begin : begin + _PART_BYTES])
 
     def _receive(self, part: memoryview) -> None:
+        """Parse a part of what the client sends, and check the limits of heads and bodies."""
         if self._in_head:
             self._received_bytes += len(part)
         else:
@@ -123,10 +127,11 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parse(part)
         except httptools.HttpParserError as exc:
-            cause = exc.__context__  # an error that a method below raised
-            self._reject(
-                cause if isinstance(cause, DynamoError) else errors.InvalidRequest("the request is not valid HTTP/1.1")
-            )
+            cause = exc.__context__  # the error of a method below, which the parser has wrapped
+            if isinstance(cause, DynamoError):
+                self._reject(cause)
+            else:
+                self._reject(errors.InvalidRequest("the request is not valid HTTP/1.1"))
         if self._ignores_data:
             return
         limits = self._limits
@@ -142,23 +147,29 @@ class HttpConnection(asyncio.Protocol):
                 self._reject(error)
 
     def _parse(self, view: memoryview) -> None:
+        """Parse bytes. If a head asks for an upgrade, go on with one that does not (see `without_upgrade`)."""
         while view:
             try:
                 self._parser.feed_data(view)
                 return
             except httptools.HttpParserUpgrade as exc:
                 if self._plain_head is None:
-                    self._ignores_data = True  # it may be of another protocol, which is not offered
+                    self._ignores_data = True  # what follows may be of another protocol, which is not offered
                     return
                 view = view[exc.args[0] :]
-            head, self._plain_head, self._parsed_bytes = self._plain_head, None, 0
+            head = self._plain_head
+            self._plain_head = None
+            self._parsed_bytes = 0
             self._parser.feed_data(head)
 
     # --- called by the parser, within `data_received` ----------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._url, self._headers, self._num_headers = b"", Headers(), 0
-        self._received_bytes = self._received_bytes or 1  # 0 if the end of another request was in the same packet
+        self._url = b""
+        self._headers = Headers()
+        self._num_headers = 0
+        if not self._received_bytes:  # the end of another request was in the same part
+            self._received_bytes = 1
         if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
@@ -176,49 +187,56 @@ class HttpConnection(asyncio.Protocol):
             self._headers.add(name, value)
 
     def on_headers_complete(self) -> None:
-        version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
+        version = self._parser.get_http_version()
         request_head.check_head(version, self._headers, self._num_headers)
         if self._server.is_draining:
             raise errors.Draining("the server is shutting down; retry")
         if self._parser.should_upgrade():
-            self._plain_head = request_head.without_upgrade(
-                self._parser.get_method(), self._url, version, self._headers
-            )
+            method = self._parser.get_method()
+            self._plain_head = request_head.without_upgrade(method, self._url, version, self._headers)
             if self._plain_head is not None:
                 return
-        method, path = self._parser.get_method().decode("ascii"), (url.path or b"/").decode("ascii")
-        if "%" in path:
-            path = unquote(path)
-        is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
+        request = self._new_request(version)
         if self.is_idle:
-            if not is_probe:
+            if not request.is_probe:
                 self._server.check_capacity()
             self._server.idle.add(self)  # it is the least idle one now
-        head_bytes = self._parsed_bytes if self._parsed_bytes > SMALL_HEAD_BYTES else 0
-        if head_bytes or self in self._server.large_heads:
-            self._hold_heads(head_bytes)
-        self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
-        query = (url.query or b"").decode("latin-1")
-        request = HttpRequest(method, path, query, self._headers, self._client, self._on_read)
-        request.is_probe = is_probe
-        request.large_head_bytes = head_bytes
-        expectation = self._headers.first(b"expect") or ""
-        request.expects_continue = version == "1.1" and expectation.lower() == "100-continue"
+        if request.large_head_bytes or self in self._server.large_heads:
+            self._hold_heads(request.large_head_bytes)
+        self._in_head = False
+        self._received_bytes = self._parsed_bytes = self._body_bytes = 0
         response = HttpResponse(
             self._transport,
             self._server.batch,
             self._on_end,
-            is_head=method == "HEAD",
+            is_head=request.method == "HEAD",
             is_chunked=version == "1.1",
             keeps_alive=version == "1.1" and self._parser.should_keep_alive() and not self._parser.should_upgrade(),
         )
-        self._url, self._headers = b"", Headers()  # the request has them
+        self._url = b""
+        self._headers = Headers()  # the request has the others
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
         self._begin_next()
         if self._waiting:
             self._arm_body()
         self._update_reading()
+
+    def _new_request(self, version: str) -> HttpRequest:
+        """Return the request whose head was parsed."""
+        url = httptools.parse_url(self._url)
+        method = self._parser.get_method().decode("ascii")
+        path = (url.path or b"/").decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        query = (url.query or b"").decode("latin-1")
+        request = HttpRequest(method, path, query, self._headers, self._client, self._on_read)
+        request.is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
+        if self._parsed_bytes > SMALL_HEAD_BYTES:
+            request.large_head_bytes = self._parsed_bytes
+        expectation = self._headers.first(b"expect") or ""
+        request.expects_continue = version == "1.1" and expectation.lower() == "100-continue"
+        return request
 
     def on_body(self, part: bytes) -> None:
         if self._newest is not None and not self._newest.response.ended:
@@ -236,21 +254,21 @@ class HttpConnection(asyncio.Protocol):
                 self._forget_request()
                 self._arm_idle()
             elif self._newest is self._current:
-                self._run_request()
+                self._keep_open()
 
     def _count(self, num_bytes: int) -> None:
+        """Count bytes of a head. Raises HeadTooLarge."""
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self._limits.max_header_bytes:
             raise request_head.head_too_large(self._limits.max_header_bytes)
 
     def _hold_heads(self, head_bytes: int) -> None:
-        """Count the large heads of this connection: one of `head_bytes`, and those of its requests.
+        """Count the large heads of this connection: the newest one, of `head_bytes`, and those of its requests.
 
         Raises:
-            Overloaded: all connections together have too many.
+            Overloaded: the large heads of all connections together exceed their limit.
         """
-        exchanges = [*self._waiting, *([self._current] if self._current else [])]
-        num_bytes = head_bytes + sum(request.large_head_bytes for request, _ in exchanges)
+        num_bytes = head_bytes + sum(request.large_head_bytes for request, _ in self._exchanges())
         if not num_bytes:
             self._server.large_heads.release(self)
         elif not self._server.large_heads.hold(self, num_bytes):
@@ -259,8 +277,12 @@ class HttpConnection(asyncio.Protocol):
 
     # --- requests ----------------------------------------------------------------------------------------
 
+    def _exchanges(self) -> list[Exchange]:
+        """Return the current request, if there is one, and those that wait."""
+        return [*self._waiting] if self._current is None else [self._current, *self._waiting]
+
     def _begin_next(self) -> None:
-        """Run the handler of the next request, once the response before it was sent, and read but for a buffer."""
+        """Run the handler of the next request, if the response before it was sent and the client reads it."""
         if self._current is not None and not self._current.response.ended:
             return
         if not self._waiting or self._transport.is_closing():
@@ -270,8 +292,8 @@ class HttpConnection(asyncio.Protocol):
             return
         self._current = self._waiting.popleft()
         if self._current.request.is_complete:
-            self._run_request()
-        else:  # it could not arrive while others were before it
+            self._keep_open()
+        else:  # the body could not arrive while others were before it
             self._arm_body()
         self._read_timer.stop()
         if self._limits.answer_timeout_s is not None:
@@ -280,8 +302,8 @@ class HttpConnection(asyncio.Protocol):
         self._server.tasks.add(task)
         task.add_done_callback(self._served)
 
-    def _run_request(self) -> None:
-        """Let no other connection take the place of this one, while it runs a request that was received."""
+    def _keep_open(self) -> None:
+        """Keep this connection open for others, because it runs a request whose body was received."""
         if self._current is not None and not self._current.request.is_probe:
             self._server.mark_running(self)
 
@@ -382,7 +404,7 @@ class HttpConnection(asyncio.Protocol):
         self._timer = None
         seconds = self._limits.receive_timeout_s
         if not self._is_reading and self._waiting:
-            self._arm(seconds, self._cut)  # it could not arrive
+            self._arm(seconds, self._cut)  # the request could not arrive
         elif self._in_head and self._received_bytes:
             self._reject(errors.RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
         else:
@@ -395,7 +417,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def evict(self) -> None:
-        """Close the connection at once, because others need it. A request that is being received gets 429."""
+        """Close this idle connection at once, so that others can be accepted. A partly received request gets 429."""
         self._server.remove(self)
         self._disarm()
         self._ignores_data = True
@@ -406,7 +428,7 @@ class HttpConnection(asyncio.Protocol):
         receives_head = self._in_head and self._received_bytes > 0
         receives_body = newest is not None and not (newest.request.is_complete or newest.response.started)
         if receives_head or receives_body:
-            text = "other clients need the connection of this request, which was not received yet; try again later"
+            text = "this connection was closed for other clients before the request was received; try again later"
             response = HttpResponse(self._transport, self._server.batch, lambda: None, keeps_alive=False)
             response.send_error(errors.Overloaded(text))
             self._read_timer.watch()
@@ -443,11 +465,11 @@ class HttpConnection(asyncio.Protocol):
             self._read_timer.watch()
 
     def _reject(self, error: DynamoError) -> None:
-        """Receive no more, and send an error unless a response is before it. Then the connection ends after that."""
+        """Receive no more, and end the connection: after the response that is being sent, or else with this error."""
         self._ignores_data = True
         self._disarm()
         newest = self._newest
-        if newest is not None and not self._in_head:  # the error is in its body
+        if newest is not None and not self._in_head:  # the error is in the body of this request
             if newest.response.ended:
                 self._linger()
                 return

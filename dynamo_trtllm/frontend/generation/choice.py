@@ -166,7 +166,7 @@ class ChoiceState:
 
     @property
     def is_running(self) -> bool:
-        """Whether the stream was started, and has neither its last delta nor a cancel."""
+        """True if the stream was started, and has neither ended nor been canceled."""
         return self._stream is not None and self.finish is None
 
     @property
@@ -416,7 +416,7 @@ class ChoiceState:
 
 
 def record_prompt(request: GenerateRequest) -> None:
-    """Record the length and the hashes of a prompt, which is once for all its choices."""
+    """Record the length and the hashes of a prompt. Call this once for all its choices."""
     RECORDER.record_prompt(request.request_id, request.token_ids, request.sampling.max_tokens)
 
 
@@ -447,7 +447,7 @@ def pick_best_of(
 
 
 def share_suspicions(choices: Sequence[ChoiceState]) -> None:
-    """Let the choices of each prompt share what their request is suspected of."""
+    """Give all choices of a prompt one suspicion, so that they are charged together."""
     by_prompt: dict[bytes, Suspicion] = {}
     for choice in choices:
         choice.trace.suspicion = by_prompt.setdefault(choice.prompt_bytes(), Suspicion(is_shared=True))

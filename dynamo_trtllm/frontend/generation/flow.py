@@ -58,8 +58,8 @@ class _Attempt:
     request: GenerateRequest  # the decode call, once there is one
     tried: frozenset[int]  # decode instances
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    has_settled: bool  # the request is no suspect, or this attempt has returned SETTLED_TOKENS tokens
-    passes_tokens: bool = False  # has begun and settled: its tokens are only passed on
+    has_settled: bool  # the request is not a suspect, or this attempt has returned SETTLED_TOKENS tokens
+    passes_tokens: bool = False  # it has begun and settled, so its tokens only have to be passed on
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
@@ -121,8 +121,8 @@ class GenerationFlow:
         self._num_transfer_failures = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._has_waited = False  # the time limit of the wait for other workers has passed
-        self.is_prime_suspect = False  # it had hardly begun when the worker died
-        self.awaits_turn = False  # it waits for workers that run no other suspect
+        self.is_prime_suspect = False  # see `suspects`: the last call had hardly begun when its worker died
+        self.awaits_turn = False  # as a prime suspect, it waits for workers that run no other suspect
 
     def on(self, event: FlowEvent) -> StreamEvent | None:
         """Call the driver as an event demands. Return the event for the client, if any. After the end, do nothing."""
@@ -208,9 +208,15 @@ class GenerationFlow:
         self._has_waited = False
         self._trace.prefill_instance = self._trace.decode_instance = None
         self._trace.prefill_stats = self._trace.decode_stats = None
-        num_sent, has_settled = len(self._sent_ids), not self._trace.suspicion.deaths
-        tried = frozenset([decode.id])
-        attempt = self._attempt = _Attempt(prefill, decode, decode, request, tried, num_sent, has_settled)
+        attempt = self._attempt = _Attempt(
+            prefill,
+            decode,
+            worker=decode,
+            request=request,
+            tried=frozenset([decode.id]),
+            num_sent_before=len(self._sent_ids),
+            has_settled=not self._trace.suspicion.deaths,
+        )
         if prefill is None:
             self._call_decode(attempt)
         elif decode.strategy != "decode_first":
@@ -328,13 +334,14 @@ class GenerationFlow:
         return self._select()
 
     def _given_up(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
-        """If the worker died, record it. Return the error that ends the request if it must not end another worker."""
+        """Record the death of the worker, if it died. Return the error that ends the request if it is given up."""
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
         num_tokens = len(self._sent_ids) - attempt.num_sent_before
         given_up = self._driver.record_death(num_tokens)
         is_charged = attempt.worker.id in self._trace.suspicion.deaths
-        self.is_prime_suspect = self.awaits_turn = is_charged and num_tokens < SETTLED_TOKENS
+        self.is_prime_suspect = is_charged and num_tokens < SETTLED_TOKENS
+        self.awaits_turn = self.is_prime_suspect
         if given_up is not None:
             given_up.__cause__ = error
         return given_up

@@ -73,10 +73,10 @@ class FlowDriver(Protocol):
         """Record that the KV of a pair arrived, or that its transfer failed. (None, id): an aggregated worker."""
 
     def record_death(self, num_tokens: int) -> QueryOfDeath | None:
-        """Record that the worker of the current call died after so many tokens. An error: the request is given up."""
+        """Record that the worker of the current call died after so many tokens. Return an error to give it up."""
 
     def record_settled(self) -> None:
-        """Record that the call of a suspect returned so many tokens that its worker may get other suspects."""
+        """Record that the call of a suspect returned enough tokens for other suspects to be tried on its worker."""
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         """Record that a call failed. `next_step`: how the request goes on, for the log; "": it ends."""

@@ -123,13 +123,14 @@ class Pipeline:
 
     def is_usable(self, selection: WorkerSelection, excluded: frozenset[int], avoid: int | None) -> bool:
         """Return whether an earlier selection may be used again. Arguments as for `FlowDriver.select`."""
-        prefill, decode = selection.prefill, selection.decode
-        pair = None if prefill is None else prefill.id, decode.id
-        if avoid in pair and avoid is not None:
+        prefill_id = None if selection.prefill is None else selection.prefill.id
+        decode_id = selection.decode.id
+        instance_ids = {decode_id} if prefill_id is None else {prefill_id, decode_id}
+        if avoid in instance_ids:
             return False
         unusable = excluded | self._cooldown.ids(time.monotonic())
-        is_there = all(each in self.view.ids() and each not in unusable for each in pair if each is not None)
-        return is_there and not self.breakers.is_open(pair)
+        is_there = instance_ids <= self.view.ids() and not instance_ids & unusable
+        return is_there and not self.breakers.is_open((prefill_id, decode_id))
 
     def select_other_decode(
         self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
@@ -285,17 +286,18 @@ class _RunningRequest(Stream):
         return selection
 
     def _select_workers(self, excluded: frozenset[int], avoid: int | None) -> WorkerSelection:
-        """Select the workers of an attempt: those of the other choices of the prompt, else by the router mode."""
-        pipeline, suspicion, request = self._pipeline, self._trace.suspicion, self._flow.request
+        """Select the workers of an attempt: those of the prompt's other choices if possible, or by the router mode."""
+        pipeline = self._pipeline
+        suspicion = self._trace.suspicion
         if self._flow.awaits_turn:
             excluded |= pipeline.suspects.tried_on(suspicion)
-        shared = suspicion.selection if suspicion.is_shared else None
-        if shared is None or not pipeline.is_usable(shared, excluded, avoid):
-            shared = pipeline.select(request, self._round_robin_index, excluded, avoid)
-        suspicion.selection = shared
+        selection = suspicion.selection if suspicion.is_shared else None
+        if selection is None or not pipeline.is_usable(selection, excluded, avoid):
+            selection = pipeline.select(self._flow.request, self._round_robin_index, excluded, avoid)
+        suspicion.selection = selection
         if suspicion.deaths:
-            pipeline.suspects.begin_trial(self._tracked, shared, is_prime=self._flow.is_prime_suspect)
-        return shared
+            pipeline.suspects.begin_trial(self._tracked, selection, is_prime=self._flow.is_prime_suspect)
+        return selection
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
         self._trace.expected = None  # it was predicted for another worker

@@ -1,20 +1,22 @@
 """Find requests that end the workers which run them (queries of death), and refuse them.
 
-A worker that dies takes all its requests with it, and nothing says which of them was the cause. The rules:
+When a worker dies, all its requests fail, and nothing shows which of them was the cause. The rules:
 
-* A death is charged to the requests that ran on the worker. A request that is charged with MOST_DEATHS deaths is given
-  up, so that no third worker ends by it.
-* Most killers act soon after they begin. A request whose call had returned fewer than SETTLED_TOKENS tokens is
-  therefore a prime suspect: it waits, for a bounded time, until it can be tried again on workers that run no other
-  suspect. If its worker dies, too, this death is charged to prime suspects, and to suspects whose call failed at the
-  same point as before. All other requests migrate at once, and are not charged.
-* A death is forgotten if a later call of the request got much further, or if the worker works again: it was only cut
-  off.
+* A death is charged to requests that ran on the worker. A request that is charged with a death is a suspect. It is
+  given up when it is charged with MOST_DEATHS deaths, so that it ends no third worker.
+* Most queries of death end a worker soon after they begin. So a suspect whose call had returned fewer than
+  SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers that run no other suspect, and is
+  then tried on these. All other requests migrate at once.
+* If prime suspects are tried on a worker that dies, the death is charged to them, and to suspects whose call failed at
+  the same point as before. Otherwise, it is charged to all requests that ran on the worker.
+* A charge is dropped if a later call of the request got much further, or if the worker works again: then it had only
+  lost its connection.
 
-Requests like one that was given up are refused for REFUSED_S seconds, if it was the only suspect of its last death. If
-there were several, most of them are innocent: only what is given up again within that time is refused.
+After a request was given up, requests with the same model, prompt and format are refused for REFUSED_S seconds, if it
+was the only suspect of its last death. If there were several suspects, most of them are innocent. Then they are refused
+only after one of them is given up again within that time.
 
-This module does no I/O. One process has one memory of this kind, which other frontend processes don't share.
+This module does no I/O. Frontend processes do not share what they know of suspects.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ from dynamo_trtllm.router.policy import WorkerSelection
 log = logging.getLogger(__name__)
 
 MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its requests
-# A prompt, a format or the first steps end a worker before this number of tokens. It takes a fraction of a second, for
-# which other suspects wait.
+# A request whose prompt, format or first steps end workers does so before it has this many tokens. Until then, other
+# suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
 # How long a suspect waits for workers without other suspects. Each trial takes a fraction of a second, and the restart
 # of a worker with a small model some seconds.
 TURN_WAIT_S: Final = 30.0
-# A client that repeats a deadly request ends at most two workers of a process in this time, and a worker with a large
-# model has long been restarted then. It is not longer because an innocent request may have been refused.
+# Long enough to restart workers with a large model before a repeated query of death ends two more of them. Not longer,
+# because the refused request may be innocent.
 REFUSED_S: Final = 600.0
-MOST_REFUSED: Final = 1024  # the oldest one is forgotten
-_LOST_TOKENS: Final = 2  # tokens that a worker may have generated but not sent when it died
-_MOST_DEAD: Final = 4096  # instances; the oldest one is forgotten
+MOST_REFUSED: Final = 1024  # requests; the oldest one is dropped
+_LOST_TOKENS: Final = 2  # that a worker may have generated but not sent when it died
+_MOST_DEAD: Final = 4096  # instances; the oldest one is dropped
 
 Key = tuple[str, bytes]
 K = TypeVar("K")
@@ -53,29 +55,29 @@ V = TypeVar("V")
 
 
 class Suspicion:
-    """The deaths that one prompt of a client's request is charged with. Its choices share it."""
+    """The deaths with which one prompt of a request is charged. The choices of the prompt share this object."""
 
     __slots__ = ("deaths", "is_shared", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.deaths: dict[int, int] = {}  # by instance id: tokens that the call had returned
         self.is_shared = is_shared  # by several choices
-        # Workers of its latest attempt. Its choices run on the same ones: otherwise one request could end all workers
-        # at once.
+        # The workers of the latest attempt. All choices run on them: otherwise one request could end all workers at
+        # once.
         self.selection: WorkerSelection | None = None
 
 
 class Call:
-    """The calls of one choice, one at a time."""
+    """The call of one choice that runs now. The choice uses this object for its later calls, too."""
 
     __slots__ = ("instance_id", "is_after_death", "is_prime", "suspicion", "tried_on")
 
     def __init__(self, suspicion: Suspicion) -> None:
         self.suspicion = suspicion
         self.instance_id: int | None = None  # the worker that runs it
-        self.is_after_death = False  # it began after the death of this worker was recorded
-        self.tried_on: tuple[int, ...] = ()  # the workers of a suspect's attempt, until it has settled
-        self.is_prime = False  # a death of one of these workers is charged to it alone
+        self.is_after_death = False  # the call began after a death of this worker was recorded
+        self.tried_on: tuple[int, ...] = ()  # the workers on which a suspect is tried, until it has settled
+        self.is_prime = False  # the trial is that of a prime suspect
 
     def is_prime_on(self, instance_id: int) -> bool:
         """Return whether this is a prime suspect that is being tried on an instance."""
@@ -83,7 +85,7 @@ class Call:
 
 
 class Suspects:
-    """What runs on which worker, who is charged with deaths, and what is refused.
+    """The calls that run on each worker, the deaths with which requests are charged, and the refused requests.
 
     Args:
         count: called with the outcome of a query of death: "given_up" or "refused".
@@ -93,21 +95,23 @@ class Suspects:
     def __init__(
         self, count: Callable[[str], None] = lambda outcome: None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._count, self._clock = count, clock
-        self._running: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id
-        self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # by instance id: suspects that have not settled
-        self._dead: dict[int, None] = {}  # instance ids, latest last
-        # By instance id: the calls that it ran at its death and that have not failed yet.
-        self._dying: dict[int, set[Call]] = {}
-        self._has_prime: dict[int, bool] = {}  # by instance id, latest last: one of these calls was a prime suspect
-        self._has_one_suspect: dict[int, bool] = {}  # by instance id, latest last: only one of them had a death before
-        self._refused: dict[Key, float] = {}  # until when, latest last
-        self._given_up: dict[Key, float] = {}  # until when a second time counts, latest last
+        self._count = count
+        self._clock = clock
+        # These dictionaries have instance ids as keys. Those about deaths have the latest death last.
+        self._running: defaultdict[int, set[Call]] = defaultdict(set)
+        self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # suspects that have not settled
+        self._dead: dict[int, None] = {}
+        self._dying: dict[int, set[Call]] = {}  # calls that ran at the death and that have not failed yet
+        self._had_prime: dict[int, bool] = {}  # one of the calls at the death was that of a prime suspect
+        self._had_one_suspect: dict[int, bool] = {}  # only one request that ran at the death had been charged before
+        # Times at which these entries expire, the latest last.
+        self._refused: dict[Key, float] = {}
+        self._given_up: dict[Key, float] = {}  # if a request is given up again before, it is refused
 
-    # --- what runs -------------------------------------------------------------------------------------
+    # --- running calls ---------------------------------------------------------------------------------
 
     def begin(self, call: Call, instance_id: int) -> None:
-        """Note that a worker runs a call from now on. Without an `end` before, the last call succeeded."""
+        """Note that a worker runs a call from now on. If the last call was not ended before, it has succeeded."""
         self.succeeded(call)
         self.end(call)
         call.instance_id = instance_id
@@ -123,24 +127,27 @@ class Suspects:
         call.instance_id = None
 
     def succeeded(self, call: Call) -> None:
-        """Note that the worker has returned a result. If it was recorded as dead before the call, it is not."""
+        """Note that the worker has returned a result. If its death was recorded before the call, it works again."""
         if call.instance_id is not None and call.is_after_death:
             self._dead.pop(call.instance_id, None)
 
     def begin_trial(self, call: Call, selection: WorkerSelection, *, is_prime: bool) -> None:
-        """Note the workers of an attempt of a suspect. `is_prime`: it is suspected more than others."""
-        prefill, decode = selection.prefill, selection.decode
+        """Note the workers on which a suspect is tried. `is_prime`: it is a prime suspect."""
+        prefill = selection.prefill
+        decode = selection.decode
         call.tried_on = (decode.id,) if prefill is None else (prefill.id, decode.id)
         call.is_prime = is_prime
         for instance_id in call.tried_on:
             self._trials[instance_id].add(call)
 
     def end_trial(self, call: Call) -> bool:
-        """Note that a suspect has settled, or that its attempt has ended. Return whether one was tried. Idempotent."""
-        tried_on, call.tried_on = call.tried_on, ()
-        for instance_id in tried_on:
+        """Note that a suspect has settled, or that its attempt has ended. Return False if no trial was running."""
+        if not call.tried_on:
+            return False
+        for instance_id in call.tried_on:
             _discard(self._trials, instance_id, call)
-        return bool(tried_on)
+        call.tried_on = ()
+        return True
 
     def tried_on(self, suspicion: Suspicion) -> frozenset[int]:
         """Return the workers on which other suspects are tried."""
@@ -158,70 +165,89 @@ class Suspects:
 
         Args:
             call: the call that failed with it.
-            request: what the client wants, for its likes.
+            request: the request of the client, by which similar ones are found.
             num_tokens: tokens that the call had returned.
         """
-        dead, deaths = call.instance_id, call.suspicion.deaths
+        dead = call.instance_id
         if dead is None:
             return None
+        deaths = call.suspicion.deaths
         if dead not in self._dead:
             self._note_dead(dead)
-        is_charged = call in self._dying.get(dead, ()) and (
-            not self._has_prime[dead] or call.is_prime_on(dead) or _is_same_point(num_tokens, deaths.values())
-        )
+        is_charged = self._is_charged(call, dead, num_tokens)
         self.end(call)
         if not is_charged:
-            return None  # another request explains the death, or the worker had died before this call
-        got_further = [each for each, before in deaths.items() if num_tokens > 2 * before + SETTLED_TOKENS]
-        revived = [each for each in deaths if each not in self._dead]
-        for instance_id in (*got_further, *revived):
-            deaths.pop(instance_id, None)
+            return None
+        for instance_id, before in list(deaths.items()):
+            got_further = num_tokens > 2 * before + SETTLED_TOKENS
+            works_again = instance_id not in self._dead
+            if got_further or works_again:
+                del deaths[instance_id]
         deaths[dead] = num_tokens
         if len(deaths) < MOST_DEATHS:
             return None
-        return self._give_up(request, list(deaths), is_only_suspect=self._has_one_suspect.get(dead, False))
+        return self._give_up(request, list(deaths), is_only_suspect=self._had_one_suspect.get(dead, False))
+
+    def _is_charged(self, call: Call, dead: int, num_tokens: int) -> bool:
+        """Return whether the death of an instance is charged to a call that failed with it."""
+        if call not in self._dying.get(dead, ()):
+            return False  # the instance had died before this call
+        if not self._had_prime[dead]:
+            return True
+        return call.is_prime_on(dead) or _is_same_point(num_tokens, call.suspicion.deaths.values())
 
     def _note_dead(self, instance_id: int) -> None:
-        """Record a death, and which of the calls that the worker ran may explain it."""
+        """Record a death, and which suspects the worker ran."""
         running = self._running[instance_id]
         primes = [call for call in running if call.is_prime_on(instance_id)]
         suspicions = {call.suspicion for call in primes or running if call.suspicion.deaths}
         self._dead[instance_id] = None
         self._dying[instance_id] = set(running)
-        self._has_prime[instance_id] = bool(primes)
-        self._has_one_suspect[instance_id] = len(suspicions) == 1
+        self._had_prime[instance_id] = bool(primes)
+        self._had_one_suspect[instance_id] = len(suspicions) == 1
         _drop_oldest(self._dead, _MOST_DEAD)
-        _drop_oldest(self._has_prime, _MOST_DEAD)
-        _drop_oldest(self._has_one_suspect, _MOST_DEAD)
+        _drop_oldest(self._had_prime, _MOST_DEAD)
+        _drop_oldest(self._had_one_suspect, _MOST_DEAD)
 
     def _give_up(self, request: GenerateRequest, instances: list[int], *, is_only_suspect: bool) -> QueryOfDeath:
-        key, now = _key(request), self._clock()
+        """Return the error of a request that is given up, and refuse similar ones if it is probably the cause."""
+        key = _key(request)
+        now = self._clock()
         is_refused = is_only_suspect or self._given_up.get(key, now) > now
-        for memory in (self._given_up, self._refused) if is_refused else (self._given_up,):
-            memory.pop(key, None)
-            memory[key] = now + REFUSED_S
-            _drop_oldest(memory, MOST_REFUSED)
+        self._remember(self._given_up, key, now)
+        if is_refused:
+            self._remember(self._refused, key, now)
         self._count("given_up")
-        names = " and ".join(f"{each:x}" for each in instances)
+        names = " and ".join(f"{instance_id:x}" for instance_id in instances)
         log.error(
             "request %s given up: workers %s ended while they ran it%s",
             short_id(request.request_id),
             names,
-            f"; its like is refused for {REFUSED_S:g} s" if is_refused else "",
+            f"; its prompt is refused for {REFUSED_S:g} s" if is_refused else "",
         )
         return QueryOfDeath(
             f"{len(instances)} workers ended while they ran this request ({names}), so it is not tried on another one; "
             "change the request"
         )
 
+    @staticmethod
+    def _remember(expiry_of: dict[Key, float], key: Key, now: float) -> None:
+        """Add a key as the latest one, or renew it."""
+        expiry_of.pop(key, None)
+        expiry_of[key] = now + REFUSED_S
+        _drop_oldest(expiry_of, MOST_REFUSED)
+
     def check(self, request: GenerateRequest) -> None:
-        """Raise QueryOfDeath if a request with the same prompt and format was given up a short time ago."""
+        """Raise QueryOfDeath if requests with this model, prompt and format are refused."""
         if not self._refused:
-            return
+            return  # no digest is computed
         now = self._clock()
-        while self._refused and next(iter(self._refused.values())) <= now:
-            del self._refused[next(iter(self._refused))]
-        until = self._refused.get(_key(request)) if self._refused else None
+        while self._refused:
+            oldest = next(iter(self._refused))
+            if self._refused[oldest] > now:
+                break
+            del self._refused[oldest]
+        until = self._refused.get(_key(request))
         if until is None:
             return
         self._count("refused")
@@ -232,25 +258,28 @@ class Suspects:
 
 
 def _is_same_point(num_tokens: int, before: Iterable[int]) -> bool:
-    """Return whether a suspect's call failed after as many tokens as one before."""
+    """Return whether a call failed after as many tokens as one of the earlier calls."""
     return any(abs(num_tokens - other) <= _LOST_TOKENS for other in before)
 
 
 def _key(request: GenerateRequest) -> Key:
-    """Return what requests have in common that end workers for the same reason: model, prompt and output format."""
+    """Return the key of all requests with the same model, prompt and output format, whatever their other options."""
     digest = hashlib.blake2b(request.token_ids.tobytes(), digest_size=16)
     digest.update(encode(request.sampling.guided))
     return request.model, digest.digest()
 
 
 def _discard(calls_of: dict[int, set[Call]], instance_id: int, call: Call) -> None:
+    """Remove a call from those of an instance, if it is there, and the entry of an instance without calls."""
     calls = calls_of.get(instance_id)
-    if calls is not None:
-        calls.discard(call)
-        if not calls:
-            del calls_of[instance_id]
+    if calls is None:
+        return
+    calls.discard(call)
+    if not calls:
+        del calls_of[instance_id]
 
 
-def _drop_oldest(latest: dict[K, V], most: int) -> None:
-    while len(latest) > most:
-        del latest[next(iter(latest))]
+def _drop_oldest(entries: dict[K, V], most: int) -> None:
+    """Keep the latest `most` entries, which are the last ones."""
+    while len(entries) > most:
+        del entries[next(iter(entries))]

@@ -25,8 +25,8 @@ SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
 PLANNING_S = 0.01
-CHOICES_PER_ITERATION = 32  # 5 to 10 ms of work: a choice is started within three iterations
-_GROUP = 8  # choices of one request that are started one after the other
+CHOICES_PER_ITERATION = 32  # they take 5 to 10 ms
+_GROUP = 8  # choices of one request in one turn
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,7 @@ class BodyBytes:
 
     number: int  # in order of arrival
     client: str  # network address
-    since_s: float  # when it began to arrive, without the time for which it has waited for its share
+    since_s: float  # when it began to arrive, plus the time for which it has waited for its share
     in_use: int = 0  # bytes
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
     is_evicted: bool = False
@@ -149,13 +149,13 @@ class BodyBytes:
 class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
-    Large bodies share one half of it, and an eighth is only for tiny bodies, so that these are served meanwhile. When
-    the half is full, the oldest large body that waits may have a quarter more, until it is released: without it, partly
-    received bodies would wait for each other. No other one gets a part of the quarter, not even between two parts of
-    this body.
+    Large bodies share one half of the budget, and an eighth is only for tiny bodies, so that small requests are served
+    meanwhile. When the half is full, the oldest large body that waits may use a quarter more until it is released:
+    without this, partly received bodies would wait for each other. The quarter stays reserved for this body between two
+    of its parts.
 
     When a body does not get its share at once, bodies that arrive slowly are evicted: first those of the client that
-    uses most bytes, the slowest first.
+    uses the most bytes, the slowest first.
     """
 
     def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -172,12 +172,12 @@ class BodyBudget:
         self._favored: BodyBytes | None = None  # may have the quarter more
 
     def body(self, client: str = "") -> BodyBytes:
-        """Return the account of a new body. `client`: its network address."""
+        """Return the account of a new body. `client`: network address of its sender."""
         return BodyBytes(next(self._numbers), client, self._clock())
 
     @asynccontextmanager
     async def arrival(self, body: BodyBytes, within_s: float | None) -> AsyncGenerator[None, None]:
-        """Limit the time in which the block receives the body, and let the body be evicted meanwhile.
+        """Limit the time in which a `with` block receives the body. Meanwhile, the body may be evicted.
 
         Raises:
             RequestTimeout: the body did not arrive in time, or was evicted because it arrives slowly.
@@ -239,7 +239,7 @@ class BodyBudget:
             self._grant()
 
     def _max_bytes(self, size: int) -> int:
-        """Return how many bytes may be in use with a body of this size, unless it is the favored one."""
+        """Return how many bytes may be in use when a body grows to this size. Not for the favored body."""
         if size <= TINY_BODY_BYTES:
             return self.limit
         if size <= SMALL_BODY_BYTES:
@@ -261,22 +261,23 @@ class BodyBudget:
                 granted.set_result(None)
 
     def _evict(self) -> None:
-        """End slow bodies, now and each second, as long as others wait for their share."""
+        """End slow bodies, now and every second, as long as others wait for their share."""
         self._eviction = None
         if self._waiting:
             self._eviction = asyncio.get_running_loop().call_later(EVICTION_AGE_S, self._evict)
             self._evict_slow(self._lacking_bytes() - self._evicted_bytes)
 
     def _lacking_bytes(self) -> int:
-        """Return how many bytes must become free so that the bodies that wait have their share."""
-        wanted, least = 0, self.limit
+        """Return how many bytes must become free so that all waiting bodies get their share."""
+        wanted = 0
+        least = self.limit
         for body, (count, _) in self._waiting.items():
             wanted += count
             least = min(least, self._max_bytes(body.in_use + count))
         return self.in_use + wanted - least
 
     def _evict_slow(self, lacking: int) -> None:
-        """End slow bodies until so many bytes are or will be free."""
+        """End slow bodies until `lacking` bytes are free, or will be when these bodies are released."""
         if lacking <= 0:
             return
         by_client: Counter[str] = Counter()
@@ -333,18 +334,18 @@ class PlanningTime:
 
 
 class ChoiceTurns:
-    """A limit on the choices that are started, or that are cancelled, in one iteration of the event loop.
+    """A limit on the choices that are started, or that are canceled, in one iteration of the event loop.
 
-    Requests with several choices do this in groups, and the groups of all requests take turns. Otherwise, all other
-    streams would wait for hundreds of choices. A request with one choice takes no turn: to read its body takes longer
-    than to start its choice.
+    Requests with several choices handle them in groups, and the groups of all requests take turns. Otherwise, all other
+    streams would wait for hundreds of choices. A request with one choice takes no turn, because reading its body takes
+    longer than starting its choice.
     """
 
     def __init__(self) -> None:
         self._used = 0  # in this iteration
 
     async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
-        """Call `act` with each choice."""
+        """Call `act` with all choices, in order."""
         if len(choices) == 1:
             act(choices[0])
             return
@@ -357,7 +358,7 @@ class ChoiceTurns:
                 act(choice)
 
     async def _take(self, count: int) -> None:
-        """Wait until this iteration can have `count` choices more, and count them."""
+        """Wait until `count` more choices fit into the iteration, and count them."""
         while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110 - in order, as for `PlanningTime`
             await asyncio.sleep(0)
         if not self._used:

@@ -145,7 +145,7 @@ class Endpoint(ABC):
             return prepare()
 
     def _choices_turn(self, num_choices: int) -> AbstractAsyncContextManager[None]:
-        """Return the turn in which the choices of a request are made. Only those of many choices wait for theirs."""
+        """Return the turn in which the choices of a request are created. Requests with few choices need not wait."""
         return self._app_state.planning_time.turn() if num_choices > _FEW_CHOICES else nullcontext()
 
     @asynccontextmanager

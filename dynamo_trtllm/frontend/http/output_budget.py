@@ -1,4 +1,7 @@
-"""Limit the memory for output that is not sent yet: of answers that are not streamed, and of streams."""
+"""Limit the memory of unsent output: tokens that were generated, but not sent to the client yet.
+
+An answer that is not streamed has it until its end, a stream while its client reads slowly.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,40 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # of all requests
-COUNTED_BYTES: Final = 16 << 10  # changes of one request's output below this are not counted, to save CPU time
-_TOKEN_BYTES: Final = 64  # of memory: its text in a list
-_LOGPROB_BYTES: Final = 120  # the token or one of its alternatives
+COUNTED_BYTES: Final = 16 << 10  # smaller changes of a request's output are not counted, to save CPU time
+_TOKEN_BYTES: Final = 64  # memory of one token: its text in a list
+_LOGPROB_BYTES: Final = 120  # memory of one log-probability: that of the token, or of one alternative
+_FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
+
 _End: TypeAlias = Callable[[DynamoError, bool], None]
-_LOWER = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
+"""A function that ends a request with an error. The flag says whether it also drops the unsent output."""
 
 
-def _nothing(error: DynamoError, drops_output: bool) -> None: ...
+def _do_nothing(error: DynamoError, drops_output: bool) -> None: ...
 
 
 def plain_bytes(delta: ChoiceDelta) -> int:
-    """Return the memory that a delta without log-probabilities takes."""
+    """Return the memory that a delta without log-probabilities takes, in bytes."""
     return (delta.tokens + 1) * _TOKEN_BYTES
 
 
 def scored_bytes(delta: ChoiceDelta) -> int:
-    """Return the memory that a delta takes, with its log-probabilities."""
-    entries = len(delta.prompt_logprobs) + sum(len(scored.top) for scored in delta.prompt_logprobs)
+    """Return the memory that a delta takes with its log-probabilities, in bytes."""
+    num_logprobs = len(delta.prompt_logprobs) + sum(len(scored.top) for scored in delta.prompt_logprobs)
     for part in delta.deltas:
         if part.logprobs:
-            entries += len(part.logprobs) + sum(len(scored.top) for scored in part.logprobs)
-    return plain_bytes(delta) + entries * _LOGPROB_BYTES
+            num_logprobs += len(part.logprobs) + sum(len(scored.top) for scored in part.logprobs)
+    return plain_bytes(delta) + num_logprobs * _LOGPROB_BYTES
 
 
 def check_answer(plan: GenerationPlan) -> None:
-    """Check that an answer that is not streamed is within the limit, if it has the length that the client allows.
+    """Check that an answer that is not streamed stays within the limit even with `max_tokens` tokens in each choice.
 
-    Without `max_tokens`, nearly all answers end long before the context does. They are counted as they grow.
+    A request without `max_tokens` passes: nearly all answers end long before the context does, and their output is
+    counted as it grows.
 
     Raises:
-        PayloadTooLarge: it might be larger; `field` is that of the tokens of a choice.
+        PayloadTooLarge: the answer could exceed the limit; `field` is the API's name of `max_tokens`.
     """
     first = plan.choices[0]
     if not first.options.sampling.max_tokens:
@@ -49,24 +55,27 @@ def check_answer(plan: GenerationPlan) -> None:
     max_bytes = 0
     for choice in plan.choices:
         sampling = choice.request.sampling
-        entries = 0 if sampling.logprobs is None or not choice.shows_logprobs else 1 + sampling.logprobs
-        max_bytes += sampling.max_tokens * (_TOKEN_BYTES + entries * _LOGPROB_BYTES)
+        token_bytes = _TOKEN_BYTES
+        if sampling.logprobs is not None and choice.shows_logprobs:
+            token_bytes += (1 + sampling.logprobs) * _LOGPROB_BYTES
+        max_bytes += sampling.max_tokens * token_bytes
     if max_bytes > MAX_OUTPUT_BYTES:
         name = first.options.name("max_tokens")
         raise PayloadTooLarge(
             f"{len(plan.choices)} choices of {first.request.sampling.max_tokens} tokens may take {max_bytes >> 20} MiB "
             f"of memory; an answer that is not streamed may take {MAX_OUTPUT_BYTES >> 20}: "
-            + _LOWER.format(max_tokens=name),
+            + _FIX.format(max_tokens=name),
             field=name,
         )
 
 
 class Output:
-    """The output of one request that was generated and is not sent yet.
+    """The unsent output of one request.
 
     Args:
-        is_streamed: the response is.
-        end: ends the request with an error. True: and drops the output.
+        budget: what counts the output of all requests.
+        end: called with an error when the request has to end, and with True if its unsent output is to be dropped.
+        is_streamed: whether the response is a stream.
     """
 
     def __init__(self, budget: OutputBudget, end: _End, *, is_streamed: bool) -> None:
@@ -76,7 +85,7 @@ class Output:
         self.in_use = 0  # bytes
 
     def set(self, num_bytes: int) -> None:
-        """Set how many bytes there are. Ends this request or another one if they exceed a limit."""
+        """Set the number of bytes. If they exceed a limit, end this request or the one with the most output."""
         added = num_bytes - self.in_use
         self._budget.in_use += added
         self.in_use = num_bytes
@@ -93,34 +102,34 @@ class Output:
         self._end(error, True)
 
     def close(self) -> None:
-        """Count nothing any more."""
+        """Stop to count this request."""
         self.set(0)
-        self._end = _nothing  # it refers to this object: a cycle
+        self._end = _do_nothing  # the function before refers to this object, which would be a reference cycle
         self._budget.outputs.discard(self)
 
     def _too_large(self) -> DynamoError:
         limit = f"{MAX_OUTPUT_BYTES >> 20} MiB of memory"
         if self._is_streamed:
             return Overloaded(f"the client reads too slowly: its pending output takes more than {limit}")
-        text = _LOWER.format(max_tokens="max_tokens")
+        text = _FIX.format(max_tokens="max_tokens")
         return PayloadTooLarge(f"the answer, which is not streamed, takes more than {limit}: {text}")
 
 
 class OutputBudget:
-    """The output of all requests that was generated and is not sent yet."""
+    """The unsent output of all requests."""
 
     def __init__(self) -> None:
         self.in_use = 0  # bytes
         self.outputs: set[Output] = set()
 
     def open(self, end: _End, *, is_streamed: bool) -> Output:
-        """Return the account of a request. Arguments as for `Output`."""
+        """Return what counts the output of a request, until its `close`. Arguments as for `Output`."""
         output = Output(self, end, is_streamed=is_streamed)
         self.outputs.add(output)
         return output
 
     def end_largest(self) -> None:
-        """End the request whose output takes most memory."""
+        """End the request whose unsent output takes the most memory."""
         largest = max(self.outputs, key=lambda output: output.in_use)
         largest.drop(
             Overloaded(

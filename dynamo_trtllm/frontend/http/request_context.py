@@ -67,9 +67,9 @@ class AppState:
     # Ignored fields that were logged, as (client, name), newest last.
     logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
-    starts: ChoiceTurns = field(default_factory=ChoiceTurns)  # of choices
+    starts: ChoiceTurns = field(default_factory=ChoiceTurns)  # of new choices
+    cancels: ChoiceTurns = field(default_factory=ChoiceTurns)  # of running choices
     output_budget: OutputBudget = field(default_factory=OutputBudget)
-    cancels: ChoiceTurns = field(default_factory=ChoiceTurns)  # of choices that run
 
     def __post_init__(self) -> None:
         self.limiter = ConcurrencyLimiter(self.config.max_inflight, self.config.max_queued)
@@ -124,8 +124,8 @@ class RequestContext:
     async def read_body(self, request: HttpRequest) -> bytes:
         """Return the body, whose bytes are reserved until `release_body`. Raises as `admission.read_body`."""
         config = self._app_state.config
-        budget, within_s = self._app_state.body_budget, config.receive_timeout_s
-        body = await read_body(request, config.max_body_bytes, within_s, budget, self._body_bytes)
+        budget = self._app_state.body_budget
+        body = await read_body(request, config.max_body_bytes, config.receive_timeout_s, budget, self._body_bytes)
         self.enter("tokenize_queue")
         self.received_s = self._spans[-1].begin_s
         return body
@@ -165,7 +165,7 @@ class RequestContext:
             del logged[next(iter(logged))]
 
     def accept(self, plan: GenerationPlan, id_prefix: str) -> None:
-        """Accept what the request asks for, and create the id of the response, which begins with `id_prefix`.
+        """Check and record the plan of the request, and create the id of the response, which begins with `id_prefix`.
 
         Raises:
             InvalidRequest: it has more choices than the limit.
@@ -182,7 +182,7 @@ class RequestContext:
         self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
 
     def create_choices(self, plan: GenerationPlan) -> None:
-        """Create the choices. Requests that wait for permits have none, because 128 of them take 0.5 MB."""
+        """Create the choices. Call it after the wait for permits, because 128 choices take 0.5 MB."""
         self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
         if len(self.choices) > 1:
@@ -228,13 +228,13 @@ class RequestContext:
             RECORDER.record(choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish)
 
     def open_output(self, end: Callable[[DynamoError, bool], None]) -> Output:
-        """Count output that is not sent yet, until the request ends. `end`: as for `Output`."""
+        """Return what counts the unsent output, until the request ends. `end`: as for `Output`."""
         self._output = self._app_state.output_budget.open(end, is_streamed=self.is_streamed)
         return self._output
 
     @property
     def output_bytes(self) -> int:
-        """The memory of output that is not sent yet."""
+        """The memory of unsent output."""
         return 0 if self._output is None else self._output.in_use
 
     def cancel(self) -> None:
@@ -348,7 +348,7 @@ class RequestContext:
         self._app_state.limiter.release(self._num_permits)
         if self._output is not None:
             self._output.close()
-            self._output = None  # it refers to frames of the handler: a cycle
+            self._output = None  # it refers to frames of the handler, which would be a reference cycle
         code = outcome if isinstance(outcome, str) else outcome.code
         metrics, end_s = self._app_state.metrics, time.monotonic()
         metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s)

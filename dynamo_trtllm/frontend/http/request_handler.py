@@ -158,7 +158,7 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         reads slowly, behind earlier ones or an error, and if it is the last of its choice.
         """
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
-        pending_bytes = 0  # of output that is not sent yet; more than 0 if an error is not yielded yet
+        pending_bytes = 0  # of unsent output. An error that is not yielded yet counts as one byte
         bytes_of = scored_bytes if context.is_scored else plain_bytes
         encoder = context.builder if context.is_streamed else None
         observe = context.observe
@@ -206,7 +206,7 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                         output.set(pending_bytes)
                 num_running -= item.finish is not None
         finally:
-            pending_bytes += 1  # nothing more is written
+            pending_bytes += 1  # so that `deliver` writes nothing more
             await context.end_choices()
             # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
             item = None

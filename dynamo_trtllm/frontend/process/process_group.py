@@ -106,7 +106,8 @@ class ProcessGroup:
         own_end, child_end = socket.socketpair()
         connected, on_ready = asyncio.open_unix_connection(sock=own_end), partial(self._on_process_ready, name)
         with child_end, closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe:
-            streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}  # it counts its dropped lines itself
+            # The child has an output relay of its own, and counts its dropped lines.
+            streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}
             child = Child(spawn(argv, env=self._environ, **streams), _STOP_S)
             child_end.close()  # otherwise the pipe would stay open when the child ends
             self._pipes[name] = pipe

@@ -192,7 +192,7 @@ def _options(config: FrontendConfig) -> PipelineOptions:
 def pipeline_of(
     config: FrontendConfig, view: ClusterView, plane: Plane, breakers: PairBreakers, metrics: FrontendMetrics
 ) -> Pipeline:
-    """Return what runs requests, which counts in `metrics`."""
+    """Return the pipeline that runs requests. It counts queries of death and collected KV in `metrics`."""
     suspects = Suspects(metrics.query_of_death)
     return Pipeline(view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected, suspects)
 
