@@ -188,6 +188,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         version = self._parser.get_http_version()
+        url = httptools.parse_url(self._url)
         request_head.check_head(version, self._headers, self._num_headers)
         if self._server.is_draining:
             raise errors.Draining("the server is shutting down; retry")
@@ -196,7 +197,7 @@ class HttpConnection(asyncio.Protocol):
             self._plain_head = request_head.without_upgrade(method, self._url, version, self._headers)
             if self._plain_head is not None:
                 return
-        request = self._new_request(version)
+        request = self._new_request(version, url.path or b"/", url.query or b"")
         if self.is_idle:
             if not request.is_probe:
                 self._server.check_capacity()
@@ -222,14 +223,13 @@ class HttpConnection(asyncio.Protocol):
             self._arm_body()
         self._update_reading()
 
-    def _new_request(self, version: str) -> HttpRequest:
+    def _new_request(self, version: str, raw_path: bytes, raw_query: bytes) -> HttpRequest:
         """Return the request whose head was parsed."""
-        url = httptools.parse_url(self._url)
         method = self._parser.get_method().decode("ascii")
-        path = (url.path or b"/").decode("ascii")
+        path = raw_path.decode("ascii")
         if "%" in path:
             path = unquote(path)
-        query = (url.query or b"").decode("latin-1")
+        query = raw_query.decode("latin-1")
         request = HttpRequest(method, path, query, self._headers, self._client, self._on_read)
         request.is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
         if self._parsed_bytes > SMALL_HEAD_BYTES:
@@ -303,7 +303,7 @@ class HttpConnection(asyncio.Protocol):
         task.add_done_callback(self._served)
 
     def _keep_open(self) -> None:
-        """Keep this connection open for others, because it runs a request whose body was received."""
+        """Keep this connection open even if others need one: it runs a request that was received."""
         if self._current is not None and not self._current.request.is_probe:
             self._server.mark_running(self)
 

@@ -37,8 +37,8 @@ class HttpRequest:
     is_complete = False  # the whole body has arrived
     expects_continue = False  # the client sends the body after a response with status 100
     unread_bytes = 0
-    is_probe = False  # it asks for the health of this process
-    large_head_bytes = 0  # of its head, if that is large
+    is_probe = False  # the request asks for the health of this process
+    large_head_bytes = 0  # size of the head, if that counts in `LargeHeads`
 
     def __init__(self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify) -> None:
         """Create a request of which no body has arrived.

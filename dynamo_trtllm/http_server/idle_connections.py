@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 class IdleConnections:
     """The connections that run no request, by the network of their clients.
 
-    A connection is idle, too, while it receives a request. All methods take the same short time, however many
-    connections and clients there are.
+    A connection that is still receiving a request is idle, too. The time that a method takes does not depend on the
+    number of connections and clients.
     """
 
     def __init__(self) -> None:
         self._by_network: dict[str, dict[HttpConnection, None]] = {}  # the idlest first
         self._by_count: dict[int, dict[str, None]] = {}  # networks with this number of idle connections
-        self._most = 0  # idle connections of one network
-        self._total = 0
+        self._most = 0  # the largest number of idle connections that one network has
+        self._total = 0  # idle connections of all networks
 
     def __len__(self) -> int:
         return self._total
@@ -50,14 +50,14 @@ class IdleConnections:
             del self._by_network[connection.network]
 
     def idlest(self) -> HttpConnection | None:
-        """Return the idlest connection of the network that has most. Return None if there is no connection."""
+        """Return the idlest connection of the network with the most of them; None if there is no idle connection."""
         if not self._total:
             return None
         network = next(iter(self._by_count[self._most]))
         return next(iter(self._by_network[network]))
 
     def _recount(self, network: str, before: int, now: int) -> None:
-        """Move a network to those with one idle connection more or less."""
+        """Move a network in `_by_count` when its number of idle connections has changed by one."""
         if before:
             others = self._by_count[before]
             del others[network]
@@ -65,5 +65,6 @@ class IdleConnections:
                 del self._by_count[before]
         if now:
             self._by_count.setdefault(now, {})[network] = None
+        # If no network has the largest number any more, it was that of this network, and is one less now.
         if now > self._most or self._most not in self._by_count:
             self._most = now

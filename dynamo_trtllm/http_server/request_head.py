@@ -60,21 +60,21 @@ class Headers:
 
 
 class LargeHeads:
-    """Limits the memory of all large request heads of a server, from their arrival until their requests end.
+    """Limit the memory of all large request heads of a server, from their arrival until their requests end.
 
-    Heads of up to `SMALL_HEAD_BYTES` are not limited here, so that large ones can't take their place.
+    Heads of up to `SMALL_HEAD_BYTES` are not counted, so that large ones can't use up their memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._in_use = 0
-        self._held: dict[HttpConnection, int] = {}  # bytes of each connection; the one that has them longest is first
+        self._held: dict[HttpConnection, int] = {}  # bytes by connection, the oldest entry first
 
     def hold(self, connection: HttpConnection, num_bytes: int) -> bool:
-        """Count the bytes of all large heads that a connection has now, instead of those that it had before.
+        """Set the bytes of all large heads of a connection.
 
-        If all connections have too many, close those that have theirs longest and run no request. Return False if
-        that is not enough; then nothing is counted for this connection.
+        If all connections together have too many, close others that run no request, the oldest entry first. If that is
+        not enough, count nothing for this connection and return False.
         """
         self._in_use += num_bytes - self._held.get(connection, 0)
         self._held[connection] = num_bytes
@@ -91,7 +91,7 @@ class LargeHeads:
         return connection in self._held
 
     def reduce(self, connection: HttpConnection, num_bytes: int) -> None:
-        """Count less for a connection, because a request of it has ended."""
+        """Subtract the bytes of a request of the connection that has ended."""
         left = self._held.get(connection, 0) - num_bytes
         if left > 0:
             self._held[connection] = left
@@ -100,17 +100,18 @@ class LargeHeads:
             self.release(connection)
 
     def release(self, connection: HttpConnection) -> None:
-        """Count nothing for a connection any more."""
+        """Remove a connection with all its bytes. A second call does nothing."""
         self._in_use -= self._held.pop(connection, 0)
 
 
 def check_target(target: bytes) -> None:
-    """Check the length of path and query. Raises HeadTooLarge."""
+    """Check the length of path and query together. Raises HeadTooLarge."""
     if len(target) > _MAX_TARGET_BYTES:
         raise HeadTooLarge(f"path and query are longer than {_MAX_TARGET_BYTES} bytes, their limit; send shorter ones")
 
 
 def too_many_headers() -> HeadTooLarge:
+    """Return the error of a request with more than MAX_HEADERS headers and trailers."""
     return HeadTooLarge(f"the request has more than {MAX_HEADERS} headers and trailers, their limit; send fewer")
 
 
@@ -118,8 +119,8 @@ def check_head(version: str, headers: Headers, num_headers: int) -> None:
     """Check a head that was received.
 
     Raises:
-        InvalidRequest: the HTTP version is not supported, the Host header is missing or there are several, or a part
-            of a header could be taken for another one.
+        InvalidRequest: the HTTP version is not supported, the Host header is missing or repeated, or a header contains
+            a line break.
     """
     if version not in ("1.0", "1.1"):
         raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
@@ -131,6 +132,7 @@ def check_head(version: str, headers: Headers, num_headers: int) -> None:
 
 
 def head_too_large(max_bytes: int) -> HeadTooLarge:
+    """Return the error of a head that is larger than the limit."""
     return HeadTooLarge(f"the request line and headers are larger than the limit of {max_bytes} bytes; send fewer")
 
 

@@ -139,9 +139,9 @@ def _compile(path: str) -> re.Pattern[str]:
 
 log = logging.getLogger(__name__)
 
-RESERVED_CONNECTIONS = 256  # of a frontend: four times as many as are accepted in one turn of the event loop
+RESERVED_CONNECTIONS = 256  # of a frontend, beyond those that run requests: four times ACCEPTS_PER_TURN
 _OTHER_FILES = 256  # log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
-_RELIEVED = 16  # idle connections that are closed if there is no file descriptor for another one
+_NUM_RELIEVED = 16  # idle connections that are closed if there is no file descriptor for another one
 _LOG_EVERY_S = 10.0
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
@@ -150,9 +150,8 @@ _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 class ConnectionLimits:
     """The limits of one server.
 
-    A connection beyond `max_connections` and `reserved_connections` replaces an idle one. Requests run on at most
-    `max_connections`, so there are always idle ones; further requests get 429, unless they ask for the health of the
-    process.
+    At most `max_connections` run requests; further requests get 429, unless they ask for the health of the process.
+    `reserved_connections` more may be open, so there are always idle ones. A further connection replaces one of these.
     """
 
     max_connections: int
@@ -260,7 +259,8 @@ class HttpServer:
         if now_s >= self._logged_at_s + _LOG_EVERY_S:
             text = "closed %d idle connections to accept others, the last one of client %s; %d are open, of at most %d"
             log.warning(text, self._evicted, connection.network, len(self.open), self._max_open)
-            self._evicted, self._logged_at_s = 0, now_s
+            self._evicted = 0
+            self._logged_at_s = now_s
         return True
 
     def drain(self) -> None:
@@ -287,7 +287,7 @@ class HttpServer:
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve on a listening socket until `stop`. Closes the socket. If cancelled, it ends all requests at once."""
-        # A connection must live for a few turns of the loop, so that its request can be read before others replace it.
+        # With fewer, a connection is open for a few turns of the loop before others replace it, so its request is read.
         accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self._max_open // 8))
         acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
         try:
@@ -328,6 +328,6 @@ class HttpServer:
     def _relieve(self) -> bool:
         """Close some idle connections. Return False if there is none."""
         num_closed = 0
-        while num_closed < _RELIEVED and self._evict_idlest():
+        while num_closed < _NUM_RELIEVED and self._evict_idlest():
             num_closed += 1
         return num_closed > 0

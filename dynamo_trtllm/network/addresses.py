@@ -69,7 +69,8 @@ def is_wildcard(host: str) -> bool:
 def network_of(address: str) -> str:
     """Return the network that stands for a client: its IPv4 address, or the first 64 bits of its IPv6 address.
 
-    One client may have all IPv6 addresses that begin with the same 64 bits. Other texts are returned unchanged.
+    A single client can use all IPv6 addresses with the same first 64 bits. A text that is no IPv6 address is returned
+    unchanged.
     """
     if ":" not in address:
         return address

@@ -187,7 +187,7 @@ class Acceptor:
 def allow_files(wanted: int, hint: str) -> int:
     """Raise this process's limit of open files to `wanted`, because a connection beyond the limit is not accepted.
 
-    If the system allows fewer, log a warning. Return how many of the wanted files this process may open.
+    If the system allows fewer, log a warning. Return the number of files that this process may open, at most `wanted`.
 
     Args:
         wanted: number of open files.
