@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 # Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
-_PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)  # of an error within the whole grammar
-_SLASHES: Final = re.compile(r"\\.|/|\n")
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)  # where in the whole grammar an error is
+_TO_ESCAPE: Final = re.compile(r"\\.|/|\n")  # in a regular expression in Lark syntax; escaped characters are skipped
 _ANY_OBJECT: Final = {"type": "object"}
 
-# Of all steps of a format. Each takes 1 to 2 kB, and llguidance's own limit is 250,000. Its limits of a single step are
-# kept, because large schemas of real clients come near them.
+# Limit for all tokens of an output together. A state takes 1 to 2 kB, and llguidance's default is 250,000. Its limits
+# for a single token are unchanged, because large schemas of real clients come near them.
 LEXER_STATES: Final = 50_000
 
 
@@ -37,14 +37,14 @@ def is_available() -> bool:
 class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
     """One format of a request as a grammar in llguidance's Lark syntax."""
 
-    trigger_ids: tuple[int, ...]  # empty: the format begins with the first token
+    trigger_ids: tuple[int, ...]  # the format begins after these tokens; empty: with the first token
     grammar: str
 
 
 class Triggered(NamedTuple):
     """A compiled format that begins after some tokens."""
 
-    trigger_ids: tuple[int, ...]  # empty: it begins with the first token
+    trigger_ids: tuple[int, ...]  # the format begins after these tokens; empty: with the first token
     matcher: LLMatcher
 
 
@@ -120,7 +120,7 @@ def _content(alternative: OutputFormat) -> str:
     if alternative.grammar:
         return f"%lark {{\n{_to_lark(alternative.grammar)}\n}}"
     if alternative.regex:
-        return f"/{_SLASHES.sub(_escaped, alternative.regex)}/"
+        return f"/{_TO_ESCAPE.sub(_escaped, alternative.regex)}/"
     schema = json.loads(alternative.json_schema) or _ANY_OBJECT
     if not isinstance(schema, dict):
         raise ValueError("the JSON schema must be an object")
@@ -129,9 +129,11 @@ def _content(alternative: OutputFormat) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
-_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
-_LISTS: Final = ("anyOf", "oneOf", "prefixItems")
-_OPEN: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
+# Keywords with an object of schemas by name, and with a list of schemas.
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "prefixItems")
+# Keywords that say which other properties an object may have.
+_OPENING: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
 
 
 def closed(schema: Any) -> Any:
@@ -142,24 +144,28 @@ def closed(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
-    for name in _SCHEMAS:
-        if isinstance(named := schema.get(name), dict):
-            found[name] = {key: closed(each) for key, each in named.items()}
-    for name in _LISTS:
-        if isinstance(listed := schema.get(name), list):
-            found[name] = [closed(each) for each in listed]
+    result = dict(schema)
+    for keyword in _NAMED_SCHEMAS:
+        named = schema.get(keyword)
+        if isinstance(named, dict):
+            result[keyword] = {name: closed(part) for name, part in named.items()}
+    for keyword in _LISTED_SCHEMAS:
+        listed = schema.get(keyword)
+        if isinstance(listed, list):
+            result[keyword] = [closed(part) for part in listed]
     if isinstance(schema.get("items"), dict):
-        found["items"] = closed(schema["items"])
-    is_composed = any(name in schema for name in ("anyOf", "oneOf", "if"))
-    if "properties" in schema and not is_composed and not any(name in schema for name in _OPEN):
-        found["additionalProperties"] = False
-    return found
+        result["items"] = closed(schema["items"])
+    is_composed = any(keyword in schema for keyword in ("anyOf", "oneOf", "if"))
+    is_open = any(keyword in schema for keyword in _OPENING)
+    if "properties" in schema and not is_composed and not is_open:
+        result["additionalProperties"] = False
+    return result
 
 
 def _escaped(found: re.Match[str]) -> str:
     """Escape a slash or a line break for a regular expression in Lark syntax. An escaped character stays as it is."""
-    return {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group())
+    text = found.group()
+    return {"/": r"\/", "\n": r"\n"}.get(text, text)
 
 
 def _to_lark(grammar: str) -> str:
@@ -173,7 +179,11 @@ def _to_lark(grammar: str) -> str:
 
 
 class ControlTokens:
-    """The ids of a tokenizer's control tokens by text, and their place in Lark syntax."""
+    """The ids of a tokenizer's control tokens, and how Lark syntax writes them.
+
+    Args:
+        ids: the ids by text.
+    """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
@@ -248,7 +258,7 @@ def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[L
 def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
     """Return the ids of the control tokens by text, and the bytes of each token.
 
-    The latter is None if the vocabulary is not byte-level.
+    Instead of the bytes, return None if the vocabulary is not byte-level.
     """
     data = path.read_bytes()
     file = msgspec.json.decode(data, type=_File)

@@ -24,13 +24,13 @@ from dynamo_trtllm.subprocesses import Child, spawn
 
 log = logging.getLogger(__name__)
 
-# Trials at once. They share the CPU, so a format that compiles in 50 ms ends soon beside others that take seconds.
+# Trials that run at once. They share the CPU, so formats that take seconds hardly delay one that takes 50 ms.
 MAX_TRIALS: Final = 16
-# A trial is bounded by its CPU time. This bounds the wait for one that gets no CPU time.
+# The trial itself limits its CPU time. This limits the wait for a trial that gets no CPU time.
 TRIAL_TIMEOUT_S: Final = 60.0
 CACHED_FORMATS: Final = 256
 CACHED_BYTES: Final = 256 << 20  # of compiled formats, as measured in their trials
-_STOP_TIMEOUT_S: Final = 1.0  # of the trial process, which ends at once
+_STOP_TIMEOUT_S: Final = 1.0  # the trial process normally ends at once
 CRASHED: Final = (
     "compiling the output format ended the process that compiles it: it takes too much time, memory or stack; "
     "simplify it"
@@ -40,7 +40,8 @@ CRASHED: Final = (
 class CompiledFormat:
     """The compiled format of a request. Each request gets a copy, which takes microseconds.
 
-    The copies share what their matchers learn. `is_usable` is False after one has failed, perhaps by a shared limit.
+    The copies share the states that their matchers compute, and the limit of these. So after one copy has failed,
+    `is_usable` is False, and the format is compiled again.
     """
 
     def __init__(self, parts: tuple[Triggered, ...], memory_bytes: int) -> None:
@@ -53,7 +54,7 @@ class CompiledFormat:
         return [part._replace(matcher=part.matcher.deep_copy()) for part in self.parts]
 
     def on_failure(self) -> None:
-        """Take no more copies. Safe on any thread."""
+        """Note that a copy has failed. Safe on any thread."""
         self.is_usable = False
 
 

@@ -1,12 +1,15 @@
-"""Compile output formats on trial, each in a process of its own that may crash: `python -m … TOKENIZER SIZE EOS_ID…`.
+"""Compile output formats on trial, each in a forked process: `python -m … TOKENIZER SIZE EOS_ID…`.
 
-llguidance compiles within the process that uses the result, which can't be sent to another one. So a format is compiled
-twice: first here, under limits of time, memory and stack, and only if that succeeds, in the worker.
+llguidance compiles in the process that uses the result, because the result can't be sent to another process. So each
+format is compiled twice: first here, with limits of time, memory and stack, and in the worker only if that succeeds.
 
-This process loads the tokenizer once. It forks for each trial, so that a trial begins within milliseconds, and its end
-costs nothing but itself. It receives one socket per trial on its standard input, and ends when that is closed. The
-trial reads a `StructuredOutput` from its socket and writes a `TrialResult`. When the worker closes the socket, or dies,
-the trial ends.
+1. This process loads the tokenizer once. Its standard input is a socket on which the worker passes it one socket for
+   each trial.
+2. For each trial, it forks. So a trial begins within milliseconds, and a crash ends only this trial.
+3. The trial reads a `StructuredOutput` from its socket, compiles it, and writes a `TrialResult`. It also ends when the
+   worker closes the socket or dies.
+
+This process ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, LarkForm
 from dynamo_trtllm.errors import DynamoError, FormatTooComplex, RequestRejected
 from dynamo_trtllm.messages import StructuredOutput, decode, encode
 
-# CPU time, so that a busy machine rejects no format that an idle one accepts. Of the formats within the limits of the
-# API, the slowest that real clients send (512 strict tools with 400 kB of schemas) takes 0.5 s.
+# This is CPU time, so that a busy machine accepts the same formats as an idle one. The slowest format that real clients
+# send within the limits of the API (512 strict tools with 400 kB of schemas) takes 0.5 s.
 CPU_S: Final = 3
-MEMORY_BYTES: Final = 256 << 20  # beyond that of this process; real formats take up to 40 MiB
+MEMORY_BYTES: Final = 256 << 20  # more than this process has; real formats take up to 40 MiB
 STEPS: Final = 8  # tokens that are generated on trial
-# A step of a matcher delays the tokens of all requests, because it runs on the scheduler's thread. Real formats take
-# 0.02 s at most. Later steps of the same format may take longer, until llguidance's own limits end the request: 2 s for
-# the worst format that was found.
+# CPU time of one of these tokens. In the worker, it delays the tokens of all requests, because it is spent on the
+# scheduler's thread. Real formats take at most 0.02 s. Later tokens may take longer, until llguidance's own limits end
+# the request: up to 2 s with the worst format that was found.
 STEP_CPU_S: Final = 0.25
 NICE: Final = 5  # trials yield to the engine and to the event loop
 _FALLBACK_STACK: Final = 8 << 20
@@ -49,9 +52,9 @@ class TrialResult(msgspec.Struct, frozen=True, array_like=True):
     """The end of a trial: the formats in Lark syntax, or an error."""
 
     formats: tuple[LarkFormat, ...] = ()
-    memory_bytes: int = 0  # that the compiled formats take at most
-    code: str = ""  # of the error
-    message: str = ""
+    memory_bytes: int = 0  # upper bound of the memory that the compiled formats take
+    code: str = ""  # of the error; "": there is none
+    message: str = ""  # of the error
 
 
 def encode_request(guided: StructuredOutput) -> bytes:
@@ -80,21 +83,23 @@ def main(argv: list[str]) -> int:
 
 
 def _fork() -> int:
+    """Return 0 in the new process. Return -1 if there is none, for lack of memory or process ids."""
     try:
         return os.fork()
-    except OSError:  # no memory or no process id: the worker sees that the trial's socket is closed
+    except OSError:  # the worker sees that the socket of the trial is closed
         return -1
 
 
 def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
-    """Run one trial in a process of its own. A thread with a small stack compiles; this one waits for the worker."""
+    """Run one trial in the forked process: a thread with a small stack compiles, and this one watches the worker."""
     trial.sendall(STARTED)
     _set_limits()
     signal.signal(signal.SIGXCPU, partial(_end_late, trial))
     (length,) = _LENGTH.unpack(_read(trial, _LENGTH.size))
     guided = decode(_read(trial, length), StructuredOutput)
     threading.stack_size(_stack_bytes())
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXCPU})  # in the new thread: this one is to receive it
+    # The new thread inherits the block, so that this one receives the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXCPU})
     threading.Thread(target=_compile, args=(trial, compiler, guided), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
     trial.recv(1)  # returns when the worker has closed the socket
@@ -102,24 +107,27 @@ def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
 
 
 def _set_limits() -> None:
+    """Limit CPU time and memory of this process, and let the system end it first when memory runs out."""
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text(encoding="ascii")
         used_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
-        resource.setrlimit(resource.RLIMIT_DATA, ((used_kib << 10) + MEMORY_BYTES,) * 2)
+        limit = (used_kib << 10) + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stderr.fileno())  # a crash of the library writes its text there
+    os.dup2(null, sys.stderr.fileno())  # otherwise a crash of the library would write to the worker's log
 
 
 def _stack_bytes() -> int:
-    """Return half of the stack that the worker's threads have. So what passes here does not overflow theirs."""
+    """Return half of the stack of the worker's threads, so that what compiles here does not overflow theirs."""
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     return (_FALLBACK_STACK if stack == resource.RLIM_INFINITY else stack) // 2
 
 
 def _read(trial: socket.socket, count: int) -> bytes:
+    """Return so many bytes from the worker. End this process if the worker has closed the socket."""
     data = b""
     while len(data) < count:
         received = trial.recv(count - len(data))
@@ -130,6 +138,7 @@ def _read(trial: socket.socket, count: int) -> bytes:
 
 
 def _compile(trial: socket.socket, compiler: FormatCompiler, guided: StructuredOutput) -> NoReturn:
+    """Compile the formats of a request, send the result, and end this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         formats = compiler.to_lark(guided)
@@ -147,10 +156,10 @@ def _compile(trial: socket.socket, compiler: FormatCompiler, guided: StructuredO
 
 
 def _generate(triggered: Triggered) -> None:
-    """Generate some tokens, the first and the last allowed one in turn.
+    """Generate some tokens in a format: in turn, the first and the last of the allowed ones.
 
     Raises:
-        FormatTooComplex: A step takes too long, or exceeds a limit of llguidance.
+        FormatTooComplex: A token takes too long, or exceeds a limit of llguidance.
     """
     matcher = triggered.matcher
     for step in range(STEPS):
@@ -160,8 +169,11 @@ def _generate(triggered: Triggered) -> None:
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if not allowed:
             break
-        first, last = (allowed & -allowed).bit_length() - 1, allowed.bit_length() - 1
-        matcher.consume_token(last if step % 2 else first)
+        if step % 2:
+            token_id = allowed.bit_length() - 1  # the highest bit
+        else:
+            token_id = (allowed & -allowed).bit_length() - 1  # the lowest bit
+        matcher.consume_token(token_id)
         if time.thread_time() - began > STEP_CPU_S:
             raise FormatTooComplex(f"a token of the output format takes more than {STEP_CPU_S} s; simplify it")
     if matcher.is_error():
@@ -170,6 +182,7 @@ def _generate(triggered: Triggered) -> None:
 
 
 def _end_late(trial: socket.socket, *_: object) -> NoReturn:
+    """Report that the CPU time is used up, and end this process. Handles SIGXCPU."""
     text = f"compiling the output format takes more than {CPU_S} s; simplify it"
     trial.sendall(encode(TrialResult(code=FormatTooComplex.code, message=text)))
     os._exit(1)
