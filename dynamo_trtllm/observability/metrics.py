@@ -191,7 +191,7 @@ class ProcessMetrics:
                 kind = Counter if row.kind == "counter" else Gauge
                 self._metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
         ProcessCollector(registry=registry)
-        self._num_dropped_lines = OUTPUTS.num_dropped_lines  # that are counted
+        self._num_dropped_lines = OUTPUTS.num_dropped_lines  # those that the metric has counted
         # Returns the child of a metric, from its name and label values. prometheus_client takes long to find it.
         self.child: Callable[..., Any] = functools.cache(lambda name, *labels: self._metrics[name].labels(*labels))
 

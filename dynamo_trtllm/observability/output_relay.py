@@ -1,8 +1,9 @@
 """Pass on the output of a process, and drop lines instead of letting the process wait.
 
-`outputs` runs this file as a program, with one pipe for each output. It must not import this package. A thread of the
-served process could not do this: it would need the GIL, which a library may hold while it prints, and it would not
-outlive a crash, whose last lines matter most.
+`outputs` runs this file as a program, with one pipe for each output. It must not import this package.
+
+It is a process because a thread of the served process would not do: it would need the GIL, which a library may hold
+while it prints. It would also end with a crash, whose last lines matter most.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ from datetime import UTC, datetime
 from functools import partial
 
 BACKLOG_BYTES = 1 << 20  # of one output
-FLUSH_S = 1.0  # how long the end of the process may wait for the backlog
-COUNTER = struct.Struct("<Q")  # dropped lines, in memory that both processes share
-FLUSH = b"f"  # on the control socket
+FLUSH_S = 1.0  # the longest time for which the end of the process waits for the backlog
+COUNTER = struct.Struct("<Q")  # number of dropped lines, in memory that both processes share
+# Messages on the control socket: the request to flush, and the answer.
+FLUSH = b"f"
 FLUSHED = b"."
 _LOGGER = "observability.output_relay"
 _READ_BYTES = 1 << 16
 _READS_PER_FLUSH = 64  # more than a pipe holds by default
-# A terminal that closes, Ctrl-C, and a stop of the whole service end the served process, whose last lines come then.
+# Signals that end the served process, too. The relay outlives them, because the process writes its last lines then.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU, signal.SIGTSTP)
 
 
 class RelayedOutput:
-    """One output with its backlog. `add` never waits; `run` writes, and may wait for ever.
+    """One output with its backlog. `add` never waits; `run` writes, and may wait without limit.
 
-    When the backlog is full, lines are dropped until all of it is written. Then one line says how many were dropped.
+    When the backlog is full, lines are dropped until all of it is written. Then one line reports their number.
 
     Args:
         file: file descriptor to write to.
-        notice: returns the line that says how many lines were dropped, and why if it is known.
+        notice: returns the line that reports dropped lines, from their number and the reason ("": unknown).
         on_dropped: called with a number of dropped lines.
-        on_failed: called with the reason when a write fails, once until a write succeeds again.
+        on_failed: called with the reason when a write fails; after that, not before a write has succeeded.
         on_idle: called when everything is written.
     """
 
@@ -65,18 +67,18 @@ class RelayedOutput:
         self._changed = threading.Condition()
         self._chunks: deque[bytes] = deque()
         self._num_bytes = 0  # of the chunks, and of the one that is being written
-        self._num_unreported = 0  # dropped lines that no line has reported
-        self._failure = ""  # of the last write; "" if it succeeded
-        self._is_dropping = False
-        self._skips_line = False  # the beginning of the next line was dropped
-        self._is_mid_line = False  # of what `add` has accepted
-        self._has_torn_line = False  # of what is written
+        self._num_unreported = 0  # dropped lines that are not reported yet
+        self._failure = ""  # reason why the last write failed; "" if it succeeded
+        self._is_dropping = False  # the backlog was full and is not written yet
+        self._skips_line = False  # the beginning of a line was dropped, so its end is dropped, too
+        self._is_mid_line = False  # what `add` has accepted ends within a line
+        self._has_torn_line = False  # what is written ends within a line
         self._is_finished = False
-        self.is_closed = False  # its reader has exited
+        self.is_closed = False  # the reader of the output has exited
 
     @property
     def is_idle(self) -> bool:
-        """Return True if everything is written that is not dropped."""
+        """True if the backlog is written."""
         return not self._num_bytes
 
     def add(self, data: bytes) -> None:
@@ -100,7 +102,10 @@ class RelayedOutput:
 
     def run(self) -> None:
         """Write what is queued, until `finish` or until the reader of the output has exited."""
-        while (chunk := self._next()) is not None:
+        while True:
+            chunk = self._next()
+            if chunk is None:
+                break
             data, num_reported = chunk
             had_failed = bool(self._failure)
             left = self._write(data)
@@ -118,10 +123,10 @@ class RelayedOutput:
         self._on_idle()
 
     def _next(self) -> tuple[bytes, int] | None:
-        """Wait for what to write next. Return None after `finish`.
+        """Wait for data to write. Return None after `finish`.
 
         Returns:
-            The data, and how many dropped lines it reports: 0, or all if it is the line about them.
+            The data, and the number of dropped lines that it reports. This is 0 unless it is the line about them.
         """
         with self._changed:
             if not self._chunks and self._is_dropping:
@@ -132,11 +137,13 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                if self._num_unreported and not self._is_dropping and self._chunks:  # of failed writes
+                # The lines of failed writes are reported when there is more to write.
+                if self._num_unreported and not self._is_dropping and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
 
     def _report(self) -> tuple[bytes, int]:
+        """Return the line about all dropped lines that are not reported yet, and their number."""
         line = self._notice(self._num_unreported, self._failure)
         if self._has_torn_line:
             line = b"\n" + line
@@ -144,13 +151,14 @@ class RelayedOutput:
         return line, self._num_unreported
 
     def _append(self, data: bytes) -> None:
+        """Accept data."""
         self._chunks.append(data)
         self._num_bytes += len(data)
         self._is_mid_line = not data.endswith(b"\n")
         self._changed.notify()
 
     def _finish_line(self, data: bytes) -> bytes:
-        """Accept the end of the line that was accepted before, if it is here. Return the rest."""
+        """Accept the end of a line whose beginning was accepted, if the data has it. Return the rest."""
         if not self._is_mid_line or b"\n" not in data:
             return data
         end, _, rest = data.partition(b"\n")
@@ -158,7 +166,7 @@ class RelayedOutput:
         return rest
 
     def _drop(self, data: bytes) -> None:
-        """Count the lines that begin here, and the rest of one that was accepted in part."""
+        """Drop data. Count the lines that begin in it, and a line whose beginning was accepted."""
         if not data:
             return
         ends_mid_line = not data.endswith(b"\n")
@@ -197,11 +205,11 @@ class RelayedOutput:
 
 
 class Relay:
-    """Reads pipes, and passes what comes to their outputs, until all pipes have ended.
+    """A reader of pipes. It passes their data to the outputs until all pipes have ended.
 
     Args:
         pipes: the outputs, by the file descriptor of their pipe.
-        control: socket on which the process asks for an answer once its output is written.
+        control: socket on which the process requests to flush its output, and gets the answer.
     """
 
     def __init__(self, pipes: dict[int, RelayedOutput], control: socket.socket) -> None:
@@ -232,7 +240,7 @@ class Relay:
             writer.join(max(0.0, deadline_s - time.monotonic()))
 
     def answer_flush(self) -> None:
-        """Tell the process that its output is written, if it waits for that and if that is so."""
+        """Answer a request to flush, if there is one and all output is written."""
         outputs = list(self._pipes.values())
         with self._lock:
             if self._is_flushing and all(output.is_idle or output.is_closed for output in outputs):
@@ -251,7 +259,7 @@ class Relay:
         os.close(file)  # writers to an output whose reader has exited get EPIPE, as without this relay
 
     def _receive(self) -> None:
-        """Receive a request to flush."""
+        """Receive a request to flush. Read what the process has written before, and answer when it is written."""
         request = b""
         with suppress(ConnectionError):  # the process has ended
             request = self._control.recv(len(FLUSH))
@@ -270,10 +278,10 @@ class Relay:
 
 
 def dropped_line(process_name: str, log_format: str, text: str) -> bytes:
-    """Return a log line of this relay, like those that `logging` formats.
+    """Return a log line of this relay in the format of the process's other lines.
 
     Args:
-        process_name: name of the process on every line.
+        process_name: name of the process on the line.
         log_format: "text" or "json".
         text: the message.
     """
@@ -288,8 +296,8 @@ def main(argv: Sequence[str]) -> None:
     """Run the relay.
 
     Args:
-        argv: name of the process, format of its log, file descriptors of the control socket and of the counter's
-            memory, and PIPE:OUTPUT for each output.
+        argv: name of the process; format of its log; file descriptor of the control socket; that of the counter's
+            memory; and PIPE:OUTPUT, two file descriptors, for each output.
     """
     process_name, log_format, control, memory = argv[:4]
     for number in _IGNORED_SIGNALS:

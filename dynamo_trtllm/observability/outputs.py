@@ -27,15 +27,15 @@ _STREAMS: Final = {"stdout": 1, "stderr": 2}  # and their file descriptors
 
 
 class Outputs:
-    """The outputs of this process. They are written directly before `start`, and on other systems than Linux."""
+    """The outputs of this process. Before `start`, and on systems other than Linux, they are written directly."""
 
     def __init__(self) -> None:
         self._counter: mmap.mmap | None = None
         self._control: socket.socket | None = None
-        self._relay: subprocess.Popen[bytes] | None = None  # which outlives this process
+        self._relay: subprocess.Popen[bytes] | None = None  # it outlives this process
         self._pid = 0  # of the process that called `start`
         self.originals: dict[str, int] = {}
-        """File descriptors that stdout and stderr had before, for children that have a relay of their own."""
+        """Copies of the original stdout and stderr, by name, for children that have a relay of their own."""
 
     @property
     def num_dropped_lines(self) -> int:
@@ -66,7 +66,7 @@ class Outputs:
         atexit.register(self.flush)
 
     def flush(self) -> None:
-        """Wait until everything is written that this process has written so far, at most a second."""
+        """Wait, at most a second, until the relay has written all output so far."""
         if self._control is None or os.getpid() != self._pid:
             return
         with suppress(OSError, ValueError):  # the reader has exited, the time is over, or a stream is closed
@@ -78,7 +78,7 @@ class Outputs:
     def _start(self, process_name: str, log_format: str) -> None:
         with ExitStack() as stack:
             originals = {name: os.dup(file) for name, file in _STREAMS.items()}
-            failed = stack.enter_context(ExitStack())  # closes what a successful start keeps
+            failed = stack.enter_context(ExitStack())  # closes, after a failure, what a successful start keeps
             for original in originals.values():
                 failed.callback(os.close, original)
             own_end, relay_end = socket.socketpair()
@@ -124,7 +124,7 @@ def _start_relay(
         log_format: "text" or "json".
         control: file descriptor of the relay's end of the control socket.
         memory: file descriptor of the counter's memory.
-        read_ends: file descriptors of outputs, by that of the pipe to read.
+        read_ends: the file descriptor of each output, by that of the pipe from which its data is read.
     """
     pairs = [f"{pipe}:{output}" for pipe, output in read_ends.items()]
     return subprocess.Popen(

@@ -304,7 +304,7 @@ def reason_number(reason: str) -> int:
 
 
 def check_owner(folder: Path) -> None:
-    """Check that no other user chose where files in a folder are, or can change them.
+    """Check that no other user controls where the files of a folder are, or can change them.
 
     In /tmp, another user may have created the folder first, or a symbolic link with its name.
 
