@@ -42,8 +42,8 @@ Event = Added | Removed | Rejected | Synced
 class Registration(Protocol):
     """The registration of one instance.
 
-    A background task renews its lease. It writes the record again after data loss, and within the time of a lease if
-    another client has deleted or overwritten it.
+    A background task renews its lease. It writes the record again when the store has lost its data, and also, within
+    the time of a lease, when another client has deleted or overwritten the record.
     """
 
     async def aclose(self) -> None:

@@ -54,7 +54,8 @@ class EtcdDiscovery:
 
     async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
-        for earlier in [each for each in self._registrations if each.key == key]:
+        replaced = [registration for registration in self._registrations if registration.key == key]
+        for earlier in replaced:
             self._registrations.remove(earlier)
             await earlier.replace()
         registration = LeaseKeeper(self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks)

@@ -283,7 +283,7 @@ class LeaseKeeper:
         self._tasks = tasks
         self.key = key
         self._record = record
-        self._revision = 0  # with which the record was written
+        self._revision = 0  # of etcd, with which the record was last written
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
         self._task: asyncio.Task[None] | None = None
@@ -335,7 +335,7 @@ class LeaseKeeper:
             await asyncio.sleep(next(delays))
 
     async def replace(self) -> None:
-        """Stop, because another record of the same instance takes the key. The lease expires."""
+        """Stop, because another registration takes over the key. The lease of this one expires."""
         task, self._task, self._lease = self._task, None, None
         await self._tasks.cancel(task)
 

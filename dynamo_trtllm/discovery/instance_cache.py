@@ -22,10 +22,13 @@ class InstanceCache:
     will register again. So an instance is removed only after lists have lacked it for `grace_s` seconds. A deleted
     record is removed at once.
 
-    An instance id belongs to the first key with it. A later key with the same id is rejected. A model belongs to its
-    first instances: a later one whose card does not fit theirs is rejected, so that it can't take the model from them.
-    New caches decide alike, because a list has the order in which the keys were created. When an instance is removed
-    that others may have been rejected for, a new list is needed, to decide about these again.
+    Records that conflict with earlier ones are rejected:
+
+    * a key with an instance id that an earlier key has
+    * an instance whose card does not fit the earlier instances of its model, so that it can't take over the model
+
+    All caches reject the same records, because a list has the keys in the order in which they were created. When an
+    earlier instance is removed, a new list is needed to check the rejected records again.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
@@ -36,9 +39,9 @@ class InstanceCache:
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
         self._models: dict[str, dict[str, Instance]] = {}  # model -> key -> instance, in the order of registration
-        self._model_of: dict[str, str] = {}  # key -> model, of the same instances
-        self._unfit: dict[str, str] = {}  # key that was rejected for its card -> model
-        self._needs_list = False  # an instance was removed that others may have been rejected for
+        self._model_of: dict[str, str] = {}  # key -> model, of the instances in `_models`
+        self._unfit: dict[str, str] = {}  # key -> model, of records that were rejected for their card
+        self._needs_list = False  # an instance was removed, and rejected records may be valid now
         self._has_logged_full = False
 
     @property

@@ -1,8 +1,8 @@
 """Encode instance records and their keys, and validate them, because any client of etcd can write them.
 
-The types of numbers have their ranges; the other checks are here. A record that fails a check is rejected. Unknown
-fields are ignored. Unknown names of renderers and parsers are accepted here; the frontend checks them when it uses
-them.
+The types of numbers check their ranges; the other checks are in this module. A record that fails a check is rejected.
+Unknown fields are ignored. Unknown names of renderers and parsers are accepted here; the frontend checks them when it
+uses them.
 """
 
 from __future__ import annotations
@@ -144,28 +144,32 @@ def written(instance: Instance) -> tuple[str, bytes]:
 def card_mismatch(instance: Instance, members: Iterable[Instance]) -> str:
     """Return why the card of an instance does not fit those of its model; "" if it fits.
 
-    Requests are rendered with the tokenizer and limits of the model's first instances, so a later one must be able to
-    run them. Parsers, chat template and sampling defaults may differ, as they do while a new release is rolled out. So
-    may the context length of prefill workers: they reject prompts that are too long for them.
+    Requests are rendered with the tokenizer and limits of the model's first instances, so later ones must be able to
+    run them. Parsers, chat template and sampling defaults may differ, as they do while a new release is rolled out. The
+    context length of prefill workers may differ, too: they reject prompts that are too long for them.
 
     Args:
         instance: the instance.
         members: the other instances of the model, in the order of registration.
     """
-    card, first, first_decode = instance.card, None, None
+    first = None
+    first_decode = None  # or aggregated
     for member in members:
-        first = first or member
+        if first is None:
+            first = member
         if member.role is not Role.PREFILL:
             first_decode = member
             break
-    if first is not None:
-        for field, mine, theirs in (
-            ("vocab_size", card.vocab_size, first.card.vocab_size),
-            ("renderer", card.renderer, first.card.renderer),
-            (f"files.{_TOKENIZER}", card.files.get(_TOKENIZER), first.card.files.get(_TOKENIZER)),
-        ):
-            if mine != theirs:
-                return _mismatch(field, mine, theirs, first)
+    if first is None:
+        return ""
+    card = instance.card
+    theirs = first.card
+    if card.vocab_size != theirs.vocab_size:
+        return _mismatch("vocab_size", card.vocab_size, theirs.vocab_size, first)
+    if card.renderer != theirs.renderer:
+        return _mismatch("renderer", card.renderer, theirs.renderer, first)
+    if card.files.get(_TOKENIZER) != theirs.files.get(_TOKENIZER):
+        return _mismatch(f"files.{_TOKENIZER}", card.files.get(_TOKENIZER), theirs.files.get(_TOKENIZER), first)
     if first_decode is not None and instance.role is not Role.PREFILL:
         context_length = first_decode.card.context_length
         if card.context_length < context_length:

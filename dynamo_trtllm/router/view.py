@@ -62,7 +62,8 @@ class ModelView:
     aggregated: tuple[Instance, ...] = ()
     keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
-    # Its card is in use. A decode or aggregated instance if there is one: its context length limits prompt and output.
+    # The instance whose card is in use. This is a decode or aggregated instance if there is one, because its context
+    # length limits prompt and output.
     first: Instance | None = field(default=None, repr=False, compare=False)
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)  # decode instances that have a partner
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -128,7 +129,7 @@ class ModelView:
 
 
 def first_of_model(instances: Iterable[Instance]) -> Instance | None:
-    """Return the first decode or aggregated instance, else the first one. None: there are no instances."""
+    """Return the first decode or aggregated instance, or the first one if there is none; None without instances."""
     first = None
     for instance in instances:
         if instance.role is not Role.PREFILL:
@@ -185,7 +186,7 @@ class ClusterView:
             name = instance.card.name
             view = self._models[name].excluding(frozenset((instance_id,)))
             if view.first is instance:
-                members = (each for each in self._instances.values() if each.card.name == name)
+                members = (member for member in self._instances.values() if member.card.name == name)
                 view = replace(view, first=first_of_model(members))
             self._put(name, view, Change(instance, is_added=False))
 
