@@ -1,4 +1,4 @@
-"""Convert the input of a tool that takes a text to the arguments of a function with one string, and back."""
+"""Convert the text input of a tool to the arguments of a function with one string parameter, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMA: Final[Mapping[str, Any]] = {
     "required": [_FIELD],
     "additionalProperties": False,
 }
-# What encloses the escaped text in the arguments, for a text that arrives in parts.
+# The arguments before and after the escaped text, for a text that arrives in parts.
 OPENING: Final = f'{{"{_FIELD}":"'
 CLOSING: Final = '"}'
 
@@ -30,7 +30,7 @@ def arguments_of(text: str) -> str:
 
 
 def text_of(arguments: str) -> str | None:
-    """Return the input for the arguments of the function. None: they are not those of such a function."""
+    """Return the input for the arguments of the function; None if they are not an object with the input as a string."""
     try:
         found = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -42,7 +42,7 @@ def text_of(arguments: str) -> str | None:
 def input_of(arguments: str) -> str:
     """Return the input for the arguments of the function.
 
-    Without structured output, a model may write the text alone.
+    Other arguments are returned unchanged: without structured output, a model may write only the text.
     """
     text = text_of(arguments)
     return arguments if text is None else text

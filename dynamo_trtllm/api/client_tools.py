@@ -2,7 +2,7 @@
 
 The client runs some of them.
 They become functions, with the parameters of Anthropic's documentation.
-`hosted_tools` says what becomes of the others.
+`hosted_tools` leaves the others out.
 """
 
 from __future__ import annotations

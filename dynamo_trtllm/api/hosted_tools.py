@@ -23,11 +23,11 @@ class HostedTool(RequestModel):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     type: Label
-    name: Label | None = None  # by which a `tool_choice` of Anthropic's API demands it
+    name: Label | None = None  # a `tool_choice` of Anthropic's API demands the tool by it
 
 
 def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, ValidationInfo], Any]:
-    """Return a validator of one tool that takes all fields but type and name from a hosted one.
+    """Return a validator of one tool. It removes all fields of a hosted tool except type and name.
 
     A type that is not among `served` is treated as an unknown field is: with `--unknown-fields reject` it is an error,
     and otherwise only if it is misspelled. `default` is that of a tool without a type, which else is an error.

@@ -158,7 +158,8 @@ def _served(
 def qualified_name(name: str, namespace: str | None) -> str:
     """Return the name under which the model sees a function.
 
-    Namespaces have no dot in their name, so only those of gpt-oss's browser can be written in two ways.
+    The names of namespaces have no dot. So only functions of gpt-oss's browser can be declared in two ways: with a
+    namespace, or with a dot in their name.
     """
     return name if namespace is None else f"{namespace}.{name}"
 

@@ -181,7 +181,7 @@ class Renderer(Protocol):
         """
 
     def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
-        """Return the names of those tools that the model was trained with, which the format treats apart."""
+        """Return the names of the tools that the model was trained with. The format writes these in a special form."""
 
     def call_header(self, tool: Tool | None) -> TokenIds | None:
         """Return ids that make the model call a tool when they follow the rendered prompt.

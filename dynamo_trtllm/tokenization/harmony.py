@@ -147,7 +147,7 @@ class HarmonyRenderer:
         return BytesTextParser(TokenTextCache(lambda token_id: b"" if token_id in hidden else all_bytes(token_id)))
 
     def _system_ids(self, conversation: Conversation) -> TokenIds:
-        """Return the system message. A client's description of Python replaces Harmony's."""
+        """Return the token ids of the system message. A client's description of Python replaces that of Harmony."""
         builtins = self.builtin_tools(conversation.tools)
         has_functions = len(builtins) < len(conversation.tools)
         ids = token_ids(self._system(conversation.reasoning_effort, self.today(), builtins, has_functions))
@@ -194,7 +194,7 @@ class HarmonyRenderer:
         return ids
 
     def _header_end(self, channel: str, address: str, content_type: str | None) -> TokenIds:
-        """Return the end of a header, from the channel on. gpt-oss marks a content type, except that of its tools."""
+        """Return the end of a header, from the channel on. Content types are marked, except that of built-in tools."""
         ids = token_ids([harmony_parser.CHANNEL])
         if content_type is None:
             ids.extend(self.encode(channel + address))

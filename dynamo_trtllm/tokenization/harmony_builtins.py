@@ -1,6 +1,7 @@
-"""Know the tools that gpt-oss was trained with: a browser, and Python. The client runs them.
+"""Describe the tools that gpt-oss was trained with, a browser and Python, and format their calls. The client runs them.
 
-Harmony describes them in the system message. Their calls have a recipient and a channel of their own.
+Harmony describes these tools in the system message. Their calls have another recipient and
+channel than those of functions.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from dynamo_trtllm.tokenization.base import Tool, ToolCall
 
 PYTHON: Final = "python"  # name of the tool whose input is a text, and recipient of its calls
 CHANNEL: Final = "analysis"  # of the calls and their results
-CONTENT_TYPE: Final = "code"  # of the calls, also if they are JSON
+CONTENT_TYPE: Final = "code"  # of the calls, even if their arguments are JSON
 _BROWSER: Final = oh.ToolNamespaceConfig.browser()
 _FUNCTIONS: Final[Mapping[str, oh.ToolDescription]] = {f"{_BROWSER.name}.{tool.name}": tool for tool in _BROWSER.tools}
 PYTHON_DESCRIPTION: Final = oh.ToolNamespaceConfig.python().description or ""
-# What a JSON Schema may have besides the properties, and still describe the same arguments.
+# Keywords of a JSON Schema that do not change which of Harmony's arguments it accepts.
 _NEUTRAL: Final = frozenset({"$schema", "type", "title", "description", "additionalProperties"})
 
 
 def is_builtin(tool: Tool) -> bool:
-    """Return whether the client declares a tool that gpt-oss knows: with its name, and a shape that Harmony's fits."""
+    """Return whether gpt-oss was trained with a tool of this name whose arguments fit the declared parameters."""
     if tool.name == PYTHON:
         return tool.is_text
     known = _FUNCTIONS.get(tool.name)
@@ -33,7 +34,8 @@ def is_builtin(tool: Tool) -> bool:
 
 def _fits(parameters: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
     """Return whether a tool with these parameters takes the arguments that gpt-oss was trained to write."""
-    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    properties = parameters.get("properties", {})
+    required = parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
     if not parameters.keys() <= {*_NEUTRAL, "properties", "required"}:
@@ -43,7 +45,7 @@ def _fits(parameters: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
 
 
 def call_text(call: ToolCall, functions: frozenset[str]) -> str | None:
-    """Return the text of an earlier call of a built-in tool, as gpt-oss wrote it. None: it called a function.
+    """Return the text of an earlier call of a built-in tool, as gpt-oss wrote it; None for a call of a function.
 
     Args:
         call: The call.

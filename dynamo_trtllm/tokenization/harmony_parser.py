@@ -41,7 +41,7 @@ class Header(NamedTuple):
 
     @property
     def is_text_call(self) -> bool:
-        """Return whether what a call holds is a text, not JSON: gpt-oss was trained to write code to `python`."""
+        """Return whether the body of a call is a text, not JSON: gpt-oss was trained to send code to `python`."""
         return self.recipient == PYTHON and self.content_type != "json"
 
     @property
