@@ -304,7 +304,7 @@ def _constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served:
     answer = None
     if options.output_format is not None:
         answer = _formatted_answer(options.output_format, tools, options, served)
-    # Calls of tools that the model was trained with begin in a form of their own, which triggers no schema.
+    # Calls of built-in tools begin in a special form, which does not trigger a schema.
     builtins = served.renderer.builtin_tools(tools)
     functions = tuple(tool for tool in tools if tool.name not in builtins)
     strict_tools = [tool for tool in tools if tool.name in options.strict_tools]

@@ -11,8 +11,8 @@ Graph: TypeAlias = Mapping[Any, Sequence[Any]]
 
 def components(graph: Graph) -> Iterator[list[Any]]:
     """Yield the strongly connected components of a graph, each after those that it refers to (Tarjan's algorithm)."""
-    number: dict[Any, int] = {}  # of each node that was reached, in order
-    lowest: dict[Any, int] = {}  # the smallest number that is reached from a node
+    number: dict[Any, int] = {}  # of each node that was reached, in this order
+    lowest: dict[Any, int] = {}  # by node: the smallest number of the pending nodes that it reaches
     pending: list[Any] = []  # nodes whose component is not complete
     is_pending: set[Any] = set()
     for root in graph:

@@ -1,8 +1,8 @@
 """Limit the output formats of a request before an engine compiles them.
 
-Compilers of structured output recurse over nesting and references, write repetitions out, and multiply what rules
-contain. So a format of a few kB can overflow a stack, or take minutes. The limits are far above what clients send, and
-below what crashes llguidance or xgrammar. Checking takes time proportional to the size of the format.
+Compilers of structured output recurse over nesting and references, write repetitions out, and replace the names of
+rules by their content. So a format of a few kB can overflow a stack, or take minutes. The limits are far above what
+clients send, and below what crashes llguidance or xgrammar. The time to check a format is proportional to its size.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _GROUPS: Final = "nesting of groups"
 _LEVELS: Final = "nesting of objects with references followed"
 _COUNT: Final = "minItems, maxItems, minContains, minProperties and maxProperties"
 LIMITS: Final = {
-    # of all formats of a request together
+    # Limits of all formats of a request together:
     "rules": 1_000,
     "lines": 4_000,
     "patterns": 100,
     "properties": 5_000,
-    # of one place in a format
+    # Limits of each single place in a format:
     _GROUPS: 64,
     _WRITTEN_OUT: 100_000,
     "quantifiers of a regular expression": 100,
@@ -39,14 +39,14 @@ LIMITS: Final = {
     _COUNT: 10_000,
     "multipleOf": 1_000,
 }
-"""The limits by the name that errors and docs/api-fields.md have."""
+"""The limits by name. Errors and docs/api-fields.md use these names."""
 
-_HUGE: Final = 10**12  # larger values are not computed
+_HUGE: Final = 10**12  # sizes are computed up to this value
 _COUNTS: Final = ("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 
 
 def check_formats(guided: StructuredOutput, field: str) -> None:
-    """Raise InvalidRequest if the formats of a request exceed a limit. `field`: the API's name of where they are."""
+    """Raise InvalidRequest if the formats of a request exceed a limit. `field`: the API's name of their field."""
     usage = _Usage(field)
     part: StructuredOutput | None = guided
     while part is not None:
@@ -119,13 +119,13 @@ def _written_out(grammar: GrammarSyntax) -> int:
     graph: Graph = {name: [used for used, _ in rule.uses if used in rules] for name, rule in rules.items()}
     sizes: dict[str, int] = {}
     for group in components(graph):  # a rule comes after those that it names
-        found = {}
+        group_sizes = {}
         for name in group:
             total = rules[name].size
             for used, times in rules[name].uses:
                 total += times * sizes.get(used, 1)
-            found[name] = min(total, _HUGE)
-        sizes |= found
+            group_sizes[name] = min(total, _HUGE)
+        sizes |= group_sizes
     return max(sizes.values(), default=0)
 
 
@@ -171,7 +171,7 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _children(node: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the objects in an object that have no other object between."""
+    """Yield the objects that are directly in an object, or in lists in it."""
     waiting = list(node.values())
     while waiting:
         value = waiting.pop()
@@ -196,11 +196,11 @@ def _check_object(node: Mapping[str, Any], usage: _Usage) -> None:
 
 
 def _add_patterns(node: Mapping[str, Any], usage: _Usage) -> None:
-    found = [node.get("pattern")]
+    patterns = [node.get("pattern")]
     named = node.get("patternProperties")
     if isinstance(named, dict):
-        found += named
-    for pattern in found:
+        patterns += named
+    for pattern in patterns:
         if isinstance(pattern, str):
             usage.add("patterns", 1)
             _add_regex(pattern, usage)
@@ -214,7 +214,7 @@ def _multiple(node: Mapping[str, Any]) -> Fraction | None:
 
 
 def _resolved(schema: Any, reference: str) -> Any:
-    """Return what a JSON pointer refers to. None: nothing, which the engine rejects."""
+    """Return the value to which a JSON pointer refers; None if there is none, which the engine rejects."""
     if not reference.startswith("#"):
         return None
     value = schema

@@ -1,6 +1,6 @@
-"""Read regular expressions and grammars as far as their limits need it, in linear time and without recursion.
+"""Count what regular expressions and grammars use of the limits, in linear time and without recursion.
 
-Syntax errors are left to the engine. Where the syntax is not valid, the result is only a count.
+Syntax errors are left to the engine. If the syntax is not valid, the counts have no meaning.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-_MANY: Final = 10**9  # a repetition that is written with ten digits or more
-_DIGITS: Final = 9
+_MANY: Final = 10**9  # stands for numbers with more than _MAX_DIGITS digits
+_MAX_DIGITS: Final = 9
 
 
 class RegexSyntax(NamedTuple):
     """What a regular expression uses of the limits."""
 
     depth: int  # of nested groups
-    size: int  # characters and classes, when repetitions are written out
+    size: int  # number of characters and classes after repetitions are written out
     quantifiers: int
 
 
@@ -26,8 +26,8 @@ class RuleSyntax:
     """The right sides of a rule, over all its definitions."""
 
     def __init__(self) -> None:
-        self.size = 0  # texts, classes and regular expressions, when repetitions are written out
-        self.uses: list[tuple[str, int]] = []  # the rules that it names, and how often
+        self.size = 0  # size of texts, classes and regular expressions after repetitions are written out
+        self.uses: list[tuple[str, int]] = []  # names of rules, each with the number of times that it is used
 
 
 class GrammarSyntax:
@@ -93,12 +93,12 @@ def read_regex(text: str) -> RegexSyntax:
 def _number(digits: str | None) -> int:
     if not digits:
         return 0
-    return int(digits) if len(digits) <= _DIGITS else _MANY
+    return int(digits) if len(digits) <= _MAX_DIGITS else _MANY
 
 
 # --- grammars ----------------------------------------------------------------------------------------------
 
-# llguidance takes a text for Lark if it has one of these at the beginning of a line.
+# llguidance reads a text as Lark if one of these is at the beginning of a line.
 _IS_LARK: Final = re.compile(r"^[ \t\r\f\v]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
 _COMMON: Final = r"""
     (?P<text>"(?:\\.|[^"\\\n])*"?)
@@ -121,7 +121,7 @@ _RULE_NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def grammar_modes(text: str) -> tuple[Mode, ...]:
-    """Return the syntaxes that an engine may read a grammar as. llguidance and vLLM decide it in different ways."""
+    """Return the syntaxes in which an engine may read a grammar. llguidance and vLLM use different rules for that."""
     if "::=" not in text:
         return (Mode.LARK,)
     return (Mode.EBNF, Mode.LARK) if _IS_LARK.search(text) else (Mode.EBNF,)
@@ -135,7 +135,7 @@ class _Atom:
         self.uses = uses or []
 
     def add(self, other: _Atom, times: int = 1) -> None:
-        """Add an atom, or more copies of one."""
+        """Add copies of an atom."""
         self.size += times * other.size
         self.uses += [(name, times * count) for name, count in other.uses]
 
@@ -143,10 +143,10 @@ class _Atom:
 def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
     """Return what a grammar uses of the limits."""
     grammar = GrammarSyntax()
-    rule = RuleSyntax()  # what stands before the first rule
-    groups = [_Atom()]  # the open groups of the rule
-    last = _Atom()
-    braces = 0  # open ones, which may contain rules
+    rule = RuleSyntax()  # at first, for the text before the first rule
+    groups = [_Atom()]  # the open groups of the rule; the first one is the rule itself
+    last = _Atom()  # what a quantifier would repeat
+    braces = 0  # number of open braces, which may contain rules
     position = 0
     tokens = _TOKENS[mode]
     while token := tokens.search(text, position):
@@ -185,13 +185,14 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
 
 
 def _end_rule(rule: RuleSyntax, groups: list[_Atom]) -> None:
-    """Add the right side of a rule to it. Groups that were not closed count once."""
+    """Add the sizes of the open groups, the first of which is the right side, to a rule."""
     for group in groups:
         rule.size += group.size
         rule.uses += group.uses
 
 
 def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
+    """Return the size of a token. Adds a regular expression to those of the grammar."""
     if kind == "regex":
         regex = found[1:].rpartition("/")[0]
         grammar.regexes.append(regex)
@@ -200,7 +201,7 @@ def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
 
 
 def _embedded(text: str, position: int) -> tuple[Any, int]:
-    """Return the JSON value after a position, and where it ends. Invalid JSON is no schema, and the rest is skipped."""
+    """Return the JSON value after a position, and where it ends. If it is invalid, skip the rest of the text."""
     begin = text.find("{", position)
     try:
         return json.JSONDecoder().raw_decode(text, max(begin, 0))
