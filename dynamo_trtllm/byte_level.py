@@ -6,7 +6,7 @@ from typing import Final
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: itself if printable, else one from U+0100 on (GPT-2)."""
+    """Return the byte of each character. As in GPT-2, bytes that are not printable have characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

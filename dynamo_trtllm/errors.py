@@ -127,7 +127,7 @@ class Unreachable(PlaneError, code="unreachable", retryable=True):
 
 
 class NoListener(Unreachable):
-    """No process listens at the subject, so that the message was delivered to none."""
+    """No process listens at the subject, so the message was not delivered."""
 
 
 class Disconnected(PlaneError, code="disconnected", retryable=True):
@@ -135,7 +135,7 @@ class Disconnected(PlaneError, code="disconnected", retryable=True):
 
 
 class WorkerDied(Disconnected):
-    """The worker had the call, and then its process ended or lost its connection. A worker that hangs has not died."""
+    """The worker received the call, and then its process ended or lost its connection. Not raised if it hangs."""
 
 
 class DeadlineExceeded(PlaneError, code="deadline"):
@@ -205,7 +205,7 @@ class MigrationFailed(EngineError, code="not_migratable"):
 
 
 class QueryOfDeath(EngineError, code="query_of_death"):
-    """Two workers ended while they ran this request, or one like it did so before. It is not tried on a third."""
+    """Two workers ended while they ran this request, or an earlier one with the same prompt. It is not tried again."""
 
 
 class NonFinite(EngineError, code="non_finite", retryable=True):

@@ -1,8 +1,8 @@
 """Define the types of the numbers that processes exchange, each with its range.
 
-Numbers of messages and records have one of these types. msgspec rejects another value when it decodes the message; that
-includes NaN, which fails every comparison. So code behind a decoder meets finite numbers that fit into timers, counters
-and the integers of libraries.
+Fields of messages and records have one of these types. When msgspec decodes a message, it rejects values out of range,
+also NaN, which fails every comparison. So all decoded numbers are finite and fit into timers, counters and the integers
+of libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAST_TIME: Final = 1e11  # in the year 5138
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_COUNT)]  # of tokens, blocks, requests, layers
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
-# Also an id, a number of bytes, or an address.
+# Any other whole number: an id, a number of bytes, an address, or a number in order.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_INT64)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-MOST_INT64 - 1, le=MOST_INT64)]
 UInt64: TypeAlias = Annotated[int, Meta(ge=0)]  # MessagePack has no larger ones, and msgspec no larger bound

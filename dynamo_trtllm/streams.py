@@ -333,7 +333,7 @@ def phase_timings(
         kv_params: of a decode call.
         cached_tokens: prompt tokens that came from the prefix cache.
     """
-    # A library's clock may step back, and a frame with a negative time or NaN is not read.
+    # The clock of a library may step back, and readers reject frames with a negative time or NaN.
     more = {phase: seconds if seconds > 0 else 0.0 for phase, seconds in phases.items()}
     return PhaseTimings(
         queue_s=more.pop("queue", 0.0),

@@ -118,7 +118,7 @@ def launch_records() -> list[LaunchRecord]:
     records = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"), key=lambda path: path.name):
         with suppress(OSError, msgspec.DecodeError):  # it ends just now, or is no record
-            if folder.lstat().st_uid == os.geteuid():  # another user's link to a folder is no folder of ours
+            if folder.lstat().st_uid == os.geteuid():  # `lstat`: a link by another user is ignored
                 record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=LaunchRecord)
                 os.kill(record.pid, 0)
                 records.append(record)

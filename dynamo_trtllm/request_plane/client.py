@@ -53,7 +53,7 @@ class PlaneLimits:
     """Timeouts of a plane."""
 
     ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
-    listener_timeout_s: float = 0.5  # for the reply to whether a worker without an acknowledgment is still there
+    listener_timeout_s: float = 0.5  # for the reply to the ping of a worker that has not acknowledged a request
     ping_interval_s: float = 3.0  # a lost message is detected within twice this time, a dead peer within three times
 
 
@@ -184,7 +184,7 @@ class Plane:
         def receive(data: bytes, _: str) -> None:
             try:
                 report = decode(data, LoadReport)
-            except errors.BadFrame as exc:  # those that come with frames are skipped, too
+            except errors.BadFrame as exc:  # unreadable reports that come with frames are skipped, too
                 self._count_unreadable(exc)
                 return
             on_load(report)
@@ -233,11 +233,9 @@ class Plane:
         except errors.Unreachable as exc:
             if time.time() >= request.deadline:
                 raise errors.DeadlineExceeded("the request's deadline passed before a worker took it") from exc
-            if receiver.received:
-                pass
-            elif isinstance(exc, errors.NoListener):
-                raise
-            else:
+            if not receiver.received:
+                if isinstance(exc, errors.NoListener):
+                    raise
                 await self._check_listener(subject, exc)
                 raise
         else:
