@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 from dynamo_trtllm.errors import InvalidRequest
@@ -71,11 +71,11 @@ class _Usage:
         """Raise InvalidRequest if `value` exceeds a limit for one place."""
         if value > LIMITS[limit]:
             shown = str(value) if value < _HUGE else f"at least {_HUGE}"
-            raise InvalidRequest(
-                f"the format in {self._field} exceeds the limit for {limit}: {shown}, at most {LIMITS[limit]} are "
-                "allowed; simplify it",
-                field=self._field,
-            )
+            self.reject(f"exceeds the limit for {limit}: {shown}, at most {LIMITS[limit]} are allowed; simplify it")
+
+    def reject(self, text: str) -> NoReturn:
+        """Raise InvalidRequest. `text`: what is wrong with the format, after its name."""
+        raise InvalidRequest(f"the format in {self._field} {text}", field=self._field)
 
 
 def _add(alternative: OutputFormat, usage: _Usage) -> None:
@@ -89,6 +89,8 @@ def _add(alternative: OutputFormat, usage: _Usage) -> None:
 
 def _add_regex(text: str, usage: _Usage) -> None:
     regex = read_regex(text)
+    if regex.is_verbose:
+        usage.reject("has a regular expression with the flag x; leave out its comments, its blanks and the flag")
     usage.check(_GROUPS, regex.depth)
     usage.check(_WRITTEN_OUT, regex.size)
     usage.check("quantifiers of a regular expression", regex.quantifiers)
@@ -191,8 +193,8 @@ def _check_object(node: Mapping[str, Any], usage: _Usage) -> None:
         usage.check("patternProperties", len(patterns))
     for name in _COUNTS:
         bound = node.get(name)
-        if isinstance(bound, int):
-            usage.check(_COUNT, bound)
+        if isinstance(bound, int | float) and bound > LIMITS[_COUNT]:
+            usage.check(_COUNT, _HUGE if bound >= _HUGE else int(bound))
 
 
 def _add_patterns(node: Mapping[str, Any], usage: _Usage) -> None:

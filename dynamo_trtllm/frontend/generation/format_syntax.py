@@ -20,6 +20,7 @@ class RegexSyntax(NamedTuple):
     depth: int  # of nested groups
     size: int  # number of characters and classes after repetitions are written out
     quantifiers: int
+    is_verbose: bool  # blanks and comments have no meaning, and what is in them is counted all the same
 
 
 class RuleSyntax:
@@ -50,10 +51,15 @@ class Mode(Enum):
 # --- regular expressions -----------------------------------------------------------------------------------
 
 _REGEX_TOKEN: Final = re.compile(
-    r"(?P<repeat>\{(?P<least>\d*)(?:,(?P<most>\d*))?\})|(?P<plain>[^\\\[\](){}*+?|]+)|(?P<escaped>\\.)"
+    r"(?P<repeat>\{(?P<least>\d*)(?:,(?P<most>\d*))?\})|(?P<plain>[^\\\[\](){}*+?|]+)"
+    # A character by its number, or a class by its name, may have braces.
+    r"|(?P<escaped>\\[xuU]\{[0-9A-Fa-f]{1,8}\}|\\[pP]\{[^{}]{1,60}\}|\\.)"
     r"|(?P<group>\(\??)|(?P<other>.)",
     re.DOTALL,
 )
+
+
+_VERBOSE: Final = re.compile(r"\(\?[A-Za-z-]{0,20}x")  # inline flags with x
 
 
 def read_regex(text: str) -> RegexSyntax:
@@ -87,7 +93,7 @@ def read_regex(text: str) -> RegexSyntax:
         else:
             last = 1  # a quantifier repeats only the last character of a plain text
             sizes[-1] += len(char) if token.lastgroup == "plain" else last
-    return RegexSyntax(depth, sum(sizes), quantifiers)
+    return RegexSyntax(depth, sum(sizes), quantifiers, is_verbose=_VERBOSE.search(text) is not None)
 
 
 def _number(digits: str | None) -> int:
@@ -194,8 +200,8 @@ def _end_rule(rule: RuleSyntax, groups: list[_Atom]) -> None:
 def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
     """Return the size of a token. Adds a regular expression to those of the grammar."""
     if kind == "regex":
-        regex = found[1:].rpartition("/")[0]
-        grammar.regexes.append(regex)
+        regex, _, flags = found[1:].rpartition("/")
+        grammar.regexes.append(f"(?x){regex}" if "x" in flags else regex)
         return read_regex(regex).size
     return len(found) - 2 if kind == "text" else 1
 

@@ -140,10 +140,31 @@ def test_formats_of_a_request_then_what_they_use_is_added_over_all_of_them() -> 
         ("schema", {"$ref": "#/no/such/place"}),
         ("schema", {"$ref": "#"}),
         ("regex", "|".join(f"word {number}" for number in range(6_000))),
+        ("regex", r"\x{20000}\u{20000}\p{Letter}" * 6),
     ],
 )
 def test_format_that_is_large_but_harmless_then_accepted(kind: str, value: Any) -> None:
     check_formats(formatted(kind, value), "response_format")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "(?x)#[\n(x{1000}){1000}"),
+        ("regex", "a(?i-sx:b)"),
+        ("grammar", "start: /#[\n(x{1000}){1000}/x".replace("\n", " ")),
+        ("schema", {"pattern": "(?ix)a # b"}),
+    ],
+)
+def test_regular_expression_when_it_is_verbose_then_rejected(kind: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="the format in response_format has a regular expression with the flag x"):
+        check_formats(formatted(kind, value), "response_format")
+
+
+@pytest.mark.parametrize("bound", [1e9, float("inf"), 10**400, 10_001])
+def test_count_when_it_is_any_large_number_then_rejected(bound: float) -> None:
+    with pytest.raises(InvalidRequest, match="exceeds the limit for minItems"):
+        check_formats(formatted("schema", {"minItems": bound}), "response_format")
 
 
 @pytest.mark.parametrize(
