@@ -57,10 +57,11 @@ V = TypeVar("V")
 class Suspicion:
     """The deaths with which one prompt of a request is charged. The choices of the prompt share this object."""
 
-    __slots__ = ("deaths", "is_shared", "selection")
+    __slots__ = ("deaths", "is_given_up", "is_shared", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.deaths: dict[int, int] = {}  # by instance id: tokens that the call had returned
+        self.is_given_up = False
         self.is_shared = is_shared  # by several choices
         # The workers of the latest attempt. All choices run on them: otherwise one request could end all workers at
         # once.
@@ -186,7 +187,14 @@ class Suspects:
         deaths[dead] = num_tokens
         if len(deaths) < MOST_DEATHS:
             return None
-        return self._give_up(request, list(deaths), is_only_suspect=self._had_one_suspect.get(dead, False))
+        if not call.suspicion.is_given_up:  # else another choice of the prompt was given up before
+            call.suspicion.is_given_up = True
+            is_only_suspect = self._had_one_suspect.get(dead, False)
+            self._note_given_up(request, list(deaths), is_only_suspect=is_only_suspect)
+        return QueryOfDeath(
+            f"{len(deaths)} workers ended while they ran this request ({_names(deaths)}), so it is not tried on "
+            "another one; change the request"
+        )
 
     def _is_charged(self, call: Call, dead: int, num_tokens: int) -> bool:
         """Return whether the death of an instance is charged to a call that failed with it."""
@@ -199,18 +207,18 @@ class Suspects:
     def _note_dead(self, instance_id: int) -> None:
         """Record a death, and which suspects the worker ran."""
         running = self._running[instance_id]
-        primes = [call for call in running if call.is_prime_on(instance_id)]
-        suspicions = {call.suspicion for call in primes or running if call.suspicion.deaths}
         self._dead[instance_id] = None
         self._dying[instance_id] = set(running)
+        primes = [call for call in running if call.is_prime_on(instance_id)]
+        suspicions = {call.suspicion for call in primes or running if call.suspicion.deaths}
         self._had_prime[instance_id] = bool(primes)
         self._had_one_suspect[instance_id] = len(suspicions) == 1
         _drop_oldest(self._dead, _MOST_DEAD)
         _drop_oldest(self._had_prime, _MOST_DEAD)
         _drop_oldest(self._had_one_suspect, _MOST_DEAD)
 
-    def _give_up(self, request: GenerateRequest, instances: list[int], *, is_only_suspect: bool) -> QueryOfDeath:
-        """Return the error of a request that is given up, and refuse similar ones if it is probably the cause."""
+    def _note_given_up(self, request: GenerateRequest, instances: list[int], *, is_only_suspect: bool) -> None:
+        """Record that a request is given up, and refuse similar ones if it is probably the cause."""
         key = _key(request)
         now = self._clock()
         is_refused = is_only_suspect or self._given_up.get(key, now) > now
@@ -218,16 +226,11 @@ class Suspects:
         if is_refused:
             self._remember(self._refused, key, now)
         self._count("given_up")
-        names = " and ".join(f"{instance_id:x}" for instance_id in instances)
         log.error(
             "request %s given up: workers %s ended while they ran it%s",
             short_id(request.request_id),
-            names,
+            _names(instances),
             f"; its prompt is refused for {REFUSED_S:g} s" if is_refused else "",
-        )
-        return QueryOfDeath(
-            f"{len(instances)} workers ended while they ran this request ({names}), so it is not tried on another one; "
-            "change the request"
         )
 
     @staticmethod
@@ -255,6 +258,10 @@ class Suspects:
             "workers ended while they ran a request with this prompt and format, so it is refused for "
             f"{until - now:.0f} more seconds; change the request"
         )
+
+
+def _names(instances: Iterable[int]) -> str:
+    return " and ".join(f"{instance_id:x}" for instance_id in instances)
 
 
 def _is_same_point(num_tokens: int, before: Iterable[int]) -> bool:

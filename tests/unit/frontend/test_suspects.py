@@ -89,6 +89,19 @@ def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refus
     assert fleet.is_refused(prompt(1))
 
 
+def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None:
+    fleet = Fleet()
+    shared = Suspicion(is_shared=True)
+    calls = [fleet.call(1, shared), fleet.call(1, shared), fleet.call(1)]
+    for call in calls:
+        fleet.die(call, 20, prompt(1))
+    for call in calls:
+        fleet.suspects.begin(call, 2)
+    assert all(fleet.die(call, 20, prompt(number)) for number, call in zip((1, 1, 2), calls, strict=True))
+    assert fleet.counted == ["given_up"] * 2
+    assert not fleet.is_refused(prompt(1))
+
+
 def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "MOST_REFUSED", 2)
     fleet = Fleet()
