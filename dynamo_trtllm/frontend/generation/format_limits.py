@@ -16,7 +16,13 @@ from urllib.parse import unquote
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.format_graph import Graph, components, longest_path
-from dynamo_trtllm.frontend.generation.format_syntax import GrammarSyntax, grammar_modes, read_grammar, read_regex
+from dynamo_trtllm.frontend.generation.format_syntax import (
+    MOST_GROUPS,
+    GrammarSyntax,
+    grammar_modes,
+    read_grammar,
+    read_regex,
+)
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 
 _WRITTEN_OUT: Final = "symbols with repetitions and rules written out"
@@ -30,7 +36,7 @@ LIMITS: Final = {
     "patterns": 100,
     "properties": 5_000,
     # Limits of each single place in a format:
-    _GROUPS: 64,
+    _GROUPS: MOST_GROUPS,
     _WRITTEN_OUT: 100_000,
     "quantifiers of a regular expression": 100,
     _LEVELS: 1_000,
@@ -118,13 +124,13 @@ def _written_out(grammar: GrammarSyntax) -> int:
     A rule that contains itself can't be written out: within a group of such rules, each name counts as one symbol.
     """
     rules = grammar.rules
-    graph: Graph = {name: [used for used, _ in rule.uses if used in rules] for name, rule in rules.items()}
+    graph: Graph = {name: [used for used in rule.uses if used in rules] for name, rule in rules.items()}
     sizes: dict[str, int] = {}
     for group in components(graph):  # a rule comes after those that it names
         group_sizes = {}
         for name in group:
             total = rules[name].size
-            for used, times in rules[name].uses:
+            for used, times in rules[name].uses.items():
                 total += times * sizes.get(used, 1)
             group_sizes[name] = min(total, _HUGE)
         sizes |= group_sizes
@@ -210,7 +216,9 @@ def _add_patterns(node: Mapping[str, Any], usage: _Usage) -> None:
 
 def _multiple(node: Mapping[str, Any]) -> Fraction | None:
     value = node.get("multipleOf")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return Fraction(repr(value))
 

@@ -1,6 +1,7 @@
 """Count what regular expressions and grammars use of the limits, in linear time and without recursion.
 
-Syntax errors are left to the engine. If the syntax is not valid, the counts have no meaning.
+Syntax errors are left to the engine. If the syntax is not valid, the counts have no meaning. Reading a grammar ends
+where its groups are nested more deeply than a format may nest them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
+MOST_GROUPS: Final = 64  # nested groups of a format
 _MANY: Final = 10**9  # stands for numbers with more than _MAX_DIGITS digits
 _MAX_DIGITS: Final = 9
 
@@ -28,7 +30,7 @@ class RuleSyntax:
 
     def __init__(self) -> None:
         self.size = 0  # size of texts, classes and regular expressions after repetitions are written out
-        self.uses: list[tuple[str, int]] = []  # names of rules, each with the number of times that it is used
+        self.uses: dict[str, int] = {}  # names of rules, each with the number of times that it is used
 
 
 class GrammarSyntax:
@@ -120,7 +122,7 @@ _COMMON: Final = r"""
 _TOKENS: Final = {
     Mode.EBNF: re.compile(r"(?P<comment>\#[^\n]*)|(?P<set>\[(?:\\.|[^\]\\\n])*\]?)|" + _COMMON, re.VERBOSE),
     Mode.LARK: re.compile(
-        r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|" + _COMMON, re.VERBOSE
+        r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+(?:/[a-z]*)?)|" + _COMMON, re.VERBOSE
     ),
 }
 _RULE_NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
@@ -136,14 +138,15 @@ def grammar_modes(text: str) -> tuple[Mode, ...]:
 class _Atom:
     """A part of a rule that a quantifier may repeat."""
 
-    def __init__(self, size: int = 0, uses: list[tuple[str, int]] | None = None) -> None:
+    def __init__(self, size: int = 0, name: str = "") -> None:
         self.size = size
-        self.uses = uses or []
+        self.uses = {name: 1} if name else {}
 
     def add(self, other: _Atom, times: int = 1) -> None:
         """Add copies of an atom."""
         self.size += times * other.size
-        self.uses += [(name, times * count) for name, count in other.uses]
+        for name, count in other.uses.items():
+            self.uses[name] = self.uses.get(name, 0) + times * count
 
 
 def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
@@ -155,7 +158,7 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
     braces = 0  # number of open braces, which may contain rules
     position = 0
     tokens = _TOKENS[mode]
-    while token := tokens.search(text, position):
+    while grammar.depth <= MOST_GROUPS and (token := tokens.search(text, position)):
         position = token.end()
         kind = token.lastgroup
         found = token.group()
@@ -184,7 +187,7 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
             groups[-1].add(last, max(0, times - 1))
             last = _Atom()
         elif kind in ("text", "set", "regex", "name"):
-            last = _Atom(uses=[(found, 1)]) if kind == "name" else _Atom(size=_size(kind, found, grammar))
+            last = _Atom(name=found) if kind == "name" else _Atom(size=_size(kind, found, grammar))
             groups[-1].add(last)
     _end_rule(rule, groups)
     return grammar
@@ -194,7 +197,8 @@ def _end_rule(rule: RuleSyntax, groups: list[_Atom]) -> None:
     """Add the sizes of the open groups, the first of which is the right side, to a rule."""
     for group in groups:
         rule.size += group.size
-        rule.uses += group.uses
+        for name, count in group.uses.items():
+            rule.uses[name] = rule.uses.get(name, 0) + count
 
 
 def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
@@ -209,7 +213,9 @@ def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
 def _embedded(text: str, position: int) -> tuple[Any, int]:
     """Return the JSON value after a position, and where it ends. If it is invalid, skip the rest of the text."""
     begin = text.find("{", position)
+    if begin < 0:
+        return {}, len(text)
     try:
-        return json.JSONDecoder().raw_decode(text, max(begin, 0))
+        return json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
         return {}, len(text)

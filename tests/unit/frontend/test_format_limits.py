@@ -60,11 +60,13 @@ GRAMMARS: list[tuple[Callable[[int], str], int, int, str]] = [
     (doubled, 16, 17, WRITTEN_OUT),
     (lambda n: doubled(n, " ::=", "root"), 16, 60, WRITTEN_OUT),
     (lambda n: f'start: (("a" b){{{n}}}){{{n}}}\nb: "b"', 200, 250, WRITTEN_OUT),
+    (lambda n: "start: " + "(" * n + "a" + "){2}" * n, 16, 64, WRITTEN_OUT),
     (lambda n: f'start: "a" ~ 2..{n}', 100_000, 100_001, WRITTEN_OUT),
     (lambda n: f"start: /(a{{{n}}}){{{n}}}/", 300, 400, WRITTEN_OUT),
     (lambda n: f'root ::= "a"{{ {n} , {n} }}', 100_000, 10**12, WRITTEN_OUT),
     (lambda n: "start: /" + "a?" * n + "/", 100, 101, QUANTIFIERS),
     (lambda n: f"start: %json {json.dumps({'multipleOf': n})}", 1_000, 1_001, "multipleOf"),
+    (lambda n: f"start: %json {json.dumps({'multipleOf': n})}", 1_000, 10**400, "multipleOf"),
 ]
 REGEXES: list[tuple[Callable[[int], str], int, int, str]] = [
     (lambda n: "(" * n + "a" + ")" * n, 64, 65, "nesting of groups"),
@@ -134,6 +136,7 @@ def test_formats_of_a_request_then_what_they_use_is_added_over_all_of_them() -> 
             "start: e0\n" + "\n".join(f'e{n}: e{n + 1} ("+" e{n + 1})*' for n in range(20)) + '\ne20: "(" e0 ")"',
         ),
         ("grammar", 'root ::= "(((((" | [({[] x # (((\nx ::= "::= :"'),
+        ("grammar", "1\nstart: %json"),  # no schema follows
         ("schema", {"type": "string", "minLength": 1, "maxLength": 2**31 - 1}),
         ("schema", {"properties": {"price": {"multipleOf": 0.01}, "step": {"multipleOf": 999}}}),
         ("schema", {"properties": {"minItems": {"type": "integer"}, "$ref": {"enum": [10**9]}}}),
@@ -172,7 +175,7 @@ def test_count_when_it_is_any_large_number_then_rejected(bound: float) -> None:
     [
         *[
             ("grammar", text)
-            for text in ("[", '"', "/", "a.", "{1,", "~", "(", "a{", "%json {", 'a"\\', "x[", "//", "::= [")
+            for text in ("[", '"', "/", "/\\", "a.", "{1,", "~", "(", "a{", "%json {", 'a"\\', "x[", "//", "::= [")
         ],
         *[("regex", text) for text in ("[", "{", "{1,", "\\", "(", "a{2}", "[^")],
         ("grammar", "a" + " " * 60_000),
