@@ -33,8 +33,8 @@ _LINGER_S = 1.0  # time for a rejected client to read the error: closing while i
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
 _WAITING = 8  # requests that wait behind another one. Then a disconnect is not noticed either
 # The most that is parsed at once. The parser does not report where in it a head begins, so the received bytes of a head
-# are only known to this precision.
-_PART_BYTES = 16 << 10
+# are only known to this precision. Nor does it stop at the end of a request, so a few more than `_WAITING` may wait.
+_PART_BYTES = 2 << 10
 _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
 
@@ -55,6 +55,8 @@ class HttpConnection(asyncio.Protocol):
     _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
     _is_reading = True
+    _unparsed = memoryview(b"")  # received, and left until fewer requests wait
+    _is_parsing = False
     _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
     _read_timer: ReadTimer
 
@@ -98,6 +100,7 @@ class HttpConnection(asyncio.Protocol):
             response.lose()
         self._current = self._newest = None
         self._waiting.clear()
+        self._unparsed = memoryview(b"")
         del self._parser  # it refers to this object
         self._server.remove(self)
 
@@ -113,10 +116,20 @@ class HttpConnection(asyncio.Protocol):
         self._begin_next()
 
     def data_received(self, data: bytes) -> None:
-        view = memoryview(data)
-        for begin in range(0, len(data), _PART_BYTES):
-            if not self._ignores_data:
-                self._receive(view[begin : begin + _PART_BYTES])
+        self._unparsed = memoryview(b"".join((self._unparsed, data)) if self._unparsed else data)
+        self._parse_received()
+
+    def _parse_received(self) -> None:
+        """Parse what was received until enough requests wait. A packet can have thousands of them."""
+        self._is_parsing = True
+        while self._unparsed and not self._ignores_data and len(self._waiting) < _WAITING:
+            part = self._unparsed[:_PART_BYTES]
+            self._unparsed = self._unparsed[_PART_BYTES:]
+            self._receive(part)
+        self._is_parsing = False
+        if self._ignores_data:
+            self._unparsed = memoryview(b"")
+        self._update_reading()
 
     def _receive(self, part: memoryview) -> None:
         """Parse a part of what the client sends, and check the limits of heads and bodies."""
@@ -291,6 +304,8 @@ class HttpConnection(asyncio.Protocol):
             self._read_timer.watch()
             return
         self._current = self._waiting.popleft()
+        if self._unparsed and not self._is_parsing:
+            self._loop.call_soon(self._parse_received)
         if self._current.request.is_complete:
             self._keep_open()
         else:  # the body could not arrive while others were before it
@@ -371,7 +386,8 @@ class HttpConnection(asyncio.Protocol):
         """Receive data unless too many requests wait, or a body is not read by its handler."""
         newest = self._newest
         is_full = newest is not None and newest.request.unread_bytes > _UNREAD_BYTES and not newest.response.ended
-        reads = len(self._waiting) < _WAITING and not is_full
+        is_behind = bool(self._unparsed) and not self._is_parsing
+        reads = len(self._waiting) < _WAITING and not is_full and not is_behind
         if reads != self._is_reading and not self._transport.is_closing():
             self._is_reading = reads
             if reads:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse, ReadTimer
 from dynamo_trtllm.http_server.server import Route, Router
 from tests.memory_http import MemoryClient, MemoryTransport
@@ -79,6 +80,31 @@ async def test_requests_when_many_wait_then_nothing_more_is_received_until_they_
     await turns()
     assert client.transport.is_reading
     assert len(bodies(client)) == 9
+
+
+async def test_packet_when_it_has_thousands_of_requests_then_few_are_parsed_before_the_first_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed: list[HttpRequest] = []
+
+    class CountedRequest(HttpRequest):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            parsed.append(self)
+
+    monkeypatch.setattr(connection, "HttpRequest", CountedRequest)
+    held = Held()
+    client = MemoryClient(held)
+    client.send(GET % b"a" * 3_000)
+    await turns()
+    assert len(parsed) < 200
+    assert not client.transport.is_reading
+    held.go.set()
+    async with asyncio.timeout(60):
+        while len(parsed) < 3_000 or not client.transport.is_reading:
+            await turns()
+    await turns()
+    assert len(bodies(client)) == 3_000
 
 
 async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_for_it_and_no_other_begins() -> None:
