@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dynamo_trtllm import errors
+from dynamo_trtllm.freed_memory import return_freed_memory
 from dynamo_trtllm.http_server.exchange import HttpRequest
 
 T = TypeVar("T")
@@ -22,6 +23,8 @@ _LONGEST_RETRY_S = 60
 _BODY_WAIT_S = 5.0
 EVICTION_AGE_S = 1.0  # no younger body is evicted
 SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
+_RETURNED_BYTES = 64 << 20  # after so many bytes were in use, their memory is returned to the system
+_RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
 PLANNING_S = 0.01
@@ -162,6 +165,7 @@ class BodyBudget:
         """Set the budget to `limit` bytes. Each chunk of a body waits at most `wait_s` seconds for its share."""
         self.limit = limit
         self.in_use = 0
+        self._most_in_use = 0  # since memory was returned to the system
         self._wait_s = wait_s
         self._clock = clock
         self._numbers = itertools.count()
@@ -229,7 +233,11 @@ class BodyBudget:
 
     def release(self, body: BodyBytes) -> None:
         """Free all bytes of the body."""
+        self._most_in_use = max(self._most_in_use, self.in_use)
         self.in_use -= body.in_use
+        if not self.in_use and self._most_in_use >= _RETURNED_BYTES:
+            self._most_in_use = 0
+            asyncio.get_running_loop().call_later(_RETURN_AFTER_S, return_freed_memory)
         if body.is_evicted:
             self._evicted_bytes -= body.in_use
         body.in_use = 0

@@ -468,3 +468,22 @@ async def test_body_budget_when_a_body_waits_for_its_share_then_that_time_is_not
     await asyncio.sleep(0.03)
     assert (asking.done(), arrivals.ended) == (False, [])
     await left(asking, *arrivals.tasks)
+
+
+async def test_body_budget_when_much_was_in_use_and_all_is_free_then_memory_is_returned_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned = asyncio.Event()
+    monkeypatch.setattr(admission, "_RETURNED_BYTES", 100)
+    monkeypatch.setattr(admission, "_RETURN_AFTER_S", 0.0)
+    monkeypatch.setattr(admission, "return_freed_memory", returned.set)
+    budget = BodyBudget(1000)
+    for sizes, is_returned in (((60, 60), True), ((60,), False)):
+        returned.clear()
+        bodies = [budget.body() for _ in sizes]
+        for size, body in zip(sizes, bodies, strict=True):
+            await budget.acquire(size, body)
+        for body in bodies:
+            budget.release(body)
+        await asyncio.sleep(0.01)
+        assert returned.is_set() == is_returned
