@@ -17,7 +17,7 @@ import msgspec
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import FlowDriver, FlowEvent, PipelineOptions, RouteTrace, Signal
-from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, TURN_WAIT_S
+from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -193,7 +193,7 @@ class GenerationFlow:
         """
         retries, hold_s = self._options.retries, self._options.hold_s
         if self.awaits_turn:
-            return max(hold_s, TURN_WAIT_S)
+            return hold_s
         if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
         if not self._excluded:

@@ -39,9 +39,6 @@ MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its re
 # A request whose prompt, format or first steps end workers does so before it has this many tokens. Until then, other
 # suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
-# How long a suspect waits for workers without other suspects. Each trial takes a fraction of a second, and the restart
-# of a worker with a small model some seconds.
-TURN_WAIT_S: Final = 30.0
 # Long enough to restart workers with a large model before a repeated query of death ends two more of them. Not longer,
 # because the refused request may be innocent.
 REFUSED_S: Final = 600.0
