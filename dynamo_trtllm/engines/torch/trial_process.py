@@ -30,7 +30,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, LarkFormat, Triggered
-from dynamo_trtllm.errors import DynamoError, FormatTooComplex, RequestRejected
+from dynamo_trtllm.errors import DynamoError, FormatTooComplex, InternalError, RequestRejected
 from dynamo_trtllm.messages import StructuredOutput, decode, encode
 
 # This is CPU time, so that a busy machine accepts the same formats as an idle one. The slowest format that real clients
@@ -151,6 +151,9 @@ def _compile(trial: socket.socket, compiler: FormatCompiler, guided: StructuredO
     except MemoryError:
         text = f"compiling the output format takes more than {MEMORY_BYTES >> 20} MiB of memory; simplify it"
         result = TrialResult(code=FormatTooComplex.code, message=text)
+    except Exception as exc:  # noqa: BLE001 - a bug; without a result, the request would wait for its time limit
+        text = f"compiling the output format failed: {type(exc).__name__}: {exc}"
+        result = TrialResult(code=InternalError.code, message=text)
     trial.sendall(encode(result))
     os._exit(0)
 

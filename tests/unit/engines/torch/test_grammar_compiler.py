@@ -20,7 +20,7 @@ from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.engines.torch.grammar_compiler import CACHED_BYTES, CRASHED, GrammarCompiler, TrialProcess
 from dynamo_trtllm.engines.torch.trial_process import TrialResult, encode_request
-from dynamo_trtllm.errors import EngineNotReady, FormatTooComplex, RequestRejected
+from dynamo_trtllm.errors import EngineNotReady, FormatTooComplex, InternalError, RequestRejected
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput, decode
 from tests.small_tokenizer import CONTROL, write_tokenizer
 
@@ -36,6 +36,8 @@ def to_lark(self, guided, _original=trial_process.FormatCompiler.to_lark):
     word = guided.alternatives[0].regex
     if word == "abort":
         os.abort()
+    if word == "bug":
+        raise ValueError("a bug")
     if word == "memory":
         held = bytearray(2 * trial_process.MEMORY_BYTES)
     if word == "spin":
@@ -115,6 +117,8 @@ async def test_trial_when_it_ends_badly_then_a_named_error_of_its_request_and_th
             with pytest.raises(FormatTooComplex, match=text) as caught:
                 await compiler.compile(regex(word), (END,))
             assert caught.value.field == "guided"
+        with pytest.raises(InternalError, match="ValueError: a bug"):
+            await compiler.compile(regex("bug"), (END,))
         assert allowed(await compiler.compile(regex("x|y"), (END,))) == {"x", "y"}
         assert compiler._trials._child is process  # only the trials ended
 
