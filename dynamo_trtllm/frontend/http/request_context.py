@@ -29,6 +29,7 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, ConcurrencyLimiter, PlanningTime, read_body
 from dynamo_trtllm.frontend.http.output_budget import Output, OutputBudget
 from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.network.addresses import network_of
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, valid_traceparent
@@ -93,7 +94,7 @@ class RequestContext:
         self._unique = secrets.token_hex(8)  # clients may repeat their ids
         self.id = f"{request.id}-{self._unique}" if request.id else self._unique
         RECORDER.record(self.id, RecordedEvent.RECEIVED, id_hash(request.id) if request.id else 0)
-        self.client = request.client
+        self.client = network_of(request.client)
         self.deadline = 0.0  # seconds since the epoch; known with the body
         self._ignored = ""  # names of ignored fields, for the response header
         self.extra_fields: frozenset[str] = frozenset()  # of `nvext`, in the response
@@ -108,7 +109,7 @@ class RequestContext:
         self._endpoint = endpoint
         self._path = request.path
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
-        self._body_bytes = app_state.body_budget.body(request.client)
+        self._body_bytes = app_state.body_budget.body(self.client)
         self.is_scored = False  # the output has log-probabilities; known with the plan
         self._output: Output | None = None
         self._num_choices = 0  # known with the plan

@@ -229,6 +229,7 @@ class SlowStore(MemoryResponseStore):
         self.go = asyncio.Event()
         self.error: Exception | None = None
         self.puts = self.gets = 0
+        self.owners: list[str] = []
 
     async def get(self, key: str) -> bytes | None:
         self.gets += 1
@@ -236,6 +237,7 @@ class SlowStore(MemoryResponseStore):
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         self.puts += 1
+        self.owners.append(owner)
         await self.go.wait()
         if self.error is not None:
             raise self.error
@@ -267,6 +269,18 @@ async def test_stream_when_the_store_is_slow_then_its_end_comes_and_the_response
     check_error(await ask(served, "GET", path), 404, "response_not_found")
     await served.built.close_responses()
     assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
+
+
+async def test_responses_when_addresses_are_of_one_network_then_they_have_one_share() -> None:
+    store = SlowStore()
+    store.go.set()
+    served = over(store)
+    for address in ("2001:db8::1", "2001:db8::2:3", "2001:db8:0:1::1"):
+        transport = httpx.ASGITransport(app=asgi(served.app), client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+            assert (await client.post(PATH, json=body())).status_code == 200
+    await served.built.close_responses()
+    assert store.owners == ["2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64"]
 
 
 @pytest.mark.parametrize(
