@@ -7,7 +7,9 @@ from typing import Final
 
 def _byte_level_alphabet() -> dict[str, int]:
     """Return the byte of each character. As in GPT-2, bytes that are not printable have characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable: list[int] = []
+    for first, last in ("!~", "¡¬", "®ÿ"):
+        printable += range(ord(first), ord(last) + 1)
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 

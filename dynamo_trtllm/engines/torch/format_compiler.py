@@ -192,7 +192,12 @@ class ControlTokens:
     def quoted(self, text: str) -> str:
         """Return a text as quoted Lark terminals, with control tokens as token ids."""
         parts = [text] if self._pattern is None else self._pattern.split(text)
-        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
+        return " ".join(self._terminal(part) for part in parts if part)
+
+    def _terminal(self, part: str) -> str:
+        """Return a control token as its id in Lark, and other text in quotes."""
+        token_id = self._ids.get(part)
+        return json.dumps(part) if token_id is None else f"<[{token_id}]>"
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------------
