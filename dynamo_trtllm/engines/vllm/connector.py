@@ -67,8 +67,10 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._reported_failed: set[str] = set()  # of those, those that a step has reported
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
-        self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended since the last step
+        self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended, until their end is reported
         self._ended = EndedTransfers()  # that no step has reported yet
+        self._is_asked = False  # True once this process's scheduler has asked for ended reads
+        self._left_to_steps: set[str] = set()  # ended reads that the scheduler did not want
         self._reported: frozenset[str] = frozenset()  # reads whose end the last step has reported
         if self.connector_worker is not None:
             failed_reads.watch(self.connector_worker, self._failed.add)
@@ -110,9 +112,19 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
     def _take_ended(self) -> EndedTransfers:
         """Return the transfers that this step reports."""
-        ended, self._ended = self._ended, EndedTransfers()
+        ended = self._ended
+        # The scheduler asks for good reads before its next step. That is one or two steps before
+        # it learns the results of this one. The reads of short prompts have often ended by now.
+        kept = self._well_received() if self._is_asked else set()
+        ended.received -= kept
+        self._ended = EndedTransfers(received=kept)
+        self._left_to_steps -= ended.received
         self._reported = frozenset(ended.received)
         return ended
+
+    def _well_received(self) -> set[str]:
+        """Return the reads that have ended well and that the scheduler may take."""
+        return self._ended.received - self._ended.failed - self._failed - self._left_to_steps
 
     def _look(self, ask: Callable[[], Any]) -> Any:
         """Ask vLLM's connector which transfers have ended, and add them to those that no step has reported yet."""
@@ -132,27 +144,32 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
         vLLM's connector is asked only while a read is under way.
         """
+        self._is_asked = True
         if self._posted:
             base: Any = super()
             ask = base.get_transfer_results if self._asks_for_results else base.get_finished
             self._look(lambda: ask(set()))
-        well = self._ended.received - self._ended.failed - self._failed
+        well = self._well_received()
         self._ended.received -= well
         return {request_id: self._times.pop(request_id) for request_id in well}
 
     def put_back(self, request_id: str, times: tuple[float, float]) -> None:
         """Let the next step report a read that was taken."""
         self._ended.received.add(request_id)
+        self._left_to_steps.add(request_id)
         self._times[request_id] = times
 
     def build_connector_worker_meta(self) -> EndedReads | None:
-        """Return the reads that ended since the last call. vLLM calls it after each step, in each rank."""
+        """Return the reads that this step reports, and those that failed.
+
+        vLLM calls it after each step, in each rank.
+        """
         failed = set(self._failed) - self._reported_failed
         self._reported_failed |= failed
         ended = self._reported_failed & self._reported
         self._failed -= ended
         self._reported_failed -= ended
-        times, self._times = self._times, {}
+        times = {request_id: self._times.pop(request_id) for request_id in self._reported if request_id in self._times}
         return EndedReads(frozenset(failed), times) if failed or times else None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -157,9 +157,14 @@ def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and
     assert len(request.kv_transfer_params["dynamo_read_times"]) == 4
     assert reported(half) == set()
     half.connector_worker.received("b")
-    assert reported(half) == {"b"}, "a step may see it first"
+    assert reported(half) == set(), (
+        "a step that sees it first leaves it to the scheduler, which asks before its results"
+    )
+    assert half.build_connector_worker_meta() is None
     scheduler.schedule()
-    assert scheduler.received == [{"a"}]
+    assert scheduler.received == [{"a"}, {"b"}]
+    assert len(scheduler.requests["b"].kv_transfer_params["dynamo_read_times"]) == 4
+    assert reported(half) == set()
 
 
 def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_its_request_is_ended_there(
@@ -219,6 +224,14 @@ def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
 ) -> None:
     monkeypatch.setattr(half.connector_worker, "get_finished", lambda: pytest.fail("asked"))
     Scheduler({}).schedule()
+
+
+def test_notice_when_no_scheduler_of_this_process_asks_then_the_step_reports_the_read(half: Any) -> None:
+    """As when the worker of the only rank has a process of its own."""
+    half.connector_worker._read_blocks_for_req("a", WITH_BLOCKS)
+    half.connector_worker.received("a")
+    assert reported(half) == {"a"}
+    assert set(half.build_connector_worker_meta().times) == {"a"}
 
 
 def test_notice_when_there_are_several_ranks_then_only_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
