@@ -54,6 +54,9 @@ TWO_GPUS = (
     ("**1P1D, the defaults: blocks of 128, early notice**", "vllm026-early-notice", "1P1D"),
     ("the defaults again, commit `b65130b1`", "vllm026-again", "1P1D"),
     ("vLLM's servers and vllm-router, blocks of 16", "vllm026-router", "vllm-router:1P1D"),
+    ("**the defaults with steps of 8,192**", "vllm026-steps-8192", "1P1D"),
+    ("the same with steps of 16,384", "vllm026-steps-16384", "1P1D"),
+    ("the same with steps of 8,192 and blocks of 16", "vllm026-block16", "1P1D"),
 )
 BARS_OF_GOODPUT = {
     "2 aggregated": ("2A-and-vllm-router", "2A"),
