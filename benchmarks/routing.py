@@ -22,6 +22,8 @@ them.
 
 frontends: the same for several frontends, each of which knows the requests of the others only from the reports of the
 workers. Simulated, with prefill workers that compute one prompt after the other and are busy for 80% of the time.
+"held" is least-loaded with frontends that hold their prompts while each worker has 0.4 s to compute, and send them in
+the order of arrival to a worker that has less. It shows what a later selection would gain.
 
 replay: prefix hits and the time to first token with each --router-mode, of the requests of a trace in Mooncake's
 format, scaled down, or of a generated one. It starts mock workers, as many for decode as for prefill. The modes
@@ -43,6 +45,7 @@ import heapq
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,6 +83,9 @@ _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
 _REPORT_S = 0.05  # between reports to one frontend
 _BROADCAST_S = 0.25
+_TOKENS_PER_S = 20_000.0  # of a simulated worker
+# A simulated worker with so many prompt tokens to compute gets no prompt that was held. They take two steps of 0.2 s.
+_FULL_TOKENS = 8000
 
 
 def main() -> None:
@@ -201,11 +207,21 @@ class SimulatedFrontends:
     broadcasts of the worker.
     """
 
-    def __init__(self, count: int, rates: Mapping[int, float], *, by_load: bool) -> None:
-        """`rates`: tokens per second of each worker."""
+    def __init__(self, count: int, rates: Mapping[int, float], *, by_load: bool, holds: bool = False) -> None:
+        """Start without requests.
+
+        Args:
+            count: of the frontends.
+            rates: tokens per second of each worker.
+            by_load: select as least-loaded does, else as round-robin.
+            holds: a prompt waits in its frontend while each worker has _FULL_TOKENS to compute.
+        """
         self._rates = rates
         self._by_load = by_load
+        self._holds = holds
         self._frontends = [Placement("least-loaded", seed=seed) for seed in range(count)]
+        # Of each frontend, the prompts that it holds, with the times of their arrival.
+        self._waiting = [deque[tuple[float, GenerateRequest]]() for _ in range(count)]
         self._num_sent = [0] * count
         self._view = ModelView().including(_instance(1 << 20, 32))
         for worker in rates:
@@ -228,30 +244,52 @@ class SimulatedFrontends:
         rate, now = 0.8 * sum(self._rates.values()) / (sum(lengths) / len(lengths)), 0.0
         while (now := now + rnd.expovariate(rate)) < seconds:
             frontend, request = rnd.randrange(len(self._frontends)), requests[rnd.choice(lengths)]
-            self._at(now, partial(self._send, frontend, request))
+            self._at(now, partial(self._arrived, frontend, request))
         for worker in self._rates:
-            offset = rnd.random() * _BROADCAST_S
-            for turn in range(int(seconds / _BROADCAST_S)):
-                self._at(offset + turn * _BROADCAST_S, partial(self._broadcast, worker))
+            self._at(rnd.random() * _BROADCAST_S, partial(self._broadcast, worker, seconds))
         while self._events:
             time_s, _, event = heapq.heappop(self._events)
             event(time_s)
         return sorted(self._ttfts)
 
-    def _send(self, frontend: int, request: GenerateRequest, now: float) -> None:
+    def _arrived(self, frontend: int, request: GenerateRequest, now: float) -> None:
+        self._waiting[frontend].append((now, request))
+        self._send_waiting(frontend, now)
+
+    def _send_waiting(self, frontend: int, now: float) -> None:
+        """Send the prompts that wait in a frontend, as long as a worker may get them."""
+        waiting = self._waiting[frontend]
+        while waiting:
+            view = self._view.excluding(self._full_workers(frontend)) if self._holds else self._view
+            if not view.prefill:
+                return
+            arrived_at, request = waiting.popleft()
+            self._send(frontend, view, request, arrived_at, now)
+
+    def _full_workers(self, frontend: int) -> frozenset[int]:
+        """Return the workers that have enough to compute, as far as a frontend knows."""
+        full = set[int]()
+        for worker in self._rates:
+            load = self._frontends[frontend].loads.get(worker)
+            reported_tokens = 0 if load.report is None else load.report.queued_prefill_tokens
+            if reported_tokens + load.unseen_prefill_tokens >= _FULL_TOKENS:
+                full.add(worker)
+        return frozenset(full)
+
+    def _send(self, frontend: int, view: ModelView, request: GenerateRequest, arrived_at: float, now: float) -> None:
         placement, count = self._frontends[frontend], len(request.token_ids)
         selection: WorkerSelection | None = None
         if self._by_load:
-            selection = placement.select(self._view, PromptHashes(request), self._breakers, now)
+            selection = placement.select(view, PromptHashes(request), self._breakers, now)
         if selection is None:
             self._num_sent[frontend] += 1
-            selection = select(self._view, "model", self._num_sent[frontend], self._breakers)
+            selection = select(view, "model", self._num_sent[frontend], self._breakers)
         assert selection.prefill is not None
         worker = selection.prefill.id
         share = placement.loads.of(worker).place(count, 0)
         share.sent(now)
         self._free_at[worker] = max(now, self._free_at[worker]) + count / self._rates[worker]
-        self._ttfts.append(self._free_at[worker] - now)
+        self._ttfts.append(self._free_at[worker] - arrived_at)
         self._at(self._free_at[worker], partial(self._computed, frontend, worker, share))
 
     def _computed(self, frontend: int, worker: int, share: Share, now: float) -> None:
@@ -262,28 +300,35 @@ class SimulatedFrontends:
         else:
             self._at(now + 2 * _REPORT_S, partial(self._report, frontend, worker))
 
-    def _broadcast(self, worker: int, now: float) -> None:
+    def _broadcast(self, worker: int, until_s: float, now: float) -> None:
         for frontend in range(len(self._frontends)):
             self._report(frontend, worker, now)
+        if now + _BROADCAST_S < until_s or any(self._waiting):
+            self._at(now + _BROADCAST_S, partial(self._broadcast, worker, until_s))
 
     def _report(self, frontend: int, worker: int, now: float) -> None:
         self._num_reports += 1
         tokens = int(max(0.0, self._free_at[worker] - now) * self._rates[worker])
         report = LoadReport(worker, self._num_reports, 0, 0, tokens, 0, 0, 0)
         self._frontends[frontend].loads.on_report(report, now)
+        self._send_waiting(frontend, now)
 
 
 def measure_frontends(arguments: argparse.Namespace) -> None:
     """Print a row per number of frontends, workers and lengths of prompts."""
-    print("frontends  workers  prompts  TTFT ms: round-robin p50    p99  least-loaded p50    p99")
-    for count, workers, lengths in itertools.product((1, 4, 16), (4, 8, 16), ((1000,), (200, 500, 1000, 6000))):
-        rates = dict.fromkeys(range(1, workers + 1), 20_000.0)
+    columns = "round-robin p50    p99  least-loaded p50    p99   held p50    p99"
+    print(f"frontends  workers  prompts  TTFT ms: {columns}")
+    counts, fleets, prompts = (1, 4, 16), (1, 2, 4, 8, 16), ((1000,), (200, 500, 1000, 6000))
+    for count, workers, lengths in itertools.product(counts, fleets, prompts):
+        rates = dict.fromkeys(range(1, workers + 1), _TOKENS_PER_S)
         cells = []
-        for by_load in (False, True):
-            ttfts = SimulatedFrontends(count, rates, by_load=by_load).ttfts(lengths, arguments.seconds)
+        for by_load, holds in ((False, False), (True, False), (True, True)):
+            simulated = SimulatedFrontends(count, rates, by_load=by_load, holds=holds)
+            ttfts = simulated.ttfts(lengths, arguments.seconds)
             cells += [ttfts[len(ttfts) * share // 100] * 1000 for share in (50, 99)]
         kind = "equal" if len(lengths) == 1 else "mixed"
-        print("{:9} {:8}  {:7} {:24.0f} {:6.0f} {:17.0f} {:6.0f}".format(count, workers, kind, *cells), flush=True)
+        row = "{:9} {:8}  {:7} {:24.0f} {:6.0f} {:17.0f} {:6.0f} {:10.0f} {:6.0f}"
+        print(row.format(count, workers, kind, *cells), flush=True)
 
 
 def measure_index(arguments: argparse.Namespace) -> None:
