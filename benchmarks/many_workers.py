@@ -20,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
-from dynamo_trtllm.subprocesses import scratch_folder, spawn
+from dynamo_trtllm.subprocesses import spawn
 from dynamo_trtllm.worker import Worker
 
 from .startup import MODEL, LoggedProcess, http_request, start_servers
@@ -242,8 +243,10 @@ def main() -> int:
         logging.getLogger().handlers[0].setLevel(logging.WARNING)
         uvloop.run(serve_workers(Role(args.serve), args.workers, args.recorder_dir))
         return 0
-    with scratch_folder("dynamo-many-") as folder, start_servers() as env:
-        return run(args, env, folder)
+    # The flight recorder writes into memory only.
+    recordings = tempfile.TemporaryDirectory(prefix="dynamo-many-", dir="/dev/shm")
+    with recordings as folder, start_servers() as env:
+        return run(args, env, Path(folder))
 
 
 if __name__ == "__main__":

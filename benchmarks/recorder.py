@@ -34,6 +34,7 @@ from .plane.stack import MODEL, Stack
 from .summary import ProcessMeter, interval
 
 BAR = 0.03
+MEMORY = "/dev/shm"  # the flight recorder writes into memory only
 _EVENTS = 50_000
 _STREAMS = 1_000
 _ROUNDS = 15
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30, help="pairs (default: 30, about 4 minutes)")
     parser.add_argument("--point", default="paced-128", help="load, of benchmarks.plane (default: paced-128)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="recorder-") as folder:
+    with tempfile.TemporaryDirectory(prefix="recorder-", dir=MEMORY) as folder:
         asyncio.run(_print_parts(Path(folder)))
     [point] = select([args.point], quick=False)
     with Stack(Switched(), free_ports(), Engines(point.pace_s, point.pairs)) as stack:

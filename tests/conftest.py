@@ -26,8 +26,9 @@ sys.dont_write_bytecode = False
 # Models here are so small that threads cost more than they bring, above all where processes outnumber cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_MEMORY = "/dev/shm"  # the flight recorder writes into memory only
 # The processes of tests record their events here.
-_RUNTIME = tempfile.TemporaryDirectory(prefix="tests-runtime-")
+_RUNTIME = tempfile.TemporaryDirectory(prefix="tests-runtime-", dir=_MEMORY)
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 
 _GRACE_S = 30.0
@@ -187,6 +188,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if counts:
         said = ", ".join(f"{count} {gate}" for gate, count in counts.items())
         terminalreporter.write_line(f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}")
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A temporary folder in memory, for files of the flight recorder."""
+    with tempfile.TemporaryDirectory(prefix="test-", dir=_MEMORY) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -226,12 +226,12 @@ def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | N
     if setting is not None:
         return None if setting == "off" else Path(setting)
     runtime = environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
+    return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
 
 
 class ProcessConfig(ConnectionConfig):
     """Settings that workers and frontends share."""
 
     recorder_dir: NonEmpty | None = option("process", None)
-    """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
-    /tmp/dynamo_trtllm-UID. off: record nothing."""
+    """Folder of the flight recorder's files, on tmpfs. Default: dynamo_trtllm in $XDG_RUNTIME_DIR,
+    otherwise /dev/shm/dynamo_trtllm-UID. off: record nothing."""

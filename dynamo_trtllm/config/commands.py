@@ -260,7 +260,7 @@ class ExplainConfig(ConnectionConfig):
     """With --stuck: print JSON."""
     recorder_dir: NonEmpty | None = option("process", None)
     """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
-    /tmp/dynamo_trtllm-UID."""
+    /dev/shm/dynamo_trtllm-UID."""
     local: bool = option("process", False)
     """Read only the files of this machine. Default: the running processes of other machines and containers are asked,
     too, over etcd and NATS."""

@@ -2,6 +2,8 @@
 
 The file is a ring of fixed-size slots, mapped into memory: an event is one write without a system call, and the events
 of a process that was killed can still be read. It contains ids, times and numbers, and no text. `recordings` reads it.
+
+The file must be on tmpfs. A write to a page of a file on a disk may wait for the disk, and with it the event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ SLOT: Final = struct.Struct("<QQQHHIQQQQ")
 
 _SLOT_BYTES, _pack_slot, _now_ns = SLOT.size, SLOT.pack_into, time.monotonic_ns  # an event looks up few names
 
-KEPT_FILES: Final = 20  # of processes that have ended
+KEPT_FILES: Final = 20  # most files of processes that have ended
+KEPT_SHARE: Final = 1 / 8  # the largest part of the file system that they take
 KEPT_S: Final = 24 * 3600.0
 TICK_S: Final = 1.0
 PROGRESS_PER_TICK: Final = 256  # most progress events per tick, which bounds how fast they fill the ring
@@ -158,7 +161,7 @@ class Recorder:
         created, a warning is logged and nothing is recorded.
 
         Args:
-            folder: of the files; None: record nothing.
+            folder: of the files, on tmpfs; None: record nothing.
             namespace: namespace of the process.
             kind: "frontend", or the role of a worker.
             instance_id: id of a worker; 0 for a frontend.
@@ -171,10 +174,12 @@ class Recorder:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(folder)
+            _check_memory(folder)
             remove_old(folder)
             self._ring = _Ring(folder / name, _packed_header(namespace, kind, instance_id, NUM_SLOTS), NUM_SLOTS)
         except OSError as exc:
-            log.warning("flight recorder is off (%s); set --recorder-dir to a folder with 4 MiB free", exc)
+            advice = "set --recorder-dir to a folder in memory (tmpfs) with 4 MiB free"
+            log.warning("flight recorder is off (%s); %s", exc, advice)
             return
         if not self._handles_forks:
             self._handles_forks = True
@@ -306,7 +311,7 @@ def reason_number(reason: str) -> int:
 def check_owner(folder: Path) -> None:
     """Check that no other user controls where the files of a folder are, or can change them.
 
-    In /tmp, another user may have created the folder first, or a symbolic link with its name.
+    In /dev/shm, another user may have created the folder first, or a symbolic link with its name.
 
     Raises:
         OSError: the folder, or a link with its name, belongs to another user, or others may write to it.
@@ -319,18 +324,49 @@ def check_owner(folder: Path) -> None:
         raise PermissionError(f"other users may write to {folder}; use chmod 700")
 
 
+def _check_memory(folder: Path) -> None:
+    """Raise OSError if the files of a folder are not in memory."""
+    kind = file_system(folder)
+    if kind != "tmpfs":
+        raise OSError(f"{folder} is on a file system of type {kind}, and requests would wait when its disk hangs")
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system of a folder, such as "tmpfs"; "unknown" if the kernel does not list it."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for mount in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        place, _, source = mount.partition(" - ")
+        if place.split()[2] == number:
+            return source.split()[0]
+    return "unknown"
+
+
 def remove_old(folder: Path) -> None:
-    """Remove files of ended processes: those that ended a day ago, and all but the newest `KEPT_FILES`."""
+    """Remove files of ended processes: those that ended a day ago, and all but the newest.
+
+    At most `KEPT_FILES` are left, and fewer if these would take more than `KEPT_SHARE` of the file system, such as the
+    64 MiB that a container has by default.
+    """
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError, ValueError):  # another process has just removed it, or it is another file
             if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:
                     ended.append((RecordingHeader.read(file.read(HEADER_BYTES)).alive_at_s, path))
-    kept = {path for ended_at, path in sorted(ended)[-KEPT_FILES:] if time.time() - ended_at < KEPT_S}
-    for _, path in ended:
-        if path not in kept:
+    num_kept = min(KEPT_FILES, _num_files(folder, KEPT_SHARE))
+    ended.sort(reverse=True)
+    for index, (ended_at, path) in enumerate(ended):
+        is_old = time.time() - ended_at >= KEPT_S
+        if index >= num_kept or is_old:
             path.unlink(missing_ok=True)
+
+
+def _num_files(folder: Path, share: float) -> int:
+    """Return how many files of the flight recorder a share of the folder's file system can hold."""
+    status = os.statvfs(folder)
+    size = status.f_blocks * status.f_frsize
+    return int(size * share) // (HEADER_BYTES + NUM_SLOTS * SLOT.size)
 
 
 def is_locked(path: Path) -> bool:

@@ -66,9 +66,9 @@ def prefill_of_another_machine(cluster: Cluster, folder: Path) -> tuple[Process,
 
 
 def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_requests(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_cluster: Callable[..., Cluster], memory_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--recorder-dir", str(tmp_path))
+    flags = ("--recorder-dir", str(memory_path))
 
     def said(*words: str, status: int | None = 0, reaches: Sequence[str] = ("--local",)) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -79,7 +79,7 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
 
     cluster = make_cluster(flags=(*flags, "--stall-timeout-s", "60"))
     decode = cluster.mock("decode", "mock", *flags, step_s=0.02)
-    prefill, reaches = prefill_of_another_machine(cluster, tmp_path / "other")
+    prefill, reaches = prefill_of_another_machine(cluster, memory_path / "other")
     cluster.until_ready("mock")
     ids = prefill.instance(), decode.instance()
     with cluster.client() as client:
@@ -119,7 +119,7 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
     of_running = said(running[1])
     assert "not finished, its frontend was killed" in of_running
     assert f"note: decode {ids[1]}" in of_running
-    trace = tmp_path / "trace.jsonl"
+    trace = memory_path / "trace.jsonl"
     said("--trace", str(trace))
     assert [json.loads(line) for line in trace.read_text().splitlines()] == [
         {"timestamp": 0, "input_length": 68, "output_length": 10, "hash_ids": [0]}

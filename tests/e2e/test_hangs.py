@@ -118,8 +118,8 @@ class Hanging:
 
 
 @pytest.fixture
-def hanging(etcd_server: str, nats_server: str, tmp_path: Path) -> Iterator[Hanging]:
-    made = Hanging(etcd_server, nats_server, tmp_path / "recorder")
+def hanging(etcd_server: str, nats_server: str, memory_path: Path) -> Iterator[Hanging]:
+    made = Hanging(etcd_server, nats_server, memory_path)
     try:
         yield made
     finally:
@@ -236,9 +236,11 @@ def test_hang_when_the_client_does_not_read_then_the_client(hanging: Hanging) ->
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_hang_when_nats_is_frozen_then_the_lost_message(etcd_server: str, tmp_path: Path, is_running: bool) -> None:
+def test_hang_when_nats_is_frozen_then_the_lost_message(
+    etcd_server: str, tmp_path: Path, memory_path: Path, is_running: bool
+) -> None:
     nats = TestServer("nats", tmp_path / "nats")
-    hanging = Hanging(etcd_server, nats.address, tmp_path / "recorder")
+    hanging = Hanging(etcd_server, nats.address, memory_path)
     try:
         hanging.start()
         if is_running:
@@ -266,9 +268,11 @@ def test_hang_when_the_frontend_is_killed_then_the_worker_s_call(hanging: Hangin
     hanging.check("decode", "its frontend is gone")
 
 
-def test_hang_when_etcd_is_frozen_then_the_worker_that_can_not_register(nats_server: str, tmp_path: Path) -> None:
+def test_hang_when_etcd_is_frozen_then_the_worker_that_can_not_register(
+    nats_server: str, tmp_path: Path, memory_path: Path
+) -> None:
     etcd = TestServer("etcd", tmp_path / "etcd")
-    hanging = Hanging(etcd.address, nats_server, tmp_path / "recorder")
+    hanging = Hanging(etcd.address, nats_server, memory_path)
     try:
         frontend, _ = hanging.start("--hold-for-roles-s", "100", roles=("prefill",))
         frontend.wait_for("model mock is loaded")

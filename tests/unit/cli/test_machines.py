@@ -62,10 +62,10 @@ async def recording_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> As
 
 
 async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_its_file_has_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = Recordings([])
-    async with recording_process(tmp_path, monkeypatch) as transport:
+    async with recording_process(memory_path, monkeypatch) as transport:
 
         async def asked(selection: Selection, **wanted: object) -> ProcessRecording:
             inquiry = Inquiry(transport, NS, {DECODE: make_instance(DECODE, namespace=NS)}, SOON_S, settle_s=0.0)
@@ -73,7 +73,7 @@ async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_i
             (sent,) = (await inquiry.result(nothing)).processes
             return sent
 
-        (local,) = Recordings.read(tmp_path).processes
+        (local,) = Recordings.read(memory_path).processes
         everything = await asked(Selection.ALL)
         assert everything.entries == local.entries
         assert (everything.num_overwritten, everything.oldest_ns) == (local.num_overwritten, local.oldest_ns)
@@ -92,13 +92,13 @@ async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_i
 
 
 async def test_inquiry_when_workers_do_not_send_then_one_is_silent_and_one_of_an_older_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, frozen, answers = (make_instance(number, namespace=NS) for number in (1, 2, DECODE))
-    async with recording_process(tmp_path, monkeypatch) as transport:
+    async with recording_process(memory_path, monkeypatch) as transport:
         await transport.subscribe(older.subject, lambda data, reply: transport.publish(reply, PING))
         inquiry = Inquiry(transport, NS, {each.id: each for each in (older, frozen, answers)}, 0.05)
-        (local,) = Recordings.read(tmp_path).processes
+        (local,) = Recordings.read(memory_path).processes
         await inquiry.ask(RecordingQuery("", Selection.OPEN, known=[local.header.epoch_ns]))
         found = await inquiry.result(Recordings([]))
     assert list(found.unanswered) == [frozen.id]
@@ -130,7 +130,7 @@ async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_n
 
 
 async def test_answers_when_queries_come_one_after_the_other_then_the_process_pauses_between_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, has_ended = list[RecordingPart](), asyncio.Event()
 
@@ -139,7 +139,7 @@ async def test_answers_when_queries_come_one_after_the_other_then_the_process_pa
         if part.is_last:
             has_ended.set()
 
-    async with recording_process(tmp_path, monkeypatch) as transport:
+    async with recording_process(memory_path, monkeypatch) as transport:
         monkeypatch.setattr(recording_server, "_PAUSE_S", 3600.0)
         for inbox in ("first", "second"):
             await transport.subscribe(inbox, receive)

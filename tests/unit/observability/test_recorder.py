@@ -24,6 +24,7 @@ from dynamo_trtllm.observability.recorder import (
     TICK_S,
     RecordedEvent,
     Recorder,
+    file_system,
     id_hash,
     request_key,
 )
@@ -64,21 +65,21 @@ def slots(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
 
 
 def test_recording_when_the_ring_has_wrapped_then_the_newest_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with slots(monkeypatch, 16):
-        recording(tmp_path, partial(count, 40))
-    (path,) = tmp_path.iterdir()
+        recording(memory_path, partial(count, 40))
+    (path,) = memory_path.iterdir()
     assert path.stat().st_size == 4096 + 16 * SLOT.size  # `explain` on a machine with larger pages reads it, too
-    (process,) = Recordings.read(tmp_path).processes
+    (process,) = Recordings.read(memory_path).processes
     assert [entry.a for entry in process.entries] == [*range(25, 40), 0]
     assert process.entries[-1].event == RecordedEvent.STOPPED
     assert (process.num_overwritten, process.state) == (26, ProcessState.ENDED)
 
 
-def test_recording_when_a_slot_is_torn_then_the_other_events(tmp_path: Path) -> None:
-    recording(tmp_path, partial(count, 5))
-    (path,) = tmp_path.iterdir()
+def test_recording_when_a_slot_is_torn_then_the_other_events(memory_path: Path) -> None:
+    recording(memory_path, partial(count, 5))
+    (path,) = memory_path.iterdir()
     data = bytearray(path.read_bytes())
     data[module.HEADER_BYTES + 4 * SLOT.size] += 1  # the number at the begin of the slot, without that at its end
     path.write_bytes(data)
@@ -86,7 +87,7 @@ def test_recording_when_a_slot_is_torn_then_the_other_events(tmp_path: Path) -> 
 
 
 def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(recorder: Recorder) -> None:
         is_over = threading.Event()
@@ -100,7 +101,7 @@ def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
         threads = [threading.Thread(target=write, args=(base << 32,)) for base in (1, 2)]
         for thread in threads:
             thread.start()
-        (path,) = tmp_path.iterdir()
+        (path,) = memory_path.iterdir()
         for _ in range(20):
             process = read_process(path)
             assert all(entry.a == entry.b == entry.c for entry in process.entries)
@@ -110,15 +111,15 @@ def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
             thread.join()
 
     with slots(monkeypatch, 64):
-        recording(tmp_path, act)
+        recording(memory_path, act)
 
 
-def test_recording_when_the_process_is_killed_and_a_fork_runs_on_then_its_events_are_read(tmp_path: Path) -> None:
+def test_recording_when_the_process_is_killed_and_a_fork_runs_on_then_its_events_are_read(memory_path: Path) -> None:
     code = f"""
 import asyncio, os, signal, pathlib, time
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 async def run():
-    RECORDER.start(pathlib.Path({str(tmp_path)!r}), namespace="dynamo", kind="decode", instance_id=0x6dba)
+    RECORDER.start(pathlib.Path({str(memory_path)!r}), namespace="dynamo", kind="decode", instance_id=0x6dba)
     RECORDER.record("{UNIQUE}", RecordedEvent.CALL_RECEIVED, 7, reason="decode")
     child = os.fork()  # as an engine's library may do
     if not child:
@@ -132,7 +133,7 @@ asyncio.run(run())
     killed = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE)
     assert killed.returncode == -signal.SIGKILL
     try:
-        found = Recordings.read(tmp_path)
+        found = Recordings.read(memory_path)
     finally:
         os.kill(int(killed.stdout), signal.SIGKILL)
     (process,) = found.processes
@@ -142,53 +143,110 @@ asyncio.run(run())
 
 
 def test_recording_when_the_event_loop_does_not_run_then_the_process_is_blocked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recordings, "BLOCKED_S", -TICK_S)
 
     def act(_: Recorder) -> None:  # on the event loop
-        (path,) = tmp_path.iterdir()
+        (path,) = memory_path.iterdir()
         assert read_process(path).state is ProcessState.BLOCKED
 
-    recording(tmp_path, act)
+    recording(memory_path, act)
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 1000, module.MAGIC + b"\x63" * 5000])
-def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "other.ring"
+def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(memory_path: Path, content: bytes) -> None:
+    path = memory_path / "other.ring"
     if content:
         path.write_bytes(content)
     else:
         os.mkfifo(path)  # who opens it waits for a writer
-    recording(tmp_path, lambda _: None)
-    found = Recordings.read(tmp_path)
+    recording(memory_path, lambda _: None)
+    found = Recordings.read(memory_path)
     assert len(found.processes) == 1
     (problem,) = found.problems
     assert problem.startswith(f"{path} can't be read: it")
     assert path.exists()  # a start removes only recordings
 
 
+@pytest.mark.parametrize("limit", ["number", "size of the file system"])
 def test_start_when_many_processes_have_ended_then_the_newest_recordings_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     with slots(monkeypatch, 16), monkeypatch.context() as patch:
-        patch.setattr(module, "KEPT_FILES", 3)
+        if limit == "number":
+            patch.setattr(module, "KEPT_FILES", 3)
+        else:
+            size = 8 * 3 * (module.HEADER_BYTES + 16 * SLOT.size)
+            small = os.statvfs_result((1, 1, size, 0, 0, 0, 0, 0, 0, 255))
+            patch.setattr(os, "statvfs", lambda folder: small)
         for n in range(6):
-            recording(tmp_path, partial(receive, f"{n + 1:016x}"))
-    assert list(Recordings.read(tmp_path).requests) == [3, 4, 5, 6]  # 3 and the one that has just ended
+            recording(memory_path, partial(receive, f"{n + 1:016x}"))
+    assert list(Recordings.read(memory_path).requests) == [3, 4, 5, 6]  # 3 and the one that has just ended
 
 
 def test_start_when_the_folder_cannot_be_written_then_a_warning_and_no_recording(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "file"
+    file = memory_path / "file"
     file.touch()
     recording(file / "folder", partial(receive, UNIQUE))
     assert "flight recorder is off" in caplog.text
     assert "--recorder-dir" in caplog.text
 
 
-def test_stream_when_it_progresses_then_the_tick_records_it_once(tmp_path: Path) -> None:
+def test_start_when_the_folder_is_on_a_disk_then_a_warning_and_no_recording(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "file_system", lambda folder: "ext4")
+    recording(memory_path, partial(receive, UNIQUE))
+    assert f"{memory_path} is on a file system of type ext4" in caplog.text
+    assert "set --recorder-dir to a folder in memory (tmpfs)" in caplog.text
+    assert not list(memory_path.iterdir())
+
+
+def test_file_system_when_a_folder_is_given_then_its_type(memory_path: Path) -> None:
+    assert file_system(memory_path) == "tmpfs"
+    assert file_system(Path("/proc")) == "proc"
+
+
+FILL = """
+import asyncio, os, pathlib, sys
+from dynamo_trtllm.observability.recorder import NUM_SLOTS, RECORDER, RecordedEvent
+folder = pathlib.Path(sys.argv[1])
+async def run():
+    RECORDER.start(folder, namespace="dynamo", kind="decode")
+    with open(folder / "other", "wb", buffering=0) as other:
+        try:
+            while True:
+                other.write(bytes(4096))
+        except OSError as exc:
+            print(exc.strerror)
+    for _ in range(NUM_SLOTS):  # which writes to every page of the file
+        RECORDER.record("0123456789abcdef", RecordedEvent.RECEIVED)
+    RECORDER.stop()
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(("size", "num_files"), [("5M", 1), ("3M", 0)])
+def test_recording_when_its_file_system_is_full_then_the_process_goes_on(
+    memory_path: Path, size: str, num_files: int
+) -> None:
+    private = ["unshare", "--map-root-user", "--mount"]  # only this process sees the mount
+    script = f'mount -t tmpfs -o mode=700,size={size} tmpfs "$0" && "$@" && ls "$0"'
+    if subprocess.run([*private, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this machine permits no private mounts")
+    command = [*private, "sh", "-c", script, str(memory_path), sys.executable, "-c", FILL, str(memory_path)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0
+    said, *files = ended.stdout.splitlines()
+    assert said == "No space left on device"
+    assert sum(name.endswith(".ring") for name in files) == num_files
+    assert ("flight recorder is off" in ended.stderr) is (num_files == 0)
+
+
+def test_stream_when_it_progresses_then_the_tick_records_it_once(memory_path: Path) -> None:
     class Stream:
         request_id = UNIQUE
         num_tokens = 0
@@ -202,23 +260,23 @@ def test_stream_when_it_progresses_then_the_tick_records_it_once(tmp_path: Path)
         stream.num_tokens = 10
         recorder.record_progress()
 
-    recording(tmp_path, act)
-    (request,) = Recordings.read(tmp_path).requests.values()
+    recording(memory_path, act)
+    (request,) = Recordings.read(memory_path).requests.values()
     assert [(step.entry.event, step.entry.a) for step in request.steps] == [
         (RecordedEvent.PROGRESS, 5),
         (RecordedEvent.PROGRESS, 9),
     ]
 
 
-def test_find_when_any_of_its_ids_is_given_then_the_request(tmp_path: Path) -> None:
+def test_find_when_any_of_its_ids_is_given_then_the_request(memory_path: Path) -> None:
     def act(recorder: Recorder) -> None:
         recorder.record(f"job 7-{UNIQUE}", RecordedEvent.RECEIVED, id_hash("job 7"))
         recorder.record(f"{UNIQUE}-3", RecordedEvent.CALL_RECEIVED)
         recorder.record("f" * 16, RecordedEvent.RECEIVED)
         recorder.record("probe-1", RecordedEvent.CALL_RECEIVED)
 
-    recording(tmp_path, act)
-    found = Recordings.read(tmp_path)
+    recording(memory_path, act)
+    found = Recordings.read(memory_path)
     assert sorted(found.requests) == [KEY, 0xFFFFFFFFFFFFFFFF]
     ids = (f"chatcmpl-{UNIQUE}{'a' * 16}", f"resp_7f3a{UNIQUE}{'a' * 16}", "job 7", f"job 7-{UNIQUE}", f"{UNIQUE}-3")
     for text in (*ids, UNIQUE, UNIQUE[:8]):
@@ -241,15 +299,15 @@ def test_key_when_a_peer_sends_any_id_then_numbers_that_fit(request_id: str, key
     assert request_key(request_id) == key
 
 
-def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(tmp_path: Path) -> None:
+def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(memory_path: Path) -> None:
     ids = token_ids(range(1_000_000, 1_001_300))
 
     def act(recorder: Recorder) -> None:
         recorder.record_prompt(UNIQUE, ids, 5)
         recorder.record_prompt("f" * 16, ids[:1200], 5)
 
-    recording(tmp_path, act)
-    found = Recordings.read(tmp_path)
+    recording(memory_path, act)
+    found = Recordings.read(memory_path)
     hashes = [
         [hashed for step in request.steps for hashed in (step.entry.c, step.entry.a) if hashed]
         for request in found.requests.values()
@@ -258,25 +316,25 @@ def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(tmp_pa
     assert (length, other_length) == (1300, 1200)
     assert two_blocks == others
     assert third != other_third
-    assert ids[100:104].tobytes() not in next(tmp_path.iterdir()).read_bytes()
+    assert ids[100:104].tobytes() not in next(memory_path.iterdir()).read_bytes()
 
 
-def test_folder_when_it_is_not_set_then_one_of_the_user(tmp_path: Path) -> None:
+def test_folder_when_it_is_not_set_then_one_of_the_user(memory_path: Path) -> None:
     assert recorder_folder(None, {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/dynamo_trtllm")
-    assert recorder_folder(None, {}) == Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
+    assert recorder_folder(None, {}) == Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
     assert recorder_folder("off", {}) is None
-    recording(tmp_path / "a", lambda _: None)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
-    (path,) = (tmp_path / "a").iterdir()
+    recording(memory_path / "a", lambda _: None)
+    assert (memory_path / "a").stat().st_mode & 0o777 == 0o700
+    (path,) = (memory_path / "a").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("kind", ["link of another user", "folder of another user", "folder in which others may write"])
 def test_folder_when_another_user_chose_it_then_nothing_is_recorded(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "dynamo_trtllm-1"
-    target = tmp_path / "target"
+    folder = memory_path / "dynamo_trtllm-1"
+    target = memory_path / "target"
     target.mkdir(mode=0o700)
     if kind.startswith("link"):
         folder.symlink_to(target)
