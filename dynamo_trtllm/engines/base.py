@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -196,10 +196,7 @@ def check_request(
     """
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
-    if (largest := max(request.token_ids)) >= info.vocab_size:
-        raise RequestRejected(
-            f"token id {largest} is out of range: the vocabulary has {info.vocab_size} tokens", field="token_ids"
-        )
+    _check_vocabulary(request, info.vocab_size)
     if request.phase is not Phase.AGGREGATED and not transfers_kv:
         raise RequestRejected(f"this worker is aggregated and does not accept {request.phase} calls", field="phase")
     for name in info.unsupported_features:
@@ -220,6 +217,26 @@ def check_request(
         )
 
 
+def _check_vocabulary(request: GenerateRequest, vocab_size: int) -> None:
+    """Raise RequestRejected unless the ids by which engines index tensors are in range."""
+    sampling = request.sampling
+    ids: dict[str, Collection[int]] = {
+        "token_ids": request.token_ids,
+        "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+    }
+    if request.kv_params is not None:
+        ids["first_token_ids"] = request.kv_params.first_token_ids
+    guided = sampling.guided
+    if guided is not None:
+        ids["unfinished_ids"] = guided.unfinished_ids
+    for name, token_ids in ids.items():
+        largest = max(token_ids, default=0)
+        if largest >= vocab_size:
+            raise RequestRejected(
+                f"token id {largest} in {name} is out of range: the vocabulary has {vocab_size} tokens", field=name
+            )
+
+
 def _is_used(request: GenerateRequest, name: str) -> bool:
     if name == "cache_salt":
         return request.cache_salt is not None
@@ -228,14 +245,15 @@ def _is_used(request: GenerateRequest, name: str) -> bool:
     return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
-def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
-    """Return the token ids that end the output.
+def stop_token_ids(sampling: Sampling, info: EngineInfo) -> frozenset[int]:
+    """Return the token ids that end the output. Ids outside of the vocabulary are left out.
 
     With `ignore_eos` the model's own stop tokens do not count, even if the request lists them; others do.
 
     Args:
         sampling: sampling parameters of the request.
-        own: the model's own stop tokens.
+        info: properties of the engine, with the model's own stop tokens.
     """
-    ends, named = set(own), set(sampling.stop_token_ids)
+    ends = set(info.eos_token_ids)
+    named = {token_id for token_id in sampling.stop_token_ids if token_id < info.vocab_size}
     return frozenset(named - ends if sampling.ignore_eos else named | ends)

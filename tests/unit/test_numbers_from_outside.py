@@ -38,6 +38,7 @@ from dynamo_trtllm.engines.external.pending_transfers import EngineState
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv_connector import TorchState
+from dynamo_trtllm.engines.trtllm.transfers import _TrtllmState
 from dynamo_trtllm.engines.vllm.transfers import RequiredParams, _VllmState
 from dynamo_trtllm.errors import BadFrame, ConfigError, InvalidRequest, StreamIncomplete
 from dynamo_trtllm.frontend.process.control_pipe import _Message
@@ -69,7 +70,7 @@ from tests.unit.worker.test_service import ANSWER, MeteredService, PlainEngine, 
 MESSAGES = (
     *(Ack, Batch, ClientMessage, ControlRequest, FileChunk, Frame, StreamReport, _FrameHeader),
     *(Instance, KvCacheUpdate, KvTransferParams, LoadReport, RecordingPart, RecordingQuery, _Message),
-    *(EngineState, NixlOffer, RequiredParams, TorchState, _TcpOffer, _VllmState),
+    *(EngineState, NixlOffer, RequiredParams, TorchState, _TcpOffer, _TrtllmState, _VllmState),
 )
 WITHOUT_NUMBERS = {"StoredResponse", "_RawBatch", "form"}  # form: the types of engine states and offers
 CONFIGS = (
@@ -89,7 +90,10 @@ JSON_NUMBERS = (
     *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e308", "-1e308", "-0.0", "-1", "true", '"5"', '"nan"'),
     *("9223372036854775808", "18446744073709551615", "18446744073709551616", "9" * 400, "9" * 1_000_000),
 )
-READERS_CHECK = re.compile(r"\.(TokenLogprob\.(logprob|top)|Fit\.(coefficients|low|high))\b")  # see their docstrings
+# See the docstrings of these fields. Log-probabilities may be minus infinity.
+READERS_CHECK = re.compile(
+    r"\.(TokenLogprob\.(logprob|top)|Fit\.(coefficients|low|high))\b|\.(_Logprob\.logprob|first_gen_log_probs[][]*)$"
+)
 PACKAGE = Path(__file__).parents[2] / "dynamo_trtllm"
 INSTANCE = msgspec.structs.replace(make_instance(1), publishes_kv_events=True)
 KEY = instance_key(endpoint_of(INSTANCE), 1)

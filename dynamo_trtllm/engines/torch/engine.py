@@ -204,9 +204,8 @@ class TorchEngine(Engine):
                 f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
                 f"{info.context_length}; shorten it"
             )
-        stop_ids = stop_token_ids(sampling, info.eos_token_ids)
         seq.max_new_tokens = min(sampling.max_tokens, info.context_length - prompt_tokens)
-        seq.stop_ids = tuple(sorted(each for each in stop_ids if 0 <= each < info.vocab_size))
+        seq.stop_ids = tuple(sorted(stop_token_ids(sampling, info)))
         if sampling.seed is not None:
             seq.seed = sampling.seed & MASK_64
         if request.phase is Phase.DECODE and self.kv_connector is not None:

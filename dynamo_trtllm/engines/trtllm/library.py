@@ -126,7 +126,8 @@ class TrtllmLibrary:
                     f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
                 )
             known, logprob = self.bindings.disagg_fields, self.bindings.classes["Logprob"]
-            disagg = unpack(kv_params, known=known, logprob=logprob, runtime=self.runtime)
+            vocab_size = self.model_limits.info.vocab_size
+            disagg = unpack(kv_params, known=known, logprob=logprob, vocab_size=vocab_size, runtime=self.runtime)
         return TrtllmCall(self, request, converted, disagg)
 
     def health(self, waiting_since: float | None) -> str:

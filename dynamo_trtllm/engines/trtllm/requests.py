@@ -32,7 +32,7 @@ class TrtllmRequest:
         sampling = request.sampling
         # Output limit of the request, over all phases.
         self.max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
-        self.stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
+        self.stop_ids = stop_token_ids(sampling, model_limits.info)
         # A context-only call, whose KV is transferred to a decode worker. A request for one token ends in prefill, so
         # no KV may wait for one.
         self.exports_kv = request.phase is Phase.PREFILL and self.max_tokens > 1

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferFailed, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, encode
+from dynamo_trtllm.number_types import MAX_DP_RANKS, Count, Number, TokenId
 
 ENGINE_STATE_VERSION = 1
 
@@ -17,11 +21,39 @@ _NEEDED = ("first_gen_tokens", "ctx_request_id")
 # Where the KV is: a state of the C++ transceiver, or the address of the Python transceiver, which leaves the state None
 # (KvCacheTransceiverV2._finalize_send in _torch/disaggregation/transceiver.py, main).
 _PLACES = {"opaque_state": "CPP", "ctx_info_endpoint": "PYTHON"}
-_LOGPROB_KEYS = {"logprob", "rank"}
+# Minus infinity is the value of an excluded token. The bound excludes NaN and infinity.
+_LogProbability: TypeAlias = Annotated[float, Meta(le=1e3)]
+
+
+class _Logprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of TensorRT-LLM's `Logprob`."""
+
+    logprob: _LogProbability
+    rank: Count | None = None
+
+
+# Of one position: that of its token alone, or those of the token and its alternatives.
+_PositionLogprobs: TypeAlias = _LogProbability | dict[TokenId, _Logprob]
+
+
+class _SentParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The fields of `DisaggregatedParams` that `library.yaml` names, without `request_type`.
+
+    The executor uses these numbers as ids and indices in C++, where one that is out of range may end the process.
+    """
+
+    first_gen_tokens: Annotated[list[TokenId], Meta(min_length=1)]
+    first_gen_log_probs: list[_PositionLogprobs | list[_PositionLogprobs]] | None = None  # flat, or per sequence
+    ctx_request_id: Number
+    opaque_state: bytes | None = None
+    draft_tokens: list[TokenId] | None = None
+    disagg_request_id: Number | None = None
+    ctx_dp_rank: Annotated[int, Meta(ge=0, lt=MAX_DP_RANKS)] | None = None
+    ctx_info_endpoint: str | None = None
 
 
 class _TrtllmState(EngineState, frozen=True, kw_only=True):
-    params: dict[str, Any]
+    params: _SentParams
 
 
 def pack(params: Mapping[str, Any], *, release: str) -> bytes:
@@ -43,11 +75,17 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
             field="cache_transceiver_config.backend",
         )
     plain = {name: _plain(name, value) for name, value in params.items() if value is not None}
-    return encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=plain))
+    sent = _SentParams(**plain)
+    return encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=sent))
 
 
 def unpack(
-    kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None, runtime: str | None = None
+    kv_params: KvTransferParams,
+    *,
+    known: Iterable[str],
+    logprob: Callable[..., Any] | None,
+    vocab_size: int,
+    runtime: str | None = None,
 ) -> dict[str, Any]:
     """Decode engine state to the arguments of DisaggregatedParams of a generation-only call.
 
@@ -55,31 +93,38 @@ def unpack(
         kv_params: parameters from the prefill worker.
         known: fields that DisaggregatedParams has in the installed release.
         logprob: TensorRT-LLM's log-probability class, if the release has one.
+        vocab_size: number of token ids of the model.
         runtime: transceiver of the decode worker, CPP or PYTHON; None: TensorRT-LLM chooses it.
 
     Raises:
-        TransferMismatch: names the field that is unknown or missing, or of another transceiver.
+        TransferMismatch: names the field that is unknown, missing or out of range, or of another transceiver.
     """
     engine_state = decode_state(kv_params, _TrtllmState, ENGINE_STATE_VERSION)
-    unknown = sorted(set(engine_state.params) - set(known))
+    params = {name: value for name, value in msgspec.structs.asdict(engine_state.params).items() if value is not None}
+    unknown = sorted(set(params) - set(known))
     if unknown:
         raise TransferMismatch(
             f"KV transfer {kv_params.transfer_id}: the decode worker's DisaggregatedParams has no {unknown[0]}, which "
             f"prefill's TensorRT-LLM {engine_state.release} sent; run one release on both",
             field=unknown[0],
         )
-    missing = [name for name in _NEEDED if name not in engine_state.params]
-    if missing:
-        raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no {missing[0]}", field=missing[0])
-    theirs = next((_PLACES[name] for name in _PLACES if engine_state.params.get(name)), None)
+    for name in ("first_gen_tokens", "draft_tokens"):
+        largest = max(params.get(name, ()), default=0)
+        if largest >= vocab_size:
+            raise TransferMismatch(
+                f"KV transfer {kv_params.transfer_id}: token id {largest} in {name} is out of range: the vocabulary "
+                f"has {vocab_size} tokens; run one model on both sides",
+                field=name,
+            )
+    theirs = next((_PLACES[name] for name in _PLACES if params.get(name)), None)
     if theirs is None or runtime not in (None, theirs):
         raise TransferMismatch(
             f"KV transfer {kv_params.transfer_id} is of the transceiver {theirs or 'none'}, and this worker's is "
             f"{runtime or 'chosen by TensorRT-LLM'}; set the same cache_transceiver_config on both sides",
             field="transceiver_runtime",
         )
-    params = {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
-    return params | {"request_type": "generation_only"}
+    rebuilt = {name: _rebuilt(value, logprob) for name, value in params.items()}
+    return rebuilt | {"request_type": "generation_only"}
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -100,9 +145,9 @@ def _plain(name: str, value: Any) -> Any:
 def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
     if isinstance(value, list):
         return [_rebuilt(each, logprob) for each in value]
+    if isinstance(value, _Logprob) and logprob is not None:
+        return logprob(logprob=value.logprob, rank=value.rank)
     if isinstance(value, dict):
-        if logprob is not None and set(value) == _LOGPROB_KEYS:
-            return logprob(**value)
         return {key: _rebuilt(each, logprob) for key, each in value.items()}
     return value
 

@@ -67,7 +67,7 @@ class VllmRequest:
         self.prompt = list(request.token_ids)
         self.cache_salt, self.priority = request.cache_salt, request.priority
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)  # of StructuredOutputsParams
-        self.stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
+        self.stop_ids = stop_token_ids(sampling, model_limits.info)
         self.seed = sampling.seed  # that the decode call must use as well
         self.first: tuple[int, ...] = ()  # a token to emit before the engine's own
         max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))

@@ -15,6 +15,7 @@ from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
+from tests.instances import make_transfer_params
 from tests.unit.engines.scripted_library import info_of
 
 RETURN, CALL, EOS = 200002, 200012, 199999
@@ -188,9 +189,29 @@ def test_call_when_it_can_not_be_supported_then_refused_by_name(request_: Genera
     assert caught.value.field == field
 
 
-def test_call_when_token_is_not_in_the_vocabulary_then_refused() -> None:
-    with pytest.raises(RequestRejected, match="vocabulary"):
-        TrtllmRequest(ask(10), rules(vocab_size=9))
+TOO_LARGE = 300_000
+GUIDED = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),), unfinished_ids=(TOO_LARGE,))
+FIRST = msgspec.structs.replace(make_transfer_params("t"), first_token_ids=token_ids([TOO_LARGE]))
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (msgspec.structs.replace(ask(), token_ids=token_ids([1, TOO_LARGE])), "token_ids"),
+        (ask(logit_bias=((1, 2.0), (TOO_LARGE, 2.0))), "logit_bias"),
+        (ask(guided=GUIDED), "unfinished_ids"),
+        (msgspec.structs.replace(ask(phase=Phase.DECODE), kv_params=FIRST), "first_token_ids"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_call_when_a_token_is_not_in_the_vocabulary_then_refused_by_name(call: GenerateRequest, field: str) -> None:
+    with pytest.raises(RequestRejected, match=f"{TOO_LARGE} in {field} .* vocabulary") as caught:
+        TrtllmRequest(call, rules())
+    assert caught.value.field == field
+
+
+def test_call_when_a_stop_token_is_not_in_the_vocabulary_then_it_is_left_out() -> None:
+    assert TrtllmRequest(ask(stop_token_ids=(7, TOO_LARGE)), rules()).stop_ids == {7, RETURN, CALL, EOS}
 
 
 def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:

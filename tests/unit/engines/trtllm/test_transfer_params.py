@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm import transfers as wire
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, decode, encode
 from tests.instances import make_transfer_params
@@ -16,6 +18,7 @@ from tests.instances import make_transfer_params
 OLD = frozenset({"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"})
 NEW = OLD | {"first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"}
 BIG = (1 << 63) - 5
+VOCAB = 100
 
 
 @dataclass
@@ -32,6 +35,10 @@ def with_state(engine_state: bytes) -> KvTransferParams:
     return msgspec.structs.replace(make_transfer_params("t"), engine_state=engine_state)
 
 
+def unpack(kv_params: KvTransferParams, known: frozenset[str] = NEW, runtime: str | None = None) -> dict[str, Any]:
+    return wire.unpack(kv_params, known=known, logprob=Logprob, vocab_size=VOCAB, runtime=runtime)
+
+
 def sent(**changes: Any) -> KvTransferParams:
     """Return KV transfer parameters that have crossed the wire."""
     kv_params = with_state(wire.pack(params(**changes), release="1.2.1"))
@@ -39,18 +46,66 @@ def sent(**changes: Any) -> KvTransferParams:
 
 
 def test_transfer_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
-    found = wire.unpack(sent(draft_tokens=[1, 2]), known=OLD, logprob=None)
+    found = unpack(sent(draft_tokens=[1, 2]), OLD)
     assert found == params(draft_tokens=[1, 2], request_type="generation_only")
 
 
-def test_transfer_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
-    given = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
-    assert wire.unpack(sent(first_gen_log_probs=given), known=NEW, logprob=Logprob)["first_gen_log_probs"] == given
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param([[{42: Logprob(-0.5, 1), 7: Logprob(-math.inf, None)}]], id="of one sequence"),
+        pytest.param([{42: Logprob(-0.5, 1)}], id="flat"),
+        pytest.param([-0.5], id="without alternatives"),
+    ],
+)
+def test_transfer_when_it_has_log_probabilities_then_they_are_rebuilt(given: list[Any]) -> None:
+    assert unpack(sent(first_gen_log_probs=given))["first_gen_log_probs"] == given
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"first_gen_log_probs": [math.nan]},
+        {"first_gen_log_probs": [[{42: Logprob(math.inf, 1)}]]},
+        {"first_gen_log_probs": [{-1: Logprob(-0.5, 1)}]},
+        {"first_gen_tokens": ["42"]},
+        {"first_gen_tokens": [VOCAB]},
+        {"draft_tokens": [1, VOCAB]},
+        {"draft_tokens": [-1]},
+        {"ctx_request_id": 1 << 63},
+        {"ctx_request_id": -1},
+        {"disagg_request_id": 1.5},
+        {"ctx_dp_rank": 1 << 31},
+        {"ctx_info_endpoint": 5},
+        {"opaque_state": 5},
+    ],
+    ids=str,
+)
+def test_transfer_when_a_value_is_out_of_range_then_refused_with_its_name(bad: dict[str, Any]) -> None:
+    kv_params = sent()
+    inside = decode(kv_params.engine_state, dict)
+    plain = {name: wire._plain(name, value) for name, value in bad.items()}
+    inside["params"] |= plain
+    with pytest.raises(TransferMismatch, match=next(iter(bad))):
+        unpack(with_state(encode(inside)))
+
+
+def test_transfer_when_a_needed_field_is_missing_then_refused_with_its_name() -> None:
+    for name in ("first_gen_tokens", "ctx_request_id"):
+        inside = decode(sent().engine_state, dict)
+        del inside["params"][name]
+        with pytest.raises(TransferMismatch, match=name):
+            unpack(with_state(encode(inside)))
+
+
+def test_fields_when_the_library_gives_them_then_each_can_be_sent() -> None:
+    named = LIBRARY.needed["DisaggregatedParams"] + LIBRARY.optional["DisaggregatedParams"]
+    assert set(named) == {"request_type", *wire._SentParams.__struct_fields__}
 
 
 def test_transfer_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
     with pytest.raises(TransferMismatch) as caught:
-        wire.unpack(sent(disagg_request_id=9), known=OLD, logprob=None)
+        unpack(sent(disagg_request_id=9), OLD)
     assert caught.value.field == "disagg_request_id"
 
 
@@ -58,28 +113,28 @@ def test_transfer_when_its_inside_is_of_another_version_then_refused() -> None:
     inside = decode(sent().engine_state, dict)
     for engine_state in (encode({**inside, "version": 9}), b"nonsense"):
         with pytest.raises(TransferMismatch):
-            wire.unpack(with_state(engine_state), known=OLD, logprob=None)
+            unpack(with_state(engine_state), OLD)
 
 
 def test_transfer_when_the_transceiver_is_python_then_an_endpoint_takes_the_place_of_the_state() -> None:
     answer = {"opaque_state": None, "ctx_info_endpoint": "tcp://10.0.0.1:5", "ctx_dp_rank": 0, "disagg_request_id": 9}
     kv_params = sent(**answer)
-    found = wire.unpack(kv_params, known=NEW, logprob=None, runtime="PYTHON")
+    found = unpack(kv_params, runtime="PYTHON")
     assert found == {key: value for key, value in params(**answer).items() if value is not None} | {
         "request_type": "generation_only"
     }
-    assert wire.unpack(kv_params, known=NEW, logprob=None) == found
+    assert unpack(kv_params) == found
     with pytest.raises(TransferMismatch, match="PYTHON, and this worker's is CPP") as caught:
-        wire.unpack(kv_params, known=NEW, logprob=None, runtime="CPP")
+        unpack(kv_params, runtime="CPP")
     assert caught.value.field == "transceiver_runtime"
 
 
 def test_transfer_when_it_has_a_state_then_it_is_of_the_cpp_transceiver() -> None:
     both = sent(ctx_info_endpoint="tcp://10.0.0.1:5")
     for kv_params in (sent(), both):
-        wire.unpack(kv_params, known=NEW, logprob=None, runtime="CPP")
+        unpack(kv_params, runtime="CPP")
         with pytest.raises(TransferMismatch):
-            wire.unpack(kv_params, known=NEW, logprob=None, runtime="PYTHON")
+            unpack(kv_params, runtime="PYTHON")
 
 
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])

@@ -98,7 +98,7 @@ async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_tha
     (chunk,) = await task
     assert chunk.kv_params is not None
     sent = llm.calls[0]["disaggregated_params"]["disagg_request_id"]
-    received = unpack(chunk.kv_params, known={*PARAMS, "disagg_request_id"}, logprob=None)
+    received = unpack(chunk.kv_params, known={*PARAMS, "disagg_request_id"}, logprob=None, vocab_size=100)
     assert received["disagg_request_id"] == sent > 0
 
 
