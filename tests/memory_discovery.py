@@ -22,6 +22,7 @@ class FakeEtcd:
 
     def put(self, key: str, record: bytes) -> None:
         """Write a record and notify watchers."""
+        self._records.pop(key, None)  # a record that is written again is listed last
         self._records[key] = record
         self._notify(key, record)
 

@@ -105,7 +105,7 @@ def key_bytes(key: str) -> bytes:
 class Snapshot(NamedTuple):
     """All records under a prefix at one revision of etcd."""
 
-    records: dict[str, bytes]  # by key, in the order in which the keys were created
+    records: dict[str, bytes]  # by key, in the order in which they were last written
     revision: int
 
 
@@ -170,8 +170,8 @@ class EtcdStore:
     async def read_all(self, prefix: str) -> Snapshot:
         """Return all records under a prefix."""
         reply = await self._range(prefix)
-        created = sorted(reply.kvs, key=lambda kv: kv.create_revision)
-        return Snapshot(records={key_text(kv.key): kv.value for kv in created}, revision=reply.header.revision)
+        written = sorted(reply.kvs, key=lambda kv: kv.mod_revision)
+        return Snapshot(records={key_text(kv.key): kv.value for kv in written}, revision=reply.header.revision)
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Return the lease of every key under a prefix, with its remaining time. None: no lease, or an expired one."""

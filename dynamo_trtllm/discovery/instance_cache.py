@@ -3,16 +3,58 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed
 from dynamo_trtllm.discovery.records import BadRecord, card_mismatch, parse_instance_key, read_instance, shown_key
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 log = logging.getLogger(__name__)
 
 MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
+
+
+class _ModelInstances:
+    """The instances of one model that are in use, by key, in the order in which their records were written."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, Instance] = {}
+        self._decode: dict[str, Instance] = {}  # decode and aggregated instances
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def __getitem__(self, key: str) -> Instance:
+        return self._instances[key]
+
+    def keys(self) -> Iterable[str]:
+        return self._instances.keys()
+
+    @property
+    def card_in_use(self) -> ModelDeploymentCard:
+        """The card with which a frontend renders requests, as in the router's view."""
+        return next(iter((self._decode or self._instances).values())).card
+
+    def put(self, key: str, instance: Instance) -> None:
+        """Add an instance whose record was written just now."""
+        self.discard(key)
+        self._instances[key] = instance
+        if instance.role is not Role.PREFILL:
+            self._decode[key] = instance
+
+    def discard(self, key: str) -> None:
+        """Remove an instance if it is there."""
+        self._instances.pop(key, None)
+        self._decode.pop(key, None)
+
+    def mismatch(self, instance: Instance) -> str:
+        """Return why the card of another instance does not fit these; "" if it fits."""
+        if not self._instances:
+            return ""
+        first = next(iter(self._instances.values()))
+        first_decode = next(iter(self._decode.values()), None)
+        return card_mismatch(instance, first, first_decode)
 
 
 class InstanceCache:
@@ -27,8 +69,12 @@ class InstanceCache:
     * a key with an instance id that an earlier key has
     * an instance whose card does not fit the earlier instances of its model, so that it can't take over the model
 
-    All caches reject the same records, because a list has the keys in the order in which they were created. When an
-    earlier instance is removed, a new list is needed to check the rejected records again.
+    Earlier means that the record was written earlier. A record that is written again counts as new, also if it has not
+    changed, because a list has the records in the order in which they were last written. So a cache that has followed
+    all changes orders them as one that has read a list.
+
+    When an earlier instance is removed, a new list is needed to check the rejected records again. They must fit the
+    instances that are in use, although these may have been written later.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
@@ -38,7 +84,7 @@ class InstanceCache:
         self._missing: dict[str, float] = {}  # key -> time from which a list without the key removes its instance
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
-        self._models: dict[str, dict[str, Instance]] = {}  # model -> key -> instance, in the order of registration
+        self._models: dict[str, _ModelInstances] = {}
         self._model_of: dict[str, str] = {}  # key -> model, of the instances in `_models`
         self._unfit: dict[str, str] = {}  # key -> model, of records that were rejected for their card
         self._needs_list = False  # an instance was removed, and rejected records may be valid now
@@ -57,7 +103,7 @@ class InstanceCache:
         """Return the events for a new list: first removed instances, then added and changed ones.
 
         Args:
-            listed: all records in the store, by key, in the order in which the keys were created.
+            listed: all records in the store, by key, in the order in which they were last written.
             now_s: time of the list, of any monotonic clock.
         """
         events: list[Event] = []
@@ -71,15 +117,38 @@ class InstanceCache:
                 events += self._remove(key)
         self._needs_list = False
         self._unfit.clear()
+        return events + self._put_listed(listed)
+
+    def _put_listed(self, listed: Mapping[str, bytes]) -> list[Event]:
+        """Return the events for the records of a list, without those that are unchanged and in the same order."""
+        events: list[Event] = []
+        unvisited: dict[str, Iterator[str]] = {}  # model -> the listed keys of its instances, in the order so far
+        for model, instances in self._models.items():
+            keys = [key for key in instances.keys() if key in listed]
+            unvisited[model] = iter(keys)
         for key, record in listed.items():
+            if self._records.get(key) == record and next(unvisited[self._model_of[key]], None) == key:
+                self._missing.pop(key, None)
+                continue
             events += self.put(key, record)
+            # The records that follow in the list were written later, so they go behind this one.
+            if key in self._model_of:
+                unvisited[self._model_of[key]] = iter(())
         return events
 
     def put(self, key: str, record: bytes) -> list[Event]:
         """Return the events for a record that was written. A rejected record is logged once per key."""
+        if self._records.get(key) != record:
+            return self._put(key, record)
+        model = self._model_of[key]
+        card_before = self._models[model].card_in_use
+        events = self._put(key, record)
+        is_still_valid = key in self._records
+        return [] if is_still_valid and self._models[model].card_in_use == card_before else events
+
+    def _put(self, key: str, record: bytes) -> list[Event]:
+        """Check a record and add its instance behind the others of its model. Return the events."""
         self._missing.pop(key, None)
-        if self._records.get(key) == record:
-            return []
         self._unfit.pop(key, None)
         try:
             instance = read_instance(key, record)
@@ -91,16 +160,17 @@ class InstanceCache:
             reason = f"instance id {instance.id:x} is already registered under the key {shown_key(owner)}"
             return self._reject(key, reason)
         model = instance.card.name
-        members = self._models.get(model, {})
-        mismatch = card_mismatch(instance, (member for at, member in members.items() if at != key))
+        self._leave_model(key)
+        instances = self._models.get(model) or _ModelInstances()
+        mismatch = instances.mismatch(instance)
         if mismatch:
             self._unfit[key] = model
             return [*self._remove(key), *self._reject(key, mismatch)]
         events = self._clear_rejected(key)
-        self._leave_model(key)
         self._records[key] = record
         self._owners[instance.id] = key
-        self._models.setdefault(model, {})[key] = instance
+        instances.put(key, instance)
+        self._models[model] = instances
         self._model_of[key] = model
         return [*events, Added(instance)]
 
@@ -125,7 +195,7 @@ class InstanceCache:
         model = self._model_of.pop(key, None)
         if model is None:
             return
-        del self._models[model][key]
+        self._models[model].discard(key)
         if not self._models[model]:
             del self._models[model]
         self._needs_list |= model in self._unfit.values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.config.base import NAME, NAME_RULE
@@ -141,7 +141,7 @@ def written(instance: Instance) -> tuple[str, bytes]:
     return key, record
 
 
-def card_mismatch(instance: Instance, members: Iterable[Instance]) -> str:
+def card_mismatch(instance: Instance, first: Instance, first_decode: Instance | None) -> str:
     """Return why the card of an instance does not fit those of its model; "" if it fits.
 
     Requests are rendered with the tokenizer and limits of the model's first instances, so later ones must be able to
@@ -150,18 +150,9 @@ def card_mismatch(instance: Instance, members: Iterable[Instance]) -> str:
 
     Args:
         instance: the instance.
-        members: the other instances of the model, in the order of registration.
+        first: the other instance of the model whose record was written first.
+        first_decode: the first one of them that is a decode or aggregated instance; None: there is none.
     """
-    first = None
-    first_decode = None  # or aggregated
-    for member in members:
-        if first is None:
-            first = member
-        if member.role is not Role.PREFILL:
-            first_decode = member
-            break
-    if first is None:
-        return ""
     card = instance.card
     theirs = first.card
     if card.vocab_size != theirs.vocab_size:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
+from types import FrameType
 
 import msgspec
 import pytest
 
 from dynamo_trtllm.discovery import instance_cache as mirror_module
-from dynamo_trtllm.discovery.base import Added, Rejected, Removed
+from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.messages import Instance, Role, encode
+from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance
 
 
@@ -305,10 +308,69 @@ def test_record_when_its_card_differs_but_it_can_run_the_requests_of_its_model_t
     assert cache.put(*entry(newcomer)) == [Added(newcomer)]
 
 
+SHORT = with_card(ONE, context_length=64)
+LONG = with_card(TWO, context_length=256)
+UNFIT = with_card(ONE, vocab_size=1, eos_token_ids=())
+
+
+@pytest.mark.parametrize("writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]])
+@pytest.mark.parametrize("has_followed", ["the changes", "the changes, then a list", "lists"])
+def test_record_when_it_is_written_again_then_a_frontend_that_saw_it_decides_like_a_later_one(
+    writes: list[Instance], has_followed: str
+) -> None:
+    earlier, later = InstanceCache(), InstanceCache()
+    view, later_view = ClusterView(), ClusterView()
+    listed: dict[str, bytes] = {}
+    for number, instance in enumerate(writes):
+        key, record = entry(instance)
+        listed.pop(key, None)
+        listed[key] = record
+        if has_followed == "lists" or (has_followed == "the changes, then a list" and number == len(writes) - 1):
+            follow(view, earlier.relist(listed))
+        else:
+            follow(view, earlier.put(key, record))
+    if earlier.next_list_s is not None:
+        follow(view, earlier.relist(listed))
+    follow(later_view, later.relist(listed))
+    assert view.instances() == later_view.instances()
+    assert view.models() == later_view.models()
+
+
+def follow(view: ClusterView, events: list[Event]) -> None:
+    for event in events:
+        if isinstance(event, Added):
+            view.add(event.instance)
+        elif isinstance(event, Removed):
+            view.remove(event.instance_id)
+
+
+def num_calls(count: int) -> int:
+    """Return the number of calls of Python functions that registering prefill workers takes."""
+    cache = InstanceCache()
+    entries = [entry(make_instance(number + 1, role=Role.PREFILL)) for number in range(count)]
+    calls = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        for key, record in entries:
+            cache.put(key, record)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_put_when_a_model_has_many_prefill_workers_then_each_costs_the_same() -> None:
+    assert num_calls(400) < 2.1 * num_calls(200)
+
+
 def test_record_when_it_is_overwritten_with_an_unfit_card_then_the_others_stay_and_it_returns_with_its_own() -> None:
     cache = InstanceCache()
     cache.relist(dict([entry(ONE), entry(TWO)]))
-    removed, rejected = cache.put(*entry(with_card(ONE, vocab_size=1, eos_token_ids=())))
+    removed, rejected = cache.put(*entry(UNFIT))
     assert removed == Removed(1)
     assert isinstance(rejected, Rejected)
     assert cache.put(*entry(ONE)) == [Rejected(rejected.key, None), Added(ONE)]
