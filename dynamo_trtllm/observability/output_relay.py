@@ -1,6 +1,7 @@
 """Pass on the output of a process, and drop lines instead of letting the process wait.
 
-`outputs` runs this file as a program, with one pipe for each output. It must not import this package.
+`outputs` runs this file as a program, with one pipe for each output, and again if it is killed. It must not import this
+package.
 
 It is a process because a thread of the served process would not do: it would need the GIL, which a library may hold
 while it prints. It would also end with a crash, whose last lines matter most.
@@ -27,7 +28,9 @@ from functools import partial
 
 BACKLOG_BYTES = 1 << 20  # of one output
 FLUSH_S = 1.0  # the longest time for which the end of the process waits for the backlog
-COUNTER = struct.Struct("<Q")  # number of dropped lines, in memory that both processes share
+# Numbers of dropped lines and of queued ones, in memory that both processes share. The queued ones are lost if this
+# process is killed.
+COUNTERS = struct.Struct("<QQ")
 # Messages on the control socket: the request to flush, and the answer.
 FLUSH = b"f"
 FLUSHED = b"."
@@ -47,6 +50,7 @@ class RelayedOutput:
         file: file descriptor to write to.
         notice: returns the line that reports dropped lines, from their number and the reason ("": unknown).
         on_dropped: called with a number of dropped lines.
+        on_queued: called with the change in the number of queued lines.
         on_failed: called with the reason when a write fails; after that, not before a write has succeeded.
         on_idle: called when everything is written.
     """
@@ -56,12 +60,14 @@ class RelayedOutput:
         file: int,
         notice: Callable[[int, str], bytes],
         on_dropped: Callable[[int], None],
+        on_queued: Callable[[int], None] = lambda count: None,
         on_failed: Callable[[str], None] = lambda reason: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._file = file
         self._notice = notice
         self._on_dropped = on_dropped
+        self._on_queued = on_queued
         self._on_failed = on_failed
         self._on_idle = on_idle
         self._changed = threading.Condition()
@@ -82,8 +88,11 @@ class RelayedOutput:
         return not self._num_bytes
 
     def add(self, data: bytes) -> None:
-        """Queue data that the process has written."""
+        """Queue data that the process has written. If the reader of the output has exited, drop it."""
         with self._changed:
+            if self.is_closed:
+                self._drop(data)
+                return
             if self._skips_line:
                 data = self._drop_first_line(data)
             if not self._is_dropping and self._num_bytes + len(data) > BACKLOG_BYTES:
@@ -102,7 +111,7 @@ class RelayedOutput:
 
     def run(self) -> None:
         """Write what is queued, until `finish` or until the reader of the output has exited."""
-        while True:
+        while not self.is_closed:
             chunk = self._next()
             if chunk is None:
                 break
@@ -112,13 +121,15 @@ class RelayedOutput:
             is_written = not left
             with self._changed:
                 self._num_bytes -= len(data)
+                if not num_reported:
+                    self._on_queued(-data.count(b"\n"))
                 if is_written:
                     self._num_unreported -= num_reported
                 elif not num_reported:
                     self._count(left.count(b"\n"))
-            if self.is_closed:
-                break
-            if not is_written and not had_failed:
+                if self.is_closed:
+                    self._drop_queued()
+            if not is_written and not had_failed and not self.is_closed:
                 self._on_failed(self._failure)
         self._on_idle()
 
@@ -153,6 +164,7 @@ class RelayedOutput:
     def _append(self, data: bytes) -> None:
         """Accept data."""
         self._chunks.append(data)
+        self._on_queued(data.count(b"\n"))
         self._num_bytes += len(data)
         self._is_mid_line = not data.endswith(b"\n")
         self._changed.notify()
@@ -173,6 +185,14 @@ class RelayedOutput:
         num_lines = data.count(b"\n") + ends_mid_line - self._skips_line
         self._skips_line = ends_mid_line
         self._is_mid_line = False
+        self._count(num_lines)
+
+    def _drop_queued(self) -> None:
+        """Drop all that is queued, because the reader of the output has exited."""
+        num_lines = sum(chunk.count(b"\n") for chunk in self._chunks)
+        self._chunks.clear()
+        self._num_bytes = 0
+        self._on_queued(-num_lines)
         self._count(num_lines)
 
     def _count(self, num_lines: int) -> None:
@@ -251,12 +271,10 @@ class Relay:
     def _read(self, file: int) -> None:
         """Read a pipe once."""
         data = os.read(file, _READ_BYTES)
-        output = self._pipes[file]
-        if data and not output.is_closed:
-            output.add(data)
-            return
-        del self._pipes[file]
-        os.close(file)  # writers to an output whose reader has exited get EPIPE, as without this relay
+        if data:
+            self._pipes[file].add(data)
+        else:
+            del self._pipes[file]
 
     def _receive(self) -> None:
         """Receive a request to flush. Read what the process has written before, and answer when it is written."""
@@ -296,19 +314,19 @@ def main(argv: Sequence[str]) -> None:
     """Run the relay.
 
     Args:
-        argv: name of the process; format of its log; file descriptor of the control socket; that of the counter's
+        argv: name of the process; format of its log; file descriptor of the control socket; that of the counters'
             memory; and PIPE:OUTPUT, two file descriptors, for each output.
     """
     process_name, log_format, control, memory = argv[:4]
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    counter = mmap.mmap(int(memory), COUNTER.size)
+    counters = mmap.mmap(int(memory), COUNTERS.size)
     counting = threading.Lock()
 
-    def count(num_lines: int) -> None:
+    def count(num_dropped: int, num_queued: int = 0) -> None:
         with counting:
-            (before,) = COUNTER.unpack_from(counter)
-            COUNTER.pack_into(counter, 0, before + num_lines)
+            dropped, queued = COUNTERS.unpack_from(counters)
+            COUNTERS.pack_into(counters, 0, dropped + num_dropped, queued + num_queued)
 
     def notice(num_lines: int, reason: str) -> bytes:
         why = f"it can't be written: {reason}" if reason else "its reader was too slow"
@@ -324,7 +342,8 @@ def main(argv: Sequence[str]) -> None:
     relay = Relay(pipes, socket.socket(fileno=int(control)))
     for pair in argv[4:]:
         pipe, file = map(int, pair.split(":"))
-        pipes[pipe] = RelayedOutput(file, notice, count, partial(report_failure, pipe), relay.answer_flush)
+        on_failed = partial(report_failure, pipe)
+        pipes[pipe] = RelayedOutput(file, notice, count, partial(count, 0), on_failed, relay.answer_flush)
     relay.run()
 
 

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import atexit
 import io
+import itertools
 import logging
 import mmap
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Final, TextIO
 
 from dynamo_trtllm.observability import output_relay
 
 log = logging.getLogger(__name__)
 
+RESTART_S: Final = 1.0  # the shortest time from a start of the relay to the next one
+_READ_BYTES: Final = 1 << 16
 _STREAMS: Final = {"stdout": 1, "stderr": 2}  # and their file descriptors
 
 
@@ -30,9 +37,8 @@ class Outputs:
     """The outputs of this process. Before `start`, and on systems other than Linux, they are written directly."""
 
     def __init__(self) -> None:
-        self._counter: mmap.mmap | None = None
+        self._counters: mmap.mmap | None = None
         self._control: socket.socket | None = None
-        self._relay: subprocess.Popen[bytes] | None = None  # it outlives this process
         self._pid = 0  # of the process that called `start`
         self.originals: dict[str, int] = {}
         """Copies of the original stdout and stderr, by name, for children that have a relay of their own."""
@@ -40,15 +46,13 @@ class Outputs:
     @property
     def num_dropped_lines(self) -> int:
         """The number of lines that were dropped since the start."""
-        if self._counter is None:
-            return 0
-        (number,) = output_relay.COUNTER.unpack_from(self._counter)
-        return int(number)
+        return 0 if self._counters is None else _numbers_of_lines(self._counters)[0]
 
     def start(self, process_name: str, log_format: str) -> None:
         """Start the relay. From now on, no write to stdout or stderr waits for a reader, a disk or a terminal.
 
-        If the relay can't be started, a warning is logged, and the outputs stay as they are.
+        If the relay is killed, it is started again. If it can't be started now, a warning is logged, and the outputs
+        stay as they are.
 
         Args:
             process_name: name of the process on the line that says how many lines were dropped.
@@ -67,45 +71,95 @@ class Outputs:
 
     def flush(self) -> None:
         """Wait, at most a second, until the relay has written all output so far."""
-        if self._control is None or os.getpid() != self._pid:
+        control = self._control
+        if control is None or os.getpid() != self._pid:
             return
         with suppress(OSError, ValueError):  # the reader has exited, the time is over, or a stream is closed
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            self._control.send(output_relay.FLUSH)
-            self._control.recv(len(output_relay.FLUSHED))
+            control.send(output_relay.FLUSH)
+            control.recv(len(output_relay.FLUSHED))
 
     def _start(self, process_name: str, log_format: str) -> None:
         with ExitStack() as stack:
-            originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             failed = stack.enter_context(ExitStack())  # closes, after a failure, what a successful start keeps
+            originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             for original in originals.values():
                 failed.callback(os.close, original)
-            own_end, relay_end = socket.socketpair()
-            failed.callback(own_end.close)
-            stack.callback(relay_end.close)
-            memory = os.memfd_create("dropped-lines")
-            stack.callback(os.close, memory)
-            os.truncate(memory, output_relay.COUNTER.size)
+            memory = os.memfd_create("lines")
+            failed.callback(os.close, memory)
+            os.truncate(memory, output_relay.COUNTERS.size)
             pipes: dict[tuple[int, int], tuple[int, int]] = {}  # by the file to which an output leads
             for original in originals.values():
                 identity = _identity(original)
                 if identity not in pipes:  # both outputs may lead to one file, which keeps the order of lines
                     pipes[identity] = os.pipe()
-                    for end in pipes[identity]:
-                        stack.callback(os.close, end)
+                    read_end, write_end = pipes[identity]
+                    failed.callback(os.close, read_end)
+                    stack.callback(os.close, write_end)
             read_ends = {pipes[_identity(original)][0]: original for original in originals.values()}
-            self._relay = _start_relay(process_name, log_format, relay_end.fileno(), memory, read_ends)
-            self._counter = mmap.mmap(memory, output_relay.COUNTER.size)
+            start_relay = partial(_start_relay, process_name, log_format, memory, read_ends)
+            relay, self._control = start_relay()
+            self._counters = mmap.mmap(memory, output_relay.COUNTERS.size)
             for name, file in _STREAMS.items():
                 os.dup2(pipes[_identity(originals[name])][1], file)
                 if os.isatty(originals[name]):
                     setattr(sys, name, _terminal(getattr(sys, name), file))
             failed.pop_all()
-        own_end.settimeout(output_relay.FLUSH_S)
-        self._control = own_end
         self._pid = os.getpid()
         self.originals = originals
+        # A thread, because the event loop may wait for the pipe of a relay that was killed.
+        keep = partial(self._keep_relay, relay, start_relay, self._counters, list(read_ends))
+        threading.Thread(target=keep, name="output relay", daemon=True).start()
+
+    def _keep_relay(
+        self,
+        relay: subprocess.Popen[bytes],
+        start_relay: Callable[[], tuple[subprocess.Popen[bytes], socket.socket]],
+        counters: mmap.mmap,
+        read_ends: Sequence[int],
+    ) -> None:
+        """Start the relay again whenever it is killed, at most once in RESTART_S. In between, drop what comes.
+
+        Args:
+            relay: the relay, which outlives this process. It ends with status 0 when all pipes have ended.
+            start_relay: starts another one.
+            counters: memory of the numbers of lines, which a running relay changes.
+            read_ends: the pipes. This process has them, too, so that writers get no error without a relay.
+        """
+        for number in itertools.count(1):
+            begun_s = time.monotonic()
+            status = relay.wait()
+            if status == 0:
+                return
+            dropped_before, queued = _numbers_of_lines(counters)
+            output_relay.COUNTERS.pack_into(counters, 0, dropped_before + queued, 0)
+            is_started = False
+            while not is_started:
+                _drop_lines(read_ends, begun_s + RESTART_S, counters)
+                begun_s = time.monotonic()
+                with suppress(OSError):  # no memory or no process id is free; a later attempt may succeed
+                    relay, self._control = start_relay()
+                    is_started = True
+            num_lost = _numbers_of_lines(counters)[0] - dropped_before
+            text = "the output relay ended with status %d and was started again (restart %d); about %d lines are lost"
+            log.warning(text, status, number, num_lost)
+
+
+def _numbers_of_lines(counters: mmap.mmap) -> tuple[int, int]:
+    """Return the numbers of dropped and of queued lines."""
+    dropped, queued = output_relay.COUNTERS.unpack_from(counters)
+    return int(dropped), int(queued)
+
+
+def _drop_lines(read_ends: Sequence[int], until_s: float, counters: mmap.mmap) -> None:
+    """Read pipes until a time of `time.monotonic`, so that no writer waits, and count the lines as dropped."""
+    while (left_s := until_s - time.monotonic()) > 0:
+        ready, _, _ = select.select(read_ends, [], [], left_s)
+        for read_end in ready:
+            num_lines = os.read(read_end, _READ_BYTES).count(b"\n")
+            dropped, queued = _numbers_of_lines(counters)
+            output_relay.COUNTERS.pack_into(counters, 0, dropped + num_lines, queued)
 
 
 def _identity(file: int) -> tuple[int, int]:
@@ -115,36 +169,43 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 def _start_relay(
-    process_name: str, log_format: str, control: int, memory: int, read_ends: Mapping[int, int]
-) -> subprocess.Popen[bytes]:
-    """Start `output_relay`.
+    process_name: str, log_format: str, memory: int, read_ends: Mapping[int, int]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start `output_relay`. Return its process and this process's end of its control socket.
 
     Args:
         process_name: name of the process.
         log_format: "text" or "json".
-        control: file descriptor of the relay's end of the control socket.
-        memory: file descriptor of the counter's memory.
+        memory: file descriptor of the counters' memory.
         read_ends: the file descriptor of each output, by that of the pipe from which its data is read.
     """
+    own_end, relay_end = socket.socketpair()
+    own_end.settimeout(output_relay.FLUSH_S)
     pairs = [f"{pipe}:{output}" for pipe, output in read_ends.items()]
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-I",
-            "-S",
-            output_relay.__file__,
-            process_name,
-            log_format,
-            str(control),
-            str(memory),
-            *pairs,
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[control, memory, *read_ends, *read_ends.values()],
-        process_group=0,  # so that a Ctrl-C or a kill of this process's group does not reach it
-    )
+    with relay_end:
+        try:
+            relay = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    output_relay.__file__,
+                    process_name,
+                    log_format,
+                    str(relay_end.fileno()),
+                    str(memory),
+                    *pairs,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[relay_end.fileno(), memory, *read_ends, *read_ends.values()],
+                process_group=0,  # so that a Ctrl-C or a kill of this process's group does not reach it
+            )
+        except OSError:
+            own_end.close()
+            raise
+    return relay, own_end
 
 
 class _TerminalStream(io.TextIOWrapper):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ LINE = b"%06d " + b"x" * 92 + b"\n"
 PROGRAM = """
 import ctypes, logging, os, subprocess, sys, warnings
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability import outputs
 from dynamo_trtllm.observability.outputs import OUTPUTS
 OUTPUTS.start("w", "text")
 observe_logging.setup("info", "w")
@@ -97,7 +99,7 @@ def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines
     failures: list[str] = []
     path = tmp_path / "log"
     with open("/dev/full", "wb", buffering=0) as full, path.open("wb", buffering=0) as free:
-        output = RelayedOutput(full.fileno(), notice, lambda count: dropped.release(), failures.append)
+        output = RelayedOutput(full.fileno(), notice, lambda count: dropped.release(), on_failed=failures.append)
         with running(output):
             for _ in range(3):
                 output.add(b"line\n")
@@ -108,13 +110,19 @@ def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines
     assert path.read_bytes() == b"3 dropped: No space left on device\nlater\n"
 
 
-def test_output_when_its_reader_has_exited_then_it_is_closed() -> None:
+def test_output_when_its_reader_has_exited_then_all_lines_are_dropped() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    output = RelayedOutput(write_end, notice, lambda count: None)
+    num_dropped: list[int] = []
+    num_queued: list[int] = []
+    output = RelayedOutput(write_end, notice, num_dropped.append, num_queued.append)
     output.add(b"line\n")
+    output.add(b"two\nlines\n")
+    assert sum(num_queued) == 3
     output.run()
     assert output.is_closed
+    output.add(b"later\n")
+    assert (sum(num_dropped), sum(num_queued)) == (4, 0)
     os.close(write_end)
 
 
@@ -202,14 +210,96 @@ while not OUTPUTS.num_dropped_lines:
     os.close(master)
 
 
-def test_process_when_the_reader_has_exited_then_it_gets_the_error_and_goes_on() -> None:
+def relay_of(pid: int) -> int:
+    """Return the id of the output relay of a process."""
+    (relay,) = [
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if f"\nPPid:\t{pid}\n" in read(folder / "status") and "output_relay.py" in read(folder / "cmdline")
+    ]
+    return relay
+
+
+def read(path: Path) -> str:
+    """Return the content of a file of /proc; "" if its process has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+WRITER = """
+outputs.RESTART_S = 0.0
+child = subprocess.Popen(["sh", "-c", "read line; echo of a child >&2"], stdin=subprocess.PIPE)
+print("started", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_process_when_its_relay_is_killed_then_later_lines_come_out_and_one_line_names_the_restart() -> None:
+    code = f"{WRITER}\nlog.info('later')\nchild.communicate()"
+    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        os.kill(relay_of(process.pid), signal.SIGKILL)
+        restarted = process.stderr.readline()
+        _, rest = process.communicate(b"\n", timeout=SOON_S)
+    assert (
+        b"WARNING w observability.outputs: the output relay ended with status -9 and was started again (restart 1)"
+        in restarted
+    )
+    assert b"about 0 lines are lost" in restarted
+    assert b"INFO w x: later\n" in rest
+    assert b"of a child\n" in rest
+
+
+def test_process_when_its_relay_is_killed_with_unwritten_lines_then_they_are_counted() -> None:
+    code = f"""{WRITER}
+for number in range(100):
+    log.info("%06d" + "x" * 3000, number)
+print("written", flush=True)
+sys.stdin.readline()
+print(OUTPUTS.num_dropped_lines, flush=True)
+"""
+    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        while process.stdout.readline() != b"written\n":
+            pass
+        os.kill(relay_of(process.pid), signal.SIGKILL)
+        lines = iter(process.stderr.readline, b"")
+        restarted = next(line for line in lines if b"started again" in line)
+        num_dropped, _ = process.communicate(b"\n", timeout=SOON_S)
+    match = re.search(rb"about (\d+) lines are lost", restarted)
+    assert match is not None
+    assert int(match[1]) == int(num_dropped) > 50
+
+
+def test_process_when_its_relay_is_not_started_again_yet_then_it_does_not_wait() -> None:
+    code = f"""{WRITER.replace("0.0", "1000.0")}
+while not OUTPUTS.num_dropped_lines:
+    log.info("x" * 3000)
+"""
+    read_end, write_end = os.pipe()
+    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=write_end) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(relay_of(process.pid), signal.SIGKILL)
+        process.communicate(b"\n", timeout=SOON_S)
+        assert process.returncode == 0
+    os.close(write_end)
+    os.close(read_end)
+
+
+def test_process_when_the_reader_has_exited_then_its_lines_are_dropped_and_it_goes_on() -> None:
     code = """
-try:
-    while True:
-        print("x", flush=True)
-except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    log.info("closed")
+while not OUTPUTS.num_dropped_lines:
+    print("x", flush=True)
+log.info("closed")
 """
     read_end, write_end = os.pipe()
     os.close(read_end)
