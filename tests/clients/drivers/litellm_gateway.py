@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import openai
-from steps import DESCRIPTION, QUESTION, STATUS, check, free_port, run, until_alive
+from steps import ask_with_tool, check, free_port, run, until_alive
 
 # docs: litellm-proxy
 CONFIG = """
@@ -43,28 +43,12 @@ def _proxy(base_url: str, model: str) -> Iterator[openai.OpenAI]:
 
 def chat(base_url: str, model: str) -> str:
     """Ask once, once as a stream, and with a tool in two turns: a start of the proxy takes long."""
-    tool = {"name": "get_system_health", "description": DESCRIPTION}
-    tool["parameters"] = {"type": "object", "properties": {}}
-    messages = [{"role": "user", "content": QUESTION}]
-    asked = {
-        "model": model,
-        "messages": messages,
-        "tools": [{"type": "function", "function": tool}],
-    }
     with _proxy(base_url, model) as client:
         hello = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
         check(client.chat.completions.create(**hello).choices[0].message.content)
         chunks = list(client.chat.completions.create(**hello, stream=True))
         check(len(chunks) > 3, chunks)
-        message = client.chat.completions.create(**asked).choices[0].message
-        check(message.tool_calls, message)
-        messages += [
-            message,
-            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS},
-        ]
-        answer = client.chat.completions.create(**asked).choices[0].message
-    check(answer.content, answer)
-    return answer.content
+        return ask_with_tool(client, model)
 
 
 def responses(base_url: str, model: str) -> str:

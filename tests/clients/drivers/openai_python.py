@@ -4,7 +4,7 @@ from typing import Literal
 
 import openai
 import pydantic
-from steps import DESCRIPTION, QUESTION, STATUS, check, run
+from steps import DESCRIPTION, QUESTION, STATUS, ask_with_tool, check, run
 
 
 class Health(pydantic.BaseModel):
@@ -39,25 +39,7 @@ def stream(base_url: str, model: str) -> str:
 
 
 def tools(base_url: str, model: str) -> str:
-    """Send back the message object itself, as the documentation of OpenAI does."""
-    function = {"name": "get_system_health", "description": DESCRIPTION}
-    function["parameters"] = {"type": "object", "properties": {}}
-    messages = [{"role": "user", "content": QUESTION}]
-    asked = {
-        "model": model,
-        "messages": messages,
-        "tools": [{"type": "function", "function": function}],
-    }
-    client = _client(base_url)
-    message = client.chat.completions.create(**asked).choices[0].message
-    check(message.tool_calls, message)
-    messages += [
-        message,
-        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS},
-    ]
-    answer = client.chat.completions.create(**asked).choices[0].message
-    check(answer.content, answer)
-    return answer.content
+    return ask_with_tool(_client(base_url), model)
 
 
 def structured(base_url: str, model: str) -> str:

@@ -13,6 +13,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 QUESTION = "Hey, quick check: is everything up and running?"
 DESCRIPTION = "Returns the current health status of the LLM runtime."
@@ -32,6 +33,32 @@ def check(condition: object, *shown: object) -> None:
     """Fail with what was seen, also where Python runs without assertions."""
     if not condition:
         raise SystemExit(f"not as expected: {shown!r}")
+
+
+def ask_with_tool(client: Any, model: str) -> str:
+    """Ask with a tool and return the answer to its result, with the message object itself, as OpenAI documents it.
+
+    Args:
+        client: an `openai.OpenAI`.
+        model: the model.
+    """
+    function = {"name": "get_system_health", "description": DESCRIPTION}
+    function["parameters"] = {"type": "object", "properties": {}}
+    messages = [{"role": "user", "content": QUESTION}]
+    asked = {
+        "model": model,
+        "messages": messages,
+        "tools": [{"type": "function", "function": function}],
+    }
+    message = client.chat.completions.create(**asked).choices[0].message
+    check(message.tool_calls, message)
+    messages += [
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": STATUS},
+    ]
+    answer = client.chat.completions.create(**asked).choices[0].message
+    check(answer.content, answer)
+    return answer.content
 
 
 def free_port() -> int:

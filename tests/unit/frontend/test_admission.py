@@ -427,7 +427,11 @@ async def test_body_budget_when_a_body_needs_the_share_of_others_and(
     await arrivals.add("another", 120 << 10)
     await arrivals.add("idle", 0)
     clock.now += seconds
-    asking = [asyncio.create_task(budget.acquire(kib << 10, budget.body("new"))) for kib in (size // 2, size // 2)]
+    half_bytes = size // 2 << 10
+    asking = []
+    for _ in range(2):
+        acquired = budget.acquire(half_bytes, budget.body("new"))
+        asking.append(asyncio.create_task(acquired))
     await wait_until_loaded()
     assert sorted(arrivals.ended) == [(client, kib << 10) for client, kib in ended]
     assert all(task.done() for task in asking) == (seconds > 1 or size == 64)

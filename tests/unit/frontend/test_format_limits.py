@@ -30,15 +30,27 @@ def chain(count: int, arrow: str, first: str) -> str:
 
 
 def doubled(count: int, arrow: str = ":", first: str = "start") -> str:
+    """Return a grammar whose rules name each the next one twice."""
+    begin = f"{first}{arrow} T0"
     rules = [f"T{number}{arrow} T{number + 1} T{number + 1}" for number in range(count)]
-    return "\n".join([f"{first}{arrow} T0", *rules, f'T{count}{arrow} "a"'])
+    end = f'T{count}{arrow} "a"'
+    return "\n".join([begin, *rules, end])
 
 
 def referring(count: int, *, is_cycle: bool = False) -> dict[str, Any]:
     """Return a schema whose definitions refer each to the next one."""
-    definitions: dict[str, Any] = {f"d{at}": {"items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(count)}
+    definitions: dict[str, Any] = {}
+    for number in range(count):
+        definitions[f"d{number}"] = {"items": {"$ref": f"#/$defs/d{number + 1}"}}
     definitions[f"d{count}"] = {"$ref": "#/$defs/d0"} if is_cycle else {"type": "string"}
     return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+def precedence(count: int) -> str:
+    """Return a grammar with levels of precedence, as programming languages have them. Each names the next one twice."""
+    levels = [f'e{number}: e{number + 1} ("+" e{number + 1})*' for number in range(count)]
+    innermost = f'e{count}: "(" e0 ")"'
+    return "\n".join(["start: e0", *levels, innermost])
 
 
 def objects(count: int, name: str = "properties") -> dict[str, Any]:
@@ -130,11 +142,7 @@ def test_formats_of_a_request_then_what_they_use_is_added_over_all_of_them() -> 
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        # 20 levels of precedence, each of which names the next one twice, as grammars of programming languages have
-        (
-            "grammar",
-            "start: e0\n" + "\n".join(f'e{n}: e{n + 1} ("+" e{n + 1})*' for n in range(20)) + '\ne20: "(" e0 ")"',
-        ),
+        ("grammar", precedence(20)),
         ("grammar", 'root ::= "(((((" | [({[] x # (((\nx ::= "::= :"'),
         ("grammar", "1\nstart: %json"),  # no schema follows
         ("schema", {"type": "string", "minLength": 1, "maxLength": 2**31 - 1}),

@@ -97,7 +97,8 @@ def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None
         fleet.die(call, 20, prompt(1))
     for call in calls:
         fleet.suspects.begin(call, 2)
-    assert all(fleet.die(call, 20, prompt(number)) for number, call in zip((1, 1, 2), calls, strict=True))
+    for call, number in zip(calls, (1, 1, 2), strict=True):
+        assert fleet.die(call, 20, prompt(number))
     assert fleet.counted == ["given_up"] * 2
     assert not fleet.is_refused(prompt(1))
 
