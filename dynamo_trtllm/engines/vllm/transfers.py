@@ -14,7 +14,7 @@ from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedK
 from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, encode
 from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.number_types import Count, Int64, Port
+from dynamo_trtllm.number_types import Count, Int64, Port, PositiveCount
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ ENGINE_STATE_VERSION = 1
 class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
     """What every release's NixlConnector returns from `request_finished`, and the decode engine can't do without.
 
-    Newer releases add keys, such as the generation of the registered memory. They are passed on as they are.
+    Newer releases add keys, such as the generation of the registered memory. They are passed on as they are. The
+    engine process, which ends on an exception, uses these values as they were sent, so texts are no numbers here.
     """
 
     do_remote_prefill: bool
@@ -34,6 +35,8 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_request_id: str
     remote_host: str
     remote_port: Port
+    tp_size: PositiveCount | None = None  # ranks of the prefill engine
+    remote_num_tokens: Count | None = None
 
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
@@ -52,7 +55,7 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
             "vLLM's connector has no KV to transfer; see NixlConnector's lines in its log", field="kv_transfer_config"
         )
     try:
-        msgspec.convert(params, RequiredParams, strict=False)
+        msgspec.convert(params, RequiredParams)
     except msgspec.ValidationError as exc:
         raise RequestRejected(
             f"vLLM {release} returned unknown kv_transfer_params: {exc}", field="kv_transfer_config"
@@ -68,7 +71,7 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     """
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
     try:
-        msgspec.convert(engine_state.params, RequiredParams, strict=False)
+        msgspec.convert(engine_state.params, RequiredParams)
     except msgspec.ValidationError as exc:
         raise TransferMismatch(
             f"KV transfer {kv_params.transfer_id}: its parameters for vLLM can't be used: {exc}", field="opaque"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from dataclasses import replace
@@ -33,6 +34,7 @@ from dynamo_trtllm.messages import (
     ModelDeploymentCard,
     Role,
     TokenLogprob,
+    encode,
     token_ids,
 )
 from tests.waiting import SOON_S
@@ -141,6 +143,24 @@ def test_transfer_when_the_connector_answered_something_else_then_refused(params
     with pytest.raises(RequestRejected) as caught:
         transfers.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"remote_block_ids": [["1"]]},
+        {"remote_block_ids": [[-1]]},
+        {"remote_port": "5600"},
+        {"tp_size": 0},
+        {"tp_size": math.nan},
+        {"remote_num_tokens": 1 << 63},
+    ],
+    ids=str,
+)
+def test_transfer_when_a_number_is_out_of_range_then_mismatch(bad: dict[str, Any]) -> None:
+    state = {"version": 1, "release": "0.24.0", "params": ANSWERED | bad}
+    with pytest.raises(TransferMismatch, match=next(iter(bad))):
+        transfers.unpack(transfer_params_with(encode(state)))
 
 
 @pytest.mark.parametrize("engine_state", [b"", b"\x80", b"junk"])
