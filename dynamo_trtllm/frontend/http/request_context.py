@@ -26,7 +26,8 @@ from dynamo_trtllm.frontend.generation.choice import (
 )
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, ConcurrencyLimiter, PlanningTime, read_body
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, PlanningTime, read_body
+from dynamo_trtllm.frontend.http.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.output_budget import Output, OutputBudget
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.network.addresses import network_of

@@ -1,0 +1,24 @@
+"""What tests of the frontend's limits share: a clock, and tasks that wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def wait_until_loaded() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def left(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,175 @@
+"""The queue of requests: turns in order, nothing lost when a client leaves, the rate behind Retry-After."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
+from dynamo_trtllm.frontend.http.concurrency_limiter import ConcurrencyLimiter
+from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
+
+
+async def waiting(limiter: ConcurrencyLimiter, count: int = 1, within_s: float = 30.0) -> asyncio.Task[None]:
+    task = asyncio.create_task(limiter.acquire(count, within_s))
+    await wait_until_loaded()
+    return task
+
+
+async def test_acquire_when_there_are_permits_then_at_once() -> None:
+    limiter = ConcurrencyLimiter(3)
+    await limiter.acquire(2, 30.0)
+    await limiter.acquire(1, 30.0)
+    assert (limiter.in_use, limiter.queued) == (3, 0)
+
+
+async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=2)
+    await limiter.acquire(1, 30.0)
+    first, second = await waiting(limiter), await waiting(limiter)
+    assert limiter.queued == 2
+    limiter.release(1)
+    await wait_until_loaded()
+    assert (first.done(), second.done()) == (True, False)
+    limiter.release(1)
+    await second
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+
+
+async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_before() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=1)
+    limiter.check()
+    await limiter.acquire(1, 30.0)
+    limiter.check()
+    task = await waiting(limiter)
+    with pytest.raises(Overloaded, match=r"at capacity: 1 of 1 choices .* 1 of 1 requests are queued"):
+        limiter.check()
+    with pytest.raises(Overloaded):
+        await limiter.acquire(1, 30.0)
+    await left(task)
+    limiter.check()
+
+
+async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overtakes() -> None:
+    limiter = ConcurrencyLimiter(3, max_queued=9)
+    await limiter.acquire(2, 30.0)
+    large, small = await waiting(limiter, 3), await waiting(limiter, 1)
+    assert limiter.in_use == 2
+    limiter.release(2)
+    await wait_until_loaded()
+    assert (large.done(), small.done(), limiter.in_use) == (True, False, 3)
+    limiter.release(3)
+    await small
+    assert limiter.in_use == 1
+
+
+async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the_next_moves_up() -> None:
+    limiter = ConcurrencyLimiter(2, max_queued=9)
+    await limiter.acquire(1, 30.0)
+    large = await waiting(limiter, 2, within_s=0.01)
+    small = await waiting(limiter, 1)
+    with pytest.raises(DeadlineExceeded, match="while it was queued"):
+        await large
+    await small  # there were bytes for it all the time
+    assert (limiter.in_use, limiter.queued) == (2, 0)
+
+
+async def test_take_when_no_time_is_left_then_deadline() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=1)
+    await limiter.acquire(1, 30.0)
+    with pytest.raises(DeadlineExceeded):
+        await limiter.acquire(1, -1.0)
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+
+
+async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_once() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=1)
+    await limiter.acquire(1, 30.0)
+    await left(await waiting(limiter))
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+    limiter.release(1)
+    assert limiter.in_use == 0
+
+
+async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goes_to_the_next() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=2)
+    await limiter.acquire(1, 30.0)
+    first, second = await waiting(limiter), await waiting(limiter)
+    limiter.release(1)  # its turn came, and before it could run it is cancelled
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await second
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+
+
+async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_permit_goes_to_the_next() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=2)
+    await limiter.acquire(1, 30.0)
+    first, second = await waiting(limiter), await waiting(limiter)
+    first.cancel()
+    limiter.release(1)
+    await asyncio.gather(first, return_exceptions=True)
+    await second
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("per_s", "queued", "least", "most"), [(1.0, 4, 5, 5), (0.1, 0, 8, 10), (100.0, 4, 1, 1), (0.01, 4, 60, 60)]
+)
+async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
+    per_s: float, queued: int, least: int, most: int
+) -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(1000, max_queued=queued, clock=clock)
+    await limiter.acquire(1000, 30.0)
+    for _ in range(400):
+        clock.now += 1 / per_s
+        limiter.release(1)
+    await limiter.acquire(400, 30.0)
+    tasks = [await waiting(limiter, 1) for _ in range(queued)]
+    assert least <= limiter.retry_after_s() <= most
+    await left(*tasks)
+
+
+async def test_retry_after_when_queued_requests_have_several_choices_then_each_choice_counts() -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
+    await limiter.acquire(400, 30.0)
+    for _ in range(400):
+        clock.now += 1.0
+        limiter.release(1)
+    await limiter.acquire(400, 30.0)
+    tasks = [await waiting(limiter, 8) for _ in range(2)]
+    assert limiter.retry_after_s() == 17
+    await left(*tasks)
+
+
+def test_retry_after_when_nothing_has_ended_yet_then_a_second() -> None:
+    assert ConcurrencyLimiter(1).retry_after_s() == 1
+
+
+async def test_retry_after_when_the_first_request_came_late_then_the_time_before_it_does_not_count() -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(2, clock=clock)
+    clock.now += 29.0
+    await limiter.acquire(2, 30.0)
+    clock.now += 1.0
+    limiter.release(1)
+    assert limiter.retry_after_s() == 1
+
+
+async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> None:
+    now = 0.0
+    limiter = ConcurrencyLimiter(1, clock=lambda: now)
+    for _ in range(20):
+        await limiter.acquire(1, 30.0)
+        now += 1.0
+        limiter.release(1)
+    now += 600.0
+    await limiter.acquire(1, 30.0)
+    assert limiter.retry_after_s() == 1  # not a minute, as if one answer took that long
+    now += 2.0
+    limiter.release(1)
+    await limiter.acquire(1, 30.0)
+    assert limiter.retry_after_s() <= 2
