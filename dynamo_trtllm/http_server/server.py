@@ -19,8 +19,8 @@ from dynamo_trtllm.errors import DynamoError, Overloaded
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.errors import ErrorForm
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.idle_connections import IdleConnections
 from dynamo_trtllm.http_server.request_head import LargeHeads
+from dynamo_trtllm.network.by_network import ByNetwork
 from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files
 from dynamo_trtllm.observability import logging as observe_logging
 
@@ -204,7 +204,8 @@ class HttpServer:
         self._shutdown_s = shutdown_s
         self.batch = FlushBatch()
         self.open: set[HttpConnection] = set()
-        self.idle = IdleConnections()  # those of `open` that may be closed to accept others
+        # Those of `open` that may be closed to accept others, because they run no request. Some receive one.
+        self.idle = ByNetwork[HttpConnection]()
         self.large_heads = LargeHeads(limits.max_large_head_bytes)
         self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
         self.is_draining = False
@@ -250,15 +251,15 @@ class HttpServer:
 
     def _evict_idlest(self) -> bool:
         """Close an idle connection. Return False if there is none."""
-        connection = self.idle.idlest()
-        if connection is None:
+        network = self.idle.largest()
+        if network is None:
             return False
-        connection.evict()
+        self.idle.oldest(network).evict()
         self._evicted += 1
         now_s = time.monotonic()
         if now_s >= self._logged_at_s + _LOG_EVERY_S:
             text = "closed %d idle connections to accept others, the last one of client %s; %d are open, of at most %d"
-            log.warning(text, self._evicted, connection.network, len(self.open), self._max_open)
+            log.warning(text, self._evicted, network, len(self.open), self._max_open)
             self._evicted = 0
             self._logged_at_s = now_s
         return True
