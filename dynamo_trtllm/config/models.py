@@ -268,7 +268,7 @@ class FrontendConfig(ProcessConfig):
     max_inflight: PositiveInt = option("HTTP and routing", 4096)
     """Maximum concurrent generations (n=4 counts as 4). Others are queued."""
     max_queued: NonNegativeInt = option("HTTP and routing", 1024)
-    """Maximum queued requests, processed in order of arrival. Further ones are answered with 429."""
+    """Maximum queued requests. Clients take turns. Further ones are answered with 429."""
     retry_limit: NonNegativeInt = option("HTTP and routing", 3)
     """Maximum retries of a request that fails before its first token, on another worker if there is one."""
     migration_limit: NonNegativeInt = option("HTTP and routing", 3, env="DYN_MIGRATION_LIMIT")

@@ -201,7 +201,7 @@ class RequestContext:
         metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, self._num_choices
         self.enter("frontend_queue")
         try:
-            await limiter.acquire(count, self.deadline - time.time())
+            await limiter.acquire(count, self.client, self.deadline - time.time())
         finally:
             metrics.child("queue_seconds").observe(time.monotonic() - self._spans[-1].begin_s)
         self.enter("select")

@@ -91,7 +91,7 @@ class GenerateEndpoint(Endpoint, Generic[B]):
     async def _serve(self, context: RequestContext, request: HttpRequest, response: HttpResponse) -> None:
         """Send the response. Raises any error; the caller then reports it to the client with `_fail`."""
         adapter = self._adapter
-        self._app_state.limiter.check()
+        self._app_state.limiter.check(context.client)
         check_json(request)
         body, plan = await self._plan(context, request)
         context.release_body()

@@ -10,23 +10,27 @@ from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
 from dynamo_trtllm.frontend.http.concurrency_limiter import ConcurrencyLimiter
 from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
 
+CLIENT = "192.0.2.1"
 
-async def waiting(limiter: ConcurrencyLimiter, count: int = 1, within_s: float = 30.0) -> asyncio.Task[None]:
-    task = asyncio.create_task(limiter.acquire(count, within_s))
+
+async def waiting(
+    limiter: ConcurrencyLimiter, count: int = 1, within_s: float = 30.0, client: str = CLIENT
+) -> asyncio.Task[None]:
+    task = asyncio.create_task(limiter.acquire(count, client, within_s))
     await wait_until_loaded()
     return task
 
 
 async def test_acquire_when_there_are_permits_then_at_once() -> None:
     limiter = ConcurrencyLimiter(3)
-    await limiter.acquire(2, 30.0)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(2, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     assert (limiter.in_use, limiter.queued) == (3, 0)
 
 
 async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     first, second = await waiting(limiter), await waiting(limiter)
     assert limiter.queued == 2
     limiter.release(1)
@@ -39,21 +43,21 @@ async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
 
 async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_before() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    limiter.check()
-    await limiter.acquire(1, 30.0)
-    limiter.check()
+    limiter.check(CLIENT)
+    await limiter.acquire(1, CLIENT, 30.0)
+    limiter.check(CLIENT)
     task = await waiting(limiter)
     with pytest.raises(Overloaded, match=r"at capacity: 1 of 1 choices .* 1 of 1 requests are queued"):
-        limiter.check()
+        limiter.check(CLIENT)
     with pytest.raises(Overloaded):
-        await limiter.acquire(1, 30.0)
+        await limiter.acquire(1, CLIENT, 30.0)
     await left(task)
-    limiter.check()
+    limiter.check(CLIENT)
 
 
 async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overtakes() -> None:
     limiter = ConcurrencyLimiter(3, max_queued=9)
-    await limiter.acquire(2, 30.0)
+    await limiter.acquire(2, CLIENT, 30.0)
     large, small = await waiting(limiter, 3), await waiting(limiter, 1)
     assert limiter.in_use == 2
     limiter.release(2)
@@ -66,7 +70,7 @@ async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overta
 
 async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the_next_moves_up() -> None:
     limiter = ConcurrencyLimiter(2, max_queued=9)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     large = await waiting(limiter, 2, within_s=0.01)
     small = await waiting(limiter, 1)
     with pytest.raises(DeadlineExceeded, match="while it was queued"):
@@ -77,15 +81,15 @@ async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the
 
 async def test_take_when_no_time_is_left_then_deadline() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     with pytest.raises(DeadlineExceeded):
-        await limiter.acquire(1, -1.0)
+        await limiter.acquire(1, CLIENT, -1.0)
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
 async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_once() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     await left(await waiting(limiter))
     assert (limiter.in_use, limiter.queued) == (1, 0)
     limiter.release(1)
@@ -94,7 +98,7 @@ async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_o
 
 async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goes_to_the_next() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     first, second = await waiting(limiter), await waiting(limiter)
     limiter.release(1)  # its turn came, and before it could run it is cancelled
     first.cancel()
@@ -105,12 +109,82 @@ async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goe
 
 async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_permit_goes_to_the_next() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     first, second = await waiting(limiter), await waiting(limiter)
     first.cancel()
     limiter.release(1)
     await asyncio.gather(first, return_exceptions=True)
     await second
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        (["a1", "a1", "a1", "b1", "b1", "c1"], ["a1", "b1", "c1", "a1", "b1", "a1"]),
+        (["a4", "a4", "b1", "b1", "b1", "b1", "b1"], ["b1", "b1", "b1", "a4", "b1", "b1", "a4"]),
+        (["a4", "a1", "b3", "b3"], ["b3", "a4", "a1", "b3"]),
+    ],
+)
+async def test_turns_when_several_clients_wait_then_each_starts_as_many_choices(
+    requests: list[str], order: list[str]
+) -> None:
+    limiter = ConcurrencyLimiter(4, max_queued=9)
+    await limiter.acquire(4, CLIENT, 30.0)
+    started = list[str]()
+    tasks = list[asyncio.Task[None]]()
+    for name in requests:
+        task = await waiting(limiter, int(name[1:]), client=name[0])
+        task.add_done_callback(lambda _, name=name: started.append(name))  # type: ignore[misc]
+        tasks.append(task)
+    while limiter.queued:
+        limiter.release(1)
+        await wait_until_loaded()
+    assert started == order
+
+
+@pytest.mark.parametrize(
+    ("queued", "newcomer", "displaced"),
+    [
+        (["a", "b", "a", "a"], "c", 3),
+        (["a", "b", "a", "b"], "c", 2),
+        (["b", "a", "a", "a"], "b", 3),
+        (["b", "b", "a", "a"], "b", None),
+        (["a", "b", "c", "d"], "e", None),
+        (["a", "a", "a", "a"], "a", None),
+    ],
+)
+async def test_acquire_when_the_queue_is_full_then_a_client_with_fewer_requests_gets_a_place_of_the_one_with_most(
+    queued: list[str], newcomer: str, displaced: int | None
+) -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=4)
+    await limiter.acquire(1, "a", 30.0)
+    tasks = [await waiting(limiter, client=client) for client in queued]
+    if displaced is None:
+        with pytest.raises(Overloaded, match="4 of 4 requests are queued"):
+            limiter.check(newcomer)
+        with pytest.raises(Overloaded, match="4 of 4 requests are queued"):
+            await limiter.acquire(1, newcomer, 30.0)
+    else:
+        limiter.check(newcomer)
+        tasks.append(await waiting(limiter, client=newcomer))
+        with pytest.raises(Overloaded, match="a request of another client took the place of this one"):
+            await tasks.pop(displaced)
+    assert [task.done() for task in tasks] == [False] * 4
+    assert (limiter.in_use, limiter.queued) == (1, 4)
+    await left(*tasks)
+    assert (limiter.in_use, limiter.queued) == (1, 0)
+
+
+async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_permit_is_returned() -> None:
+    limiter = ConcurrencyLimiter(1, max_queued=3)
+    await limiter.acquire(1, "a", 30.0)
+    tasks = [await waiting(limiter, client="a") for _ in range(3)]
+    newcomer = asyncio.create_task(limiter.acquire(1, "b", 30.0))
+    await asyncio.sleep(0)  # it takes a place, and before the displaced request could run it is cancelled
+    await left(tasks[-1])
+    assert (limiter.in_use, limiter.queued) == (1, 3)
+    await left(newcomer, *tasks)
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
@@ -122,11 +196,11 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
 ) -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(1000, max_queued=queued, clock=clock)
-    await limiter.acquire(1000, 30.0)
+    await limiter.acquire(1000, CLIENT, 30.0)
     for _ in range(400):
         clock.now += 1 / per_s
         limiter.release(1)
-    await limiter.acquire(400, 30.0)
+    await limiter.acquire(400, CLIENT, 30.0)
     tasks = [await waiting(limiter, 1) for _ in range(queued)]
     assert least <= limiter.retry_after_s() <= most
     await left(*tasks)
@@ -135,11 +209,11 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
 async def test_retry_after_when_queued_requests_have_several_choices_then_each_choice_counts() -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
-    await limiter.acquire(400, 30.0)
+    await limiter.acquire(400, CLIENT, 30.0)
     for _ in range(400):
         clock.now += 1.0
         limiter.release(1)
-    await limiter.acquire(400, 30.0)
+    await limiter.acquire(400, CLIENT, 30.0)
     tasks = [await waiting(limiter, 8) for _ in range(2)]
     assert limiter.retry_after_s() == 17
     await left(*tasks)
@@ -153,7 +227,7 @@ async def test_retry_after_when_the_first_request_came_late_then_the_time_before
     clock = Clock()
     limiter = ConcurrencyLimiter(2, clock=clock)
     clock.now += 29.0
-    await limiter.acquire(2, 30.0)
+    await limiter.acquire(2, CLIENT, 30.0)
     clock.now += 1.0
     limiter.release(1)
     assert limiter.retry_after_s() == 1
@@ -163,13 +237,13 @@ async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does
     now = 0.0
     limiter = ConcurrencyLimiter(1, clock=lambda: now)
     for _ in range(20):
-        await limiter.acquire(1, 30.0)
+        await limiter.acquire(1, CLIENT, 30.0)
         now += 1.0
         limiter.release(1)
     now += 600.0
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     assert limiter.retry_after_s() == 1  # not a minute, as if one answer took that long
     now += 2.0
     limiter.release(1)
-    await limiter.acquire(1, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0)
     assert limiter.retry_after_s() <= 2
