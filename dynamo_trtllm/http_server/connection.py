@@ -31,6 +31,7 @@ _DRAIN_S = 1.0  # time for a request that was sent before its client could know 
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
+_FRAMING_BYTES = 16 << 10  # more chunk sizes, chunk extensions and trailers must not exceed the data of a body
 _WAITING = 8  # requests that wait behind another one. Then a disconnect is not noticed either
 # The most that is parsed at once. The parser does not report where in it a head begins, so the received bytes of a head
 # are only known to this precision. Nor does it stop at the end of a request, so a few more than `_WAITING` may wait.
@@ -39,7 +40,7 @@ _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """One connection. It runs one handler at a time; requests that the client sends before its response wait."""
 
     _transport: asyncio.Transport
@@ -49,14 +50,15 @@ class HttpConnection(asyncio.Protocol):
     _received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
     _num_headers = 0  # headers and trailers of the newest request
-    _body_bytes = 0  # received bytes of the newest body
+    _body_bytes = 0  # received bytes of the newest body, with chunk sizes, chunk extensions and trailers
+    _data_bytes = 0  # of the newest body, without them
     _ignores_data = False  # what the client still sends is discarded
     _is_lingering = False  # the response was sent; the connection stays open so that the client can read it
     _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
     _is_reading = True
-    _unparsed = memoryview(b"")  # received, and left until fewer requests wait
-    _is_parsing = False
+    _unparsed = memoryview(b"")  # received, and left for a turn, or until fewer requests wait
+    _awaits_turn = False  # in `ParsingTurns`; nothing is received until then
     _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
     _read_timer: ReadTimer
 
@@ -113,22 +115,56 @@ class HttpConnection(asyncio.Protocol):
         self._is_paused = False
         if self._current is not None:
             self._current.response.resume()
-        self._begin_next()
+        if self._waiting:
+            self._await_turn(is_behind=True)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes are received: the buffer of all connections, because they are copied at once."""
+        return self._server.receive_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Receive bytes that are in the buffer."""
+        self.receive(bytes(self._server.receive_buffer[:nbytes]))
+
+    def receive(self, data: bytes) -> None:
+        """Parse what the client has sent, now or in later turns."""
         self._unparsed = memoryview(b"".join((self._unparsed, data)) if self._unparsed else data)
-        self._parse_received()
+        turns = self._server.parsing_turns
+        while self._may_parse and not (turns.is_over or self._awaits_turn):
+            turns.count(self._parse_part)
+        if self._may_parse:
+            self._await_turn(is_behind=False)
+        elif self._ignores_data:
+            self._await_turn(is_behind=True)
+        self._update_reading()
 
-    def _parse_received(self) -> None:
-        """Parse what was received until enough requests wait. A packet can have thousands of them."""
-        self._is_parsing = True
-        while self._unparsed and not self._ignores_data and len(self._waiting) < _WAITING:
-            part = self._unparsed[:_PART_BYTES]
-            self._unparsed = self._unparsed[_PART_BYTES:]
+    @property
+    def _may_parse(self) -> bool:
+        """True if something was received that can be parsed: a packet can have thousands of requests."""
+        return bool(self._unparsed) and len(self._waiting) < _WAITING
+
+    def _parse_part(self) -> None:
+        """Parse a part of what was received."""
+        part = self._unparsed[:_PART_BYTES]
+        self._unparsed = self._unparsed[_PART_BYTES:]
+        if not self._ignores_data:
             self._receive(part)
-        self._is_parsing = False
         if self._ignores_data:
             self._unparsed = memoryview(b"")
+
+    def _await_turn(self, *, is_behind: bool) -> None:
+        if not self._awaits_turn:
+            self._awaits_turn = True
+            self._server.parsing_turns.wait(self, is_behind=is_behind)
+
+    def take_turn(self) -> None:
+        """Begin the next request that waits, and parse a part of what was received. Called by `ParsingTurns`."""
+        self._awaits_turn = False
+        self._begin_next()
+        if self._may_parse:
+            self._parse_part()
+        if self._may_parse:
+            self._await_turn(is_behind=True)
         self._update_reading()
 
     def _receive(self, part: memoryview) -> None:
@@ -151,6 +187,9 @@ class HttpConnection(asyncio.Protocol):
         if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
             text = f"the request body is larger than the limit of {limits.max_body_bytes} bytes, including chunk "
             self._reject(errors.PayloadTooLarge(text + "sizes, extensions and trailers"))
+        elif self._body_bytes - self._data_bytes > _FRAMING_BYTES + self._data_bytes:
+            text = "the chunk sizes, chunk extensions and trailers of the request take more bytes than its body, and "
+            self._reject(errors.InvalidRequest(f"{text}more than {_FRAMING_BYTES} bytes; send larger chunks"))
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
             self._reject(request_head.head_too_large(limits.max_header_bytes))
         elif self._in_head and self._received_bytes > SMALL_HEAD_BYTES:
@@ -218,7 +257,7 @@ class HttpConnection(asyncio.Protocol):
         if request.large_head_bytes or self in self._server.large_heads:
             self._hold_heads(request.large_head_bytes)
         self._in_head = False
-        self._received_bytes = self._parsed_bytes = self._body_bytes = 0
+        self._received_bytes = self._parsed_bytes = self._body_bytes = self._data_bytes = 0
         response = HttpResponse(
             self._transport,
             self._server.batch,
@@ -252,6 +291,7 @@ class HttpConnection(asyncio.Protocol):
         return request
 
     def on_body(self, part: bytes) -> None:
+        self._data_bytes += len(part)
         if self._newest is not None and not self._newest.response.ended:
             self._newest.request.feed(part)
             self._update_reading()
@@ -304,13 +344,12 @@ class HttpConnection(asyncio.Protocol):
             self._read_timer.watch()
             return
         self._current = self._waiting.popleft()
-        if self._unparsed and not self._is_parsing:
-            self._loop.call_soon(self._parse_received)
         if self._current.request.is_complete:
             self._keep_open()
         else:  # the body could not arrive while others were before it
             self._arm_body()
         self._read_timer.stop()
+        self._server.parsing_turns.count_handler()
         if self._limits.answer_timeout_s is not None:
             self._read_timer.limit_answer(self._limits.answer_timeout_s, self._current.response)
         task = self._loop.create_task(self._serve(*self._current))
@@ -375,7 +414,7 @@ class HttpConnection(asyncio.Protocol):
         if not keeps_alive:
             self._close()
         elif self._waiting:
-            self._begin_next()
+            self._await_turn(is_behind=True)
         elif self._server.is_draining:
             self.drain()
         elif self._in_head:
@@ -383,11 +422,10 @@ class HttpConnection(asyncio.Protocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Receive data unless too many requests wait, or a body is not read by its handler."""
+        """Receive data unless too many requests wait, a body is not read by its handler, or others have their turn."""
         newest = self._newest
         is_full = newest is not None and newest.request.unread_bytes > _UNREAD_BYTES and not newest.response.ended
-        is_behind = bool(self._unparsed) and not self._is_parsing
-        reads = len(self._waiting) < _WAITING and not is_full and not is_behind
+        reads = len(self._waiting) < _WAITING and not is_full and not self._awaits_turn
         if reads != self._is_reading and not self._transport.is_closing():
             self._is_reading = reads
             if reads:

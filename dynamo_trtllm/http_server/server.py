@@ -19,6 +19,7 @@ from dynamo_trtllm.errors import DynamoError, Overloaded
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.errors import ErrorForm
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.parsing_turns import ParsingTurns
 from dynamo_trtllm.http_server.request_head import LargeHeads
 from dynamo_trtllm.network.by_network import ByNetwork
 from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files
@@ -141,6 +142,7 @@ log = logging.getLogger(__name__)
 
 RESERVED_CONNECTIONS = 256  # of a frontend, beyond those that run requests: four times ACCEPTS_PER_TURN
 _OTHER_FILES = 256  # log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
+_RECEIVE_BYTES = 16 << 10  # the most that is received from a connection before others have their turn
 _NUM_RELIEVED = 16  # idle connections that are closed if there is no file descriptor for another one
 _LOG_EVERY_S = 10.0
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
@@ -207,6 +209,8 @@ class HttpServer:
         # Those of `open` that may be closed to accept others, because they run no request. Some receive one.
         self.idle = ByNetwork[HttpConnection]()
         self.large_heads = LargeHeads(limits.max_large_head_bytes)
+        self.parsing_turns = ParsingTurns()
+        self.receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
         self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
         self.is_draining = False
         self.changed = asyncio.Event()  # set when a connection or a task has ended

@@ -216,7 +216,7 @@ async def memory_of(head: bytes) -> float:
     try:
         for connection in connections:
             for begin in range(0, len(head), 5000):
-                connection.data_received(bytes(head[begin : begin + 5000]))
+                connection.receive(bytes(head[begin : begin + 5000]))
         await settle()
         taken = tracemalloc.get_traced_memory()[0]
     finally:
