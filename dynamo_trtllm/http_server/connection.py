@@ -32,7 +32,7 @@ _LINGER_S = 1.0  # time for a rejected client to read the error: closing while i
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
 _FRAMING_BYTES = 16 << 10  # more chunk sizes, chunk extensions and trailers must not exceed the data of a body
-_WAITING = 8  # requests that wait behind another one. Then a disconnect is not noticed either
+_WAITING = 8  # requests that wait behind another one
 # The most that is parsed at once. The parser does not report where in it a head begins, so the received bytes of a head
 # are only known to this precision. Nor does it stop at the end of a request, so a few more than `_WAITING` may wait.
 _PART_BYTES = 2 << 10
@@ -44,6 +44,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     """One connection. It runs one handler at a time; requests that the client sends before its response wait."""
 
     _transport: asyncio.Transport
+    _file = -1  # descriptor of the socket; -1 if there is none
     _client = ""
     network = ""  # of the client, see `network_of`
     _in_head = True  # True before and during a request's head
@@ -86,6 +87,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._read_timer = ReadTimer(transport)
+        sock = transport.get_extra_info("socket")
+        self._file = -1 if sock is None else sock.fileno()
         peer = transport.get_extra_info("peername")
         self._client = peer[0] if peer else ""
         self.network = network_of(self._client)
@@ -97,6 +100,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._read_timer.stop()
+        self._server.hangups.discard(self._file)
         for request, response in self._exchanges():
             request.lose()
             response.lose()
@@ -426,12 +430,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         newest = self._newest
         is_full = newest is not None and newest.request.unread_bytes > _UNREAD_BYTES and not newest.response.ended
         reads = len(self._waiting) < _WAITING and not is_full and not self._awaits_turn
-        if reads != self._is_reading and not self._transport.is_closing():
-            self._is_reading = reads
-            if reads:
-                self._transport.resume_reading()
-            else:
-                self._transport.pause_reading()
+        if reads == self._is_reading or self._transport.is_closing():
+            return
+        self._is_reading = reads
+        if reads:
+            self._server.hangups.discard(self._file)
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+            if self._file >= 0:
+                self._server.hangups.add(self, self._file)
 
     # --- time ----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from dynamo_trtllm.errors import DynamoError, Overloaded
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.errors import ErrorForm
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.hangup_watch import HangupWatch
 from dynamo_trtllm.http_server.parsing_turns import ParsingTurns
 from dynamo_trtllm.http_server.request_head import LargeHeads
 from dynamo_trtllm.network.by_network import ByNetwork
@@ -210,6 +211,7 @@ class HttpServer:
         self.idle = ByNetwork[HttpConnection]()
         self.large_heads = LargeHeads(limits.max_large_head_bytes)
         self.parsing_turns = ParsingTurns()
+        self.hangups = HangupWatch()
         self.receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
         self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
         self.is_draining = False
@@ -321,6 +323,7 @@ class HttpServer:
         await asyncio.gather(acceptor.wait_closed(), *running, return_exceptions=True)
         for connection in list(self.open):
             connection.abort()
+        self.hangups.close()
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()

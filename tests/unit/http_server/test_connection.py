@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server import connection, exchange
+from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse, ReadTimer
-from dynamo_trtllm.http_server.server import Route, Router
-from tests.memory_http import MemoryClient, MemoryTransport
+from dynamo_trtllm.http_server.server import HttpServer, Route, Router
+from tests.memory_http import LIMITS, MemoryClient, MemoryTransport
+from tests.waiting import SOON_S
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -361,3 +366,30 @@ async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watch
     timer.watch()
     await asyncio.sleep(0.05)
     assert transport.is_closing()
+
+
+@pytest.mark.parametrize("sent", [GET % b"a" * 12, POST % 200_000 + b"x" * 150_000])
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_client_when_it_leaves_while_nothing_is_received_then_its_handler_is_cancelled(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], sent: bytes
+) -> None:
+    async def leave() -> None:
+        held = Held()
+        held.cancels = True
+        server = HttpServer(held, LIMITS, shutdown_s=0.0)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_accepted_socket(lambda: HttpConnection(server), theirs)
+        sending = asyncio.create_task(loop.sock_sendall(ours, sent))
+        while transport.is_reading():  # noqa: ASYNC110  # a transport has no event
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        ours.close()
+        await server.until_ended()
+        server.hangups.close()
+        assert held.cancelled == held.begun != []
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(asyncio.wait_for(leave(), SOON_S))
