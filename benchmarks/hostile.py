@@ -3,10 +3,10 @@
     python -m benchmarks.hostile                  # all cases
     python -m benchmarks.hostile tool-words zeros
 
-Starts a small deployment with the mock engine. For each case, sends its requests while it polls /live every 20 ms and
-runs a few normal streams. The exit status is 1 if a limit is exceeded: /live takes more than 200 ms (99th percentile)
-or 500 ms (worst), a normal stream has a gap of more than 500 ms, the frontend's memory grows by more than 20 bytes per
-byte sent, or most of it is not freed after --settle-s.
+Starts a small deployment with the mock engine. For each case, sends its requests from another address while it polls
+/live every 20 ms and runs a few normal streams. The exit status is 1 if a limit is exceeded: /live takes more than
+200 ms (99th percentile) or 500 ms (worst), a normal stream has a gap of more than 500 ms, the frontend's memory grows
+by more than 20 bytes per byte sent, or most of it is not freed after --settle-s.
 
   status            status codes of the requests
   seconds           until the last response
@@ -32,6 +32,8 @@ from typing import Any, Final
 
 import orjson
 
+from dynamo_trtllm.network.addresses import LOOPBACK
+
 from .chaos.deployment import FRONTEND, Deployment, Options
 from .chaos.load import build_load
 from .client import Client
@@ -42,6 +44,7 @@ RESPONSES: Final = "/v1/responses"
 MESSAGES: Final = "/v1/messages"
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 MAX_BODY: Final = 8 << 20
+_ADDRESS: Final = "127.0.0.2"  # of the expensive requests; the other clients have 127.0.0.1
 _TIMEOUT_S = 120.0
 _POLL_S = 0.02
 _MARGIN_S = 0.5  # of normal load before and after the requests of a case
@@ -234,6 +237,9 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     "medium-bodies": lambda: [_letters(seed) for seed in range(256)],
     "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, sent=0.5)] * 64,
     "slow-bodies": lambda: [Request(CHAT, b" " * (128 << 10), sent=0.99)] * 2100,
+    "tiny-chunks": lambda: [_chunked(b"1\r\n \r\n" * 8_000)] * 1500,
+    "small-chunks": lambda: [_chunked(b"8\r\n        \r\n" * 5_000 + b"0\r\n\r\n")] * 1500,
+    "pipelined": lambda: [Request("/none", b"GET /none HTTP/1.1\r\nHost: x\r\n\r\n" * 400, head="X: y")] * 300,
     "chunk-extension": lambda: [_chunked(b"1;x=", b"x" * 4_000_000, b"\r\n{\r\n0\r\n\r\n")],
     "trailer": lambda: [_chunked(b"1\r\n{\r\n0\r\nx: ", b"x" * 4_000_000, b"\r\n\r\n")],
 }
@@ -273,11 +279,11 @@ class Frontend:
         self.live_s.append(time.perf_counter() - begun_s)
 
 
-async def exchange(port: int, data: bytes) -> str:
-    """Send the data. Return the status code, or the name of the error."""
+async def exchange(port: int, data: bytes, address: str = LOOPBACK) -> str:
+    """Send the data from a local address. Return the status code, or the name of the error."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection(LOOPBACK, port, local_addr=(address, 0))
             try:
                 writer.write(data)
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -297,12 +303,12 @@ async def send(port: int, request: Request) -> str:
     head = f"POST {request.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
     body = request.body[: request.num_sent]
     data = head.encode() + b"\r\n\r\n" + body
-    return await _leave(port, data) if request.leaves else await exchange(port, data)
+    return await _leave(port, data) if request.leaves else await exchange(port, data, _ADDRESS)
 
 
 async def _leave(port: int, data: bytes) -> str:
     """Send the data, and close the connection at once."""
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    _, writer = await asyncio.open_connection(LOOPBACK, port, local_addr=(_ADDRESS, 0))
     writer.write(data)
     writer.close()
     await writer.wait_closed()
