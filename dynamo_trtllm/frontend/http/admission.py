@@ -24,7 +24,7 @@ _RETURNED_BYTES = 64 << 20  # after so many bytes were in use, their memory is r
 _RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
-PLANNING_S = 0.01
+WORK_S = 0.01
 CHOICES_PER_ITERATION = 32  # they take 5 to 10 ms
 _GROUP = 8  # choices of one request in one turn
 
@@ -204,12 +204,13 @@ class BodyBudget:
         return body.in_use / max(self._clock() - body.since_s, EVICTION_AGE_S)
 
 
-class PlanningTime:
-    """A limit on the time for which one iteration of the event loop plans bodies. Other streams are delayed by no more.
+class IterationTime:
+    """A limit on the time that one iteration of the event loop spends on one kind of work, such as planning bodies.
 
-    Bodies that arrive together are planned together until the limit, further ones in the next iterations, in order of
-    arrival. If each had an iteration of its own, their tokens would come in messages of their own with an engine that
-    takes no time: 40% more CPU time per request, and twice as much in workers.
+    Other streams are delayed by no more. Bodies that arrive together are planned together until the limit, further ones
+    in the next iterations, in order of arrival. If each had an iteration of its own, their tokens would come in
+    messages of their own with an engine that takes no time: 40% more CPU time per request, and twice as much in
+    workers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -219,7 +220,7 @@ class PlanningTime:
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[None, None]:
         """Wait until this iteration has time left, and count the time of the block."""
-        while self._used_s >= PLANNING_S:  # noqa: ASYNC110 - in order: those that wait look before those that arrive
+        while self._used_s >= WORK_S:  # noqa: ASYNC110 - in order: those that wait look before those that arrive
             await asyncio.sleep(0)
         begun_s = self._clock()
         try:
@@ -259,7 +260,7 @@ class ChoiceTurns:
 
     async def _take(self, count: int) -> None:
         """Wait until `count` more choices fit into the iteration, and count them."""
-        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110 - in order, as for `PlanningTime`
+        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110 - in order, as for `IterationTime`
             await asyncio.sleep(0)
         if not self._used:
             asyncio.get_running_loop().call_soon(self._begin_iteration)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from dynamo_trtllm.api.request_model import RequestModel, parse
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import in_thread
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded, RequestTimeout
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
@@ -79,7 +79,7 @@ class Endpoint(ABC):
             await self._fail(outcome, response, context)
         except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
             outcome = error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
-            async with self._failure_turn(outcome):
+            async with self._app_state.ending_time.turn():  # thousands of requests may fail at once
                 await self._fail(outcome, response, context)
         finally:
             if context.keep_alive is not None:
@@ -97,10 +97,6 @@ class Endpoint(ABC):
         """Send the error."""
         is_overloaded = isinstance(error, Overloaded)
         response.send_error(error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S)
-
-    def _failure_turn(self, error: DynamoError) -> AbstractAsyncContextManager[None]:
-        """Return the turn in which an error is sent. Thousands of bodies that arrive slowly may time out at once."""
-        return self._app_state.planning_time.turn() if isinstance(error, RequestTimeout) else nullcontext()
 
     def _slot(self, *, is_large: bool) -> AbstractAsyncContextManager[None]:
         """Return the slot in which a body is processed. Only large bodies wait for theirs."""

@@ -26,7 +26,7 @@ from dynamo_trtllm.frontend.generation.choice import (
 )
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, PlanningTime, read_body
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, IterationTime, read_body
 from dynamo_trtllm.frontend.http.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.output_budget import Output, OutputBudget
 from dynamo_trtllm.http_server.exchange import HttpRequest
@@ -68,7 +68,10 @@ class AppState:
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     # Ignored fields that were logged, as (client, name), newest last.
     logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
-    planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
+    planning_time: IterationTime = field(default_factory=IterationTime)  # of bodies that are planned on the event loop
+    ending_time: IterationTime = field(
+        default_factory=IterationTime
+    )  # of requests whose last choice has ended, or failed
     starts: ChoiceTurns = field(default_factory=ChoiceTurns)  # of new choices
     cancels: ChoiceTurns = field(default_factory=ChoiceTurns)  # of running choices
     output_budget: OutputBudget = field(default_factory=OutputBudget)

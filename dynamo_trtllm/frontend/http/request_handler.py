@@ -223,7 +223,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                 if delta.finish is not None:
                     num_unfinished -= 1
                     if not num_unfinished:
-                        data += encoder.finish(context.usage(), context.extras())
+                        async with self._app_state.ending_time.turn():
+                            data += encoder.finish(context.usage(), context.extras())
                         await self._adapter.on_complete(encoder, context.client)
                 if data:
                     await sender.send_events(data, last=not num_unfinished)
@@ -246,7 +247,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
             async with self._slot(is_large=True):
                 body = await in_thread(encode)
         else:
-            body = encode()
+            async with self._app_state.ending_time.turn():
+                body = encode()
         await self._adapter.on_complete(aggregator, context.client)
         response.send(200, body, headers=context.served_by())
 

@@ -11,12 +11,12 @@ from dynamo_trtllm.errors import Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.http import admission
 from dynamo_trtllm.frontend.http.admission import (
     CHOICES_PER_ITERATION,
-    PLANNING_S,
     SMALL_BODY_BYTES,
     TINY_BODY_BYTES,
+    WORK_S,
     BodyBudget,
     ChoiceTurns,
-    PlanningTime,
+    IterationTime,
 )
 from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
 
@@ -78,7 +78,7 @@ async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they
 async def planned(num_bodies: int, each_s: float, cancelled: int | None = None) -> list[list[int]]:
     """Return the bodies that were planned in each iteration of the event loop. Planning one takes `each_s`."""
     clock = Clock()
-    planning = PlanningTime(clock)
+    planning = IterationTime(clock)
     by_iteration: list[list[int]] = [[]]
 
     async def plan(number: int) -> None:
@@ -96,20 +96,20 @@ async def planned(num_bodies: int, each_s: float, cancelled: int | None = None) 
 
 
 async def test_planning_when_bodies_take_little_time_then_one_iteration_plans_those_that_came_together() -> None:
-    assert await planned(4, PLANNING_S / 5) == [[0, 1, 2, 3]]
+    assert await planned(4, WORK_S / 5) == [[0, 1, 2, 3]]
 
 
 async def test_planning_when_an_iteration_has_used_its_time_then_the_next_ones_go_on_in_order() -> None:
-    assert await planned(7, PLANNING_S / 2.5) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert await planned(7, WORK_S / 2.5) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 async def test_planning_when_bodies_come_later_then_they_are_planned_after_those_that_wait() -> None:
     clock, order = Clock(), list[int]()
-    planning = PlanningTime(clock)
+    planning = IterationTime(clock)
 
     async def plan(number: int) -> None:
         async with planning.turn():
-            clock.now += PLANNING_S
+            clock.now += WORK_S
             order.append(number)
 
     tasks = []
@@ -121,16 +121,16 @@ async def test_planning_when_bodies_come_later_then_they_are_planned_after_those
 
 
 async def test_planning_when_one_that_waits_is_cancelled_then_the_others_are_planned() -> None:
-    assert await planned(4, PLANNING_S, cancelled=2) == [[0], [1], [3]]
+    assert await planned(4, WORK_S, cancelled=2) == [[0], [1], [3]]
 
 
 async def test_planning_when_one_fails_then_its_time_counts() -> None:
     clock, events = Clock(), list[str]()
-    planning = PlanningTime(clock)
+    planning = IterationTime(clock)
 
     async def fail() -> None:
         async with planning.turn():
-            clock.now += PLANNING_S
+            clock.now += WORK_S
             raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):

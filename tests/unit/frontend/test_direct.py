@@ -14,7 +14,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http import output_budget, request_handler
-from dynamo_trtllm.frontend.http.admission import PLANNING_S
+from dynamo_trtllm.frontend.http.admission import WORK_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
@@ -281,7 +281,7 @@ class Clocked(CharacterRenderer):
 
     def render(self, conversation: Conversation) -> TokenIds:
         self.rendered_in.append(self.iteration)
-        until_s = time.perf_counter() + PLANNING_S
+        until_s = time.perf_counter() + WORK_S
         while time.perf_counter() < until_s:
             pass
         return super().render(conversation)

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.errors import NoInstances
+from dynamo_trtllm.frontend.http import admission
 from dynamo_trtllm.observability.metrics import PREFIX
 from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
@@ -163,3 +165,30 @@ async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate()
     assert 1 <= int(response.headers["retry-after"]) <= 2  # one ended within the first second
     held.set()
     await first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answered_in_each(
+    stream: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "WORK_S", 1e-9)  # one request takes all the time of an iteration
+    held = asyncio.Event()
+    served = front(held, NoInstances("none") if fails else stop("a"))
+    body = json.dumps({"model": MODEL, "stream": stream} | PATHS[CHAT]).encode()
+    clients = [MemoryClient(served.app) for _ in range(20)]
+    for client in clients:
+        client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+    async with asyncio.timeout(SOON_S):
+        while served.pipeline.running < len(clients):  # noqa: ASYNC110  # it has no event
+            await asyncio.sleep(0)
+    held.set()
+    num_running, most = len(clients), 0
+    async with asyncio.timeout(SOON_S):
+        while num_running:
+            await asyncio.sleep(0)
+            before, num_running = num_running, int(gauge(served, "inflight"))
+            most = max(most, before - num_running)
+    assert most == 1
+    await asyncio.gather(*(client.until_answered() for client in clients))
+    check_nothing_left(served)
