@@ -139,7 +139,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._may_parse:
             self._await_turn(is_behind=False)
         elif self._ignores_data:
-            self._await_turn(is_behind=True)
+            self._await_turn(is_behind=True)  # so that what is discarded takes no time from others
         self._update_reading()
 
     @property
@@ -477,6 +477,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """Close the connection. Data that the client has not read is lost."""
         self._transport.abort()
+
+    def hang_up(self) -> None:
+        """Close the connection, whose client sends no more, as the event loop does at the end of what it reads."""
+        if self._is_lingering:
+            return  # the client may still read the response, which an early end would discard
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._read_timer.watch()
 
     def evict(self) -> None:
         """Close this idle connection at once, so that others can be accepted. A partly received request gets 429."""

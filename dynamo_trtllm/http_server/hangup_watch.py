@@ -13,7 +13,7 @@ _DISCONNECTED = select.EPOLLRDHUP  # the kernel adds EPOLLHUP and EPOLLERR
 
 
 class HangupWatch:
-    """Abort connections whose clients disconnect while the event loop does not read from them.
+    """Close connections whose clients disconnect while the event loop does not read from them.
 
     An event loop notices a disconnect when it reads. An epoll object of our own reports it without reading.
     """
@@ -26,7 +26,7 @@ class HangupWatch:
         """Watch a connection. `file`: descriptor of its socket."""
         if self._epoll is None:
             self._epoll = select.epoll()
-            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._abort_disconnected)
+            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._close_disconnected)
         self._epoll.register(file, _DISCONNECTED)
         self._by_file[file] = connection
 
@@ -44,9 +44,9 @@ class HangupWatch:
             self._epoll.close()
             self._epoll = None
 
-    def _abort_disconnected(self) -> None:
+    def _close_disconnected(self) -> None:
         assert self._epoll is not None
         for file, _ in self._epoll.poll(0):
             connection = self._by_file[file]
             self.discard(file)
-            connection.abort()
+            connection.hang_up()
