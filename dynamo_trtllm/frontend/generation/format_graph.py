@@ -57,18 +57,35 @@ def _taken(pending: list[Any], first: Any) -> list[Any]:
             return component
 
 
-def longest_path(graph: Graph) -> int:
+def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     """Return an upper bound of the number of nodes on a path that visits no node twice.
 
-    It is exact for a graph without cycles. All nodes of a component may be on the path.
+    It is exact without cycles. In a component, a path descends from child to child, and a reference begins the next
+    descent. Each descent has another beginning, so that a path has at most the longest descents from all beginnings.
+
+    Args:
+        children: The children of each node. They form trees, and a node comes before its children.
+        references: The node that a node refers to, for nodes that refer to one.
     """
-    lengths: dict[Any, int] = {}
-    for component in components(graph):
-        inner = set(component)
-        below = 0
-        for node in component:
-            for other in graph[node]:
-                if other not in inner:
-                    below = max(below, lengths[other])
-        lengths |= dict.fromkeys(component, below + len(component))
-    return max(lengths.values(), default=0)
+    graph = {node: [*below, *_referred(references, node)] for node, below in children.items()}
+    component_of: dict[Any, int] = {}
+    ordered = list(components(graph))
+    for number, component in enumerate(ordered):
+        component_of |= dict.fromkeys(component, number)
+    descents: dict[Any, int] = {}  # by node: the most nodes on a descent within its component
+    for node in reversed(list(children)):
+        inner = [descents[child] for child in children[node] if component_of[child] == component_of[node]]
+        descents[node] = 1 + max(inner, default=0)
+    beginnings = set(references.values())
+    lengths: list[int] = []  # of the longest path from each component
+    for number, component in enumerate(ordered):
+        others = {component_of[other] for node in component for other in graph[node]} - {number}
+        below = max((lengths[other] for other in others), default=0)
+        # Without a cycle, a component is one node.
+        inside = sum(descents[node] for node in component if node in beginnings) or 1
+        lengths.append(below + inside)
+    return max(lengths, default=0)
+
+
+def _referred(references: Mapping[Any, Any], node: Any) -> list[Any]:
+    return [references[node]] if node in references else []

@@ -143,7 +143,8 @@ def _written_out(grammar: GrammarSyntax) -> int:
 def _add_schema(schema: Any, usage: _Usage) -> None:
     multiples: set[Fraction] = set()
     is_combined = False
-    graph: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
+    references: dict[int, int] = {}  # object to the object that its $ref refers to
     targets: dict[str, Any] = {}
     for node in _objects(schema):
         _check_object(node, usage)
@@ -153,13 +154,13 @@ def _add_schema(schema: Any, usage: _Usage) -> None:
             multiples.add(multiple)
         reference = node.get("$ref")
         is_combined = is_combined or "allOf" in node or isinstance(reference, str)
-        graph[id(node)] = [id(child) for child in _children(node)]
+        children[id(node)] = [id(child) for child in _children(node)]
         if isinstance(reference, str):
             if reference not in targets:
                 targets[reference] = _resolved(schema, reference)
             if isinstance(targets[reference], dict):
-                graph[id(node)].append(id(targets[reference]))
-    usage.check(_LEVELS, longest_path(graph))
+                references[id(node)] = id(targets[reference])
+    usage.check(_LEVELS, longest_path(children, references))
     for multiple in multiples:
         usage.check("multipleOf", multiple.numerator)
     if is_combined:  # a number may have to be a multiple of all of them

@@ -53,6 +53,12 @@ def precedence(count: int) -> str:
     return "\n".join(["start: e0", *levels, innermost])
 
 
+def wide_recursive(count: int) -> dict[str, Any]:
+    """Return the schema of a tree with many kinds of children: it refers to itself at all of them, at few levels."""
+    kinds = {f"kind{at}": {"type": "array", "items": {"$ref": "#/$defs/node"}} for at in range(count)}
+    return {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": kinds}}}
+
+
 def objects(count: int, name: str = "properties") -> dict[str, Any]:
     return {"type": "object", name: {f"p{at}": {} for at in range(count)}}
 
@@ -150,6 +156,7 @@ def test_formats_of_a_request_then_what_they_use_is_added_over_all_of_them() -> 
         ("schema", {"properties": {"minItems": {"type": "integer"}, "$ref": {"enum": [10**9]}}}),
         ("schema", {"$ref": "#/no/such/place"}),
         ("schema", {"$ref": "#"}),
+        ("schema", wide_recursive(500)),
         ("regex", "|".join(f"word {number}" for number in range(6_000))),
         ("regex", r"\x{20000}\u{20000}\p{Letter}" * 6),
     ],
