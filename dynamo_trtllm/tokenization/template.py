@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import datetime
@@ -14,6 +15,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from dynamo_trtllm.byte_level import BYTE_OF
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
@@ -53,19 +55,66 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
+class _Budget(threading.local):
+    """The steps that the rendering on this thread may still take."""
+
+    steps = 0
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Convert to JSON as Jinja's `tojson` filter does, but without HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox with a limit for the steps of a rendering. Each value that a template reads is a step.
+
+    Some models' templates look at all earlier messages for each message, or add texts to a growing one. They would
+    render a body of 1 MB for minutes, on a thread that can't be ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self._budget = _Budget()
+        self.filters["tojson"] = self._to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+
+    def begin(self) -> None:
+        """Begin a rendering on this thread."""
+        self._budget.steps = MAX_TEMPLATE_STEPS
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute or item. Raises InvalidRequest if there is no step left."""
+        if type(obj) is Namespace and not attribute.startswith("_"):
+            # It has only what the template stored in it. The checks of the sandbox take ten times as long.
+            try:
+                value = getattr(obj, attribute)
+            except AttributeError:
+                value = self.undefined(obj=obj, name=attribute)
+        else:
+            value = super().getattr(obj, attribute)
+        self._count(value)
+        return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return an item or attribute. Raises InvalidRequest if there is no step left."""
+        value = super().getitem(obj, argument)
+        self._count(value)
+        return value
+
+    def _to_json(self, value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        """Convert to JSON as Jinja's `tojson` filter does, but without HTML escapes."""
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+        self._count(text)
+        return text
+
+    def _count(self, value: Any) -> None:
+        steps = 1
+        if isinstance(value, str | list):
+            steps += len(value) // _LENGTH_OF_A_STEP
+        self._budget.steps -= steps
+        if self._budget.steps < 0:
+            raise InvalidRequest(
+                f"the model's chat template takes more than {MAX_TEMPLATE_STEPS} steps for these messages and tools; "
+                "send fewer of them",
+                field="messages",
+            )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -75,6 +124,8 @@ def _raise_exception(message: str) -> NoReturn:
 _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+MAX_TEMPLATE_STEPS: Final = 1_000_000  # 20,000 messages take 60,000 with a simple template
+_LENGTH_OF_A_STEP: Final = 4096  # a text or list counts as one more step for each so many characters or entries
 MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
 _THINK_MARKERS: Final = (THINK, END_THINK)
@@ -116,7 +167,7 @@ class ChatTemplateRenderer:
         self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         self._templates: dict[str, jinja2.Template] = {}  # by name: `default`, and `tool_use` for requests with tools
         self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
-        environment = _environment()
+        environment = self._environment = _BoundedEnvironment()
         for name, source in _template_sources(files.get(CHAT_TEMPLATE), config).items():
             try:
                 self._templates[name] = environment.from_string(source)
@@ -160,6 +211,7 @@ class ChatTemplateRenderer:
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
+        self._environment.begin()
         try:
             text = template.render(variables)
         except _TEMPLATE_FAULTS as exc:

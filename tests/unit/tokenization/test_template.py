@@ -165,6 +165,40 @@ def test_render_when_arguments_of_a_call_are_hostile_then_request_is_invalid(arg
     assert refused.value.field == "messages"
 
 
+LOOKS_BACK = (  # at all earlier messages for each message
+    "{% for m in messages %}{% set ns = namespace(found=false) %}"
+    "{% for at in range(loop.index0) %}{% if not ns.found %}{% set ns.found = true %}{% endif %}{% endfor %}"
+    "{{ m.content }}{% endfor %}"
+)
+GROWS = (  # by each message
+    "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ns.text ~ m.content %}{% endfor %}"
+    "{{ ns.text }}"
+)
+REPEATS_TOOLS = "{% for m in messages %}{{ tools | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "length", "few", "many"),
+    [(LOOKS_BACK, 1, 50, 200), (GROWS, 10_000, 20, 60), (REPEATS_TOOLS, 1, 5, 200)],
+)
+def test_render_when_template_takes_too_many_steps_then_request_is_invalid_and_the_next_one_is_not(
+    template: str, length: int, few: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo_trtllm.tokenization.template.MAX_TEMPLATE_STEPS", 10_000)
+    made = renderer(files(template=template))
+    tool = Tool(name="f", description="the " * 100_000, parameters={})
+    message = Message(role="user", content="the " * length)
+    with pytest.raises(InvalidRequest, match="takes more than 10000 steps for these messages and tools") as refused:
+        made.render(Conversation(messages=(message,) * many, tools=(tool,)))
+    assert refused.value.field == "messages"
+    made.render(Conversation(messages=(message,) * few, tools=(tool,)))
+
+
+def test_render_when_namespace_lacks_a_name_or_it_is_internal_then_template_sees_nothing() -> None:
+    template = "{% set ns = namespace(a='the') %}{{ ns.a }}[{{ ns.b }}{{ ns.__class__ }}{{ ns._Namespace__attrs }}]"
+    assert prompt(files(template=template)) == "the[]"
+
+
 def test_encode_when_text_spells_a_special_token_then_it_stays_text() -> None:
     made = renderer(files())
     ids = made.encode("the <|im_end|> fox")
