@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.external.format_cost import check_cost
 from dynamo_trtllm.errors import ConfigError, RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,
@@ -181,7 +182,11 @@ def guided_params(guided: StructuredOutput) -> dict[str, Any]:
     """Return the arguments of the class for guided decoding, which are the same in TensorRT-LLM and vLLM.
 
     Structural tags follow the format of xgrammar's documentation, which both use.
+
+    Raises:
+        FormatTooComplex: The library would compile the format for too long.
     """
+    check_cost(guided)
     if is_plain(guided):
         only = guided.alternatives[0]
         if only.grammar:

@@ -1,0 +1,372 @@
+"""Reject output formats that xgrammar would compile for many seconds.
+
+vLLM and TensorRT-LLM compile formats in their own processes, where a compilation can't be ended. xgrammar finds out for
+each state of a format which tokens it allows. So a state costs the more, the more tokens it has to look at: most of
+them where any character may follow, few where only digits may. The figures are CPU times of xgrammar 0.2.8 on one core
+with a vocabulary of 201,088 tokens. The estimate takes time in proportion to the size of a format.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+from dynamo_trtllm.errors import FormatTooComplex
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+
+COMPILE_TIME: Final = "estimated milliseconds to compile"
+LENGTHS: Final = "characters of different bounded lengths"
+LIMITS: Final = {COMPILE_TIME: 2_000, LENGTHS: 1_280}
+"""The limits by name. Errors and docs/api-fields.md use these names."""
+
+
+class Width(Enum):
+    """How many tokens a character or class allows: microseconds of a state, of a loop, and weight in an ambiguity."""
+
+    LITERAL = (36, 36, 0.0)
+    NARROW = (300, 300, 0.0)  # digits, punctuation, a few letters
+    BLANK = (6_000, 6_000, 0.0)  # with which half of all tokens begin
+    WORD = (10_000, 25_000, 0.4)  # letters
+    WIDE = (40_000, 30_000, 1.0)  # almost any character
+
+    @property
+    def state_us(self) -> int:
+        return int(self.value[0])
+
+    @property
+    def loop_us(self) -> int:
+        return int(self.value[1])
+
+    @property
+    def weight(self) -> float:
+        return self.value[2]
+
+
+_PROPERTY_US: Final = 350
+_OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
+_AMBIGUITY_US: Final = 40_000  # multiplied by the square of a run of variable parts
+_LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
+_MOST_STATES: Final = 128  # xgrammar writes out no more repetitions than these
+_LEAST_WEIGHT: Final = 0.05  # a part of variable length
+_LENGTH_WEIGHT: Final = 2  # a bounded length in a run, in comparison with one optional character
+
+
+def check_cost(guided: StructuredOutput) -> None:
+    """Raise FormatTooComplex if the formats of a request exceed a limit."""
+    estimate = _Estimate()
+    part: StructuredOutput | None = guided
+    while part is not None:
+        for alternative in part.alternatives:
+            estimate.add(alternative)
+        part = part.otherwise
+    estimate.check()
+
+
+class _Estimate:
+    """What the formats of a request cost. xgrammar compiles equal patterns and lengths once."""
+
+    def __init__(self) -> None:
+        self._compile_us = 0.0
+        self._patterns: set[str] = set()
+        self._string_lengths: set[tuple[int, int]] = set()
+        self._pattern_states = 0.0  # that count the characters of bounded lengths
+
+    def check(self) -> None:
+        """Raise FormatTooComplex if a limit is exceeded."""
+        states = round(self._pattern_states) + _length_states(self._string_lengths)
+        used = {COMPILE_TIME: round(self._compile_us / 1000), LENGTHS: states}
+        for limit, most in LIMITS.items():
+            if used[limit] > most:
+                raise FormatTooComplex(
+                    f"the output format exceeds this engine's limit for {limit}: {used[limit]}, at most {most} are "
+                    "allowed; simplify it",
+                    field="guided",
+                )
+
+    def add(self, alternative: OutputFormat) -> None:
+        """Add the cost of one format."""
+        if alternative.grammar:
+            self._add_grammar(alternative.grammar)
+        elif alternative.regex:
+            self._add_regex(alternative.regex)
+        else:
+            for node in _objects(json.loads(alternative.json_schema)):
+                self._add_object(node)
+
+    def _add_regex(self, text: str) -> None:
+        if text in self._patterns:
+            return
+        self._patterns.add(text)
+        piece = _read_regex(text)
+        self._compile_us += piece.total_us()
+        self._pattern_states += piece.states
+
+    def _add_object(self, node: Mapping[str, Any]) -> None:
+        properties = node.get("properties")
+        if isinstance(properties, dict):
+            required = node.get("required")
+            names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            optional = len(properties.keys() - names)
+            self._compile_us += _PROPERTY_US * len(properties) + _OPTIONAL_PAIR_US * optional**2
+            self._add_texts(properties)
+        self._add_texts([node.get("const"), *_listed(node.get("enum"))])
+        for pattern in (node.get("pattern"), *_listed_keys(node.get("patternProperties"))):
+            if isinstance(pattern, str):
+                self._add_regex(pattern)
+        least = _count(node.get("minLength"))
+        most = _count(node.get("maxLength"))
+        if least or most:
+            self._string_lengths.add((least, most))
+
+    def _add_texts(self, values: Any) -> None:
+        """Add the cost of values that an output has to repeat."""
+        size = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in values)
+        self._compile_us += Width.LITERAL.state_us * size
+
+    def _add_grammar(self, text: str) -> None:
+        for found in _GRAMMAR_TOKEN.finditer(text):
+            if found["regex"]:
+                self._add_regex(found["regex"][1:-1])
+            elif found["text"]:
+                self._compile_us += Width.LITERAL.state_us * len(found["text"])
+            elif found["set"]:
+                # A class with its quantifier is a regular expression.
+                piece = _read_regex(found["set"] + (found["repeat"] or ""))
+                self._compile_us += piece.total_us()
+                self._pattern_states += piece.states
+
+
+def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
+    """Return the number of states that count the characters of strings, for minimum and maximum of each length.
+
+    The states of a length that is written out are also those of shorter ones.
+    """
+    states = [max(length) for length in lengths]
+    written_out = max((count for count in states if count < _MOST_STATES), default=0)
+    return written_out + sum(_MOST_STATES for count in states if count >= _MOST_STATES)
+
+
+def _count(value: Any) -> int:
+    """Return the value of a keyword of lengths, 0 if it has none."""
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects in a schema, at any depth and in any place."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _listed_keys(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
+# --- regular expressions -----------------------------------------------------------------------------------
+
+_CLASS: Final = r"\[\^?\]?(?:\\.|[^\]\\])*\]?"
+_REPEAT: Final = r"(?:[*+?]|\{\d*(?:,\d*)?\})"
+_REGEX_TOKEN: Final = re.compile(
+    r"(?P<group>\((?:\?(?:P?<\w*>|<?[=!]|[A-Za-z-]*:?))?)|(?P<end>\))|(?P<other>\|)"
+    r"|(?P<run>[^\\\[\](){}*+?|^$.]+(?![*+?{]))"  # a quantifier repeats only the last character
+    r"|(?P<anchor>[\^$]|\\[bBAzZ])"
+    r"|(?P<char>\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[xuU]\{[0-9A-Fa-f]{1,8}\})"
+    rf"|(?P<class>{_CLASS}|\.|\\[pP]\{{[^{{}}]{{0,60}}\}}|\\[A-Za-z])|(?P<repeat>{_REPEAT})|(?P<blank>\x20)|(?P<plain>\\.|.)",
+    re.DOTALL,
+)
+_GRAMMAR_TOKEN: Final = re.compile(
+    rf'(?P<comment>\#[^\n]*|//[^\n]*)|(?P<text>"(?:\\.|[^"\\\n])*"?)'
+    rf"|(?P<set>{_CLASS})\s*(?P<repeat>{_REPEAT})?|(?P<regex>/(?:\\.|[^/\\\n])+/)",
+    re.DOTALL,
+)
+_BOUNDS: Final = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_LETTERS: Final = "etaoin"
+# What `re` would read in another way, or warn of.
+_SET_OPERATION: Final = re.compile(r".\[|--|&&|~~|\|\|", re.DOTALL)
+
+
+class _Piece(NamedTuple):
+    """A part of a regular expression.
+
+    A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between. The states within it
+    are many at once.
+    """
+
+    us: float = 0.0  # microseconds, without the runs that are still open
+    states: float = 0.0  # that count bounded lengths, as if any character might follow each
+    weight: float = 0.0  # of all its characters, as if they were one run
+    before: float = 0.0  # weight of the run at its beginning
+    after: float = 0.0  # weight of the run at its end
+    is_split: bool = False  # False: it has no literal, so that `before` and `after` are the same run
+    width: Width | None = None  # of a single character or class
+
+    def then(self, other: _Piece) -> _Piece:
+        """Return this part followed by another one."""
+        us = self.us + other.us
+        if self.is_split and other.is_split:
+            us += _run_us(self.after + other.before)
+        return _Piece(
+            us,
+            self.states + other.states,
+            self.weight + other.weight,
+            self.before if self.is_split else self.before + other.before,
+            other.after if other.is_split else self.after + other.after,
+            self.is_split or other.is_split,
+        )
+
+    def total_us(self) -> float:
+        """Return the microseconds with all runs."""
+        return self.us + _run_us(self.before) + (_run_us(self.after) if self.is_split else 0)
+
+    def variable(self, times: int = 1) -> _Piece:
+        """Return a part whose length varies: so many copies, or fewer. xgrammar compiles the copies of a group once."""
+        weight = _LEAST_WEIGHT * times
+        # A literal in each copy ends the run of that copy.
+        weight = max(weight, self.before + self.after if self.is_split else self.weight * times)
+        return _Piece(self.total_us(), self.states, weight, weight, weight)
+
+    def repeated(self, times: int) -> _Piece:
+        """Return so many copies of this part after each other. xgrammar compiles the copies of a group once."""
+        if times == 0:
+            return _Piece()
+        if self.is_split:
+            us = self.us + _run_us(self.after + self.before)
+            return self._replace(us=us, weight=self.weight * times, width=None)
+        run = self.before * times
+        return _Piece(self.us, self.states, self.weight * times, run, run)
+
+
+def _run_us(weight: float) -> float:
+    return _AMBIGUITY_US * max(0.0, weight - 1) ** 2
+
+
+class _Group:
+    """The alternatives of an open group."""
+
+    def __init__(self) -> None:
+        self._done: list[_Piece] = []
+        self._parts = _Piece()
+        self._last = _Piece()  # which a quantifier would repeat
+
+    def add(self, piece: _Piece) -> None:
+        self._parts = self._parts.then(self._last)
+        self._last = piece
+
+    def quantify(self, text: str) -> None:
+        self._last = _quantified(self._last, text)
+
+    def end_alternative(self) -> None:
+        self._done.append(self._parts.then(self._last))
+        self._parts = _Piece()
+        self._last = _Piece()
+
+    def closed(self) -> _Piece:
+        """Return the group as one part."""
+        self.end_alternative()
+        if len(self._done) == 1:
+            return self._done[0]._replace(width=None)
+        variable = [piece.variable() for piece in self._done]
+        weight = max(piece.weight for piece in variable)
+        us = sum(piece.us for piece in variable)
+        return _Piece(us, sum(piece.states for piece in variable), weight, weight, weight)
+
+
+def _read_regex(text: str) -> _Piece:
+    """Return a regular expression as one part."""
+    groups = [_Group()]
+    for token in _REGEX_TOKEN.finditer(text):
+        kind = token.lastgroup
+        if kind == "group":
+            groups.append(_Group())
+        elif kind == "end" and len(groups) > 1:
+            piece = groups.pop().closed()
+            groups[-1].add(piece)
+        elif kind == "other":
+            groups[-1].end_alternative()
+        elif kind == "repeat":
+            groups[-1].quantify(token.group())
+        elif kind == "run":
+            groups[-1].add(_Piece(Width.LITERAL.state_us * len(token.group()), is_split=True))
+        elif kind != "anchor":
+            width = _width(token.group()) if kind in ("class", "blank") else Width.LITERAL
+            # A blank costs more only where it may be repeated or left out.
+            state_us = Width.LITERAL.state_us if width is Width.BLANK else width.state_us
+            groups[-1].add(_Piece(state_us, weight=width.weight, is_split=not width.weight, width=width))
+    while len(groups) > 1:  # groups without an end, which the engine rejects
+        piece = groups.pop().closed()
+        groups[-1].add(piece)
+    return groups[0].closed()
+
+
+def _quantified(piece: _Piece, text: str) -> _Piece:
+    least, most = _bounds(text)
+    if piece.width is not None:
+        return _characters(piece.width, least, most)
+    times = min(max(1, least) if most is None else most, _MOST_STATES)
+    return piece.repeated(times) if least == most else piece.variable(times)
+
+
+def _characters(width: Width, least: int, most: int | None) -> _Piece:
+    """Return a repeated character or class. In a run, the number of repetitions does not matter."""
+    written_out = min(max(least, most or 0), _MOST_STATES)
+    us = 0.0 if most is not None else width.loop_us
+    states = 0.0
+    if width.weight and written_out > _LONG:
+        states = written_out * width.weight
+    elif written_out > 1 or most is not None:
+        us += written_out * width.state_us
+    if least == most:
+        return _Piece(us, states, width.weight, is_split=not width.weight and least > 0)
+    weight = max(width.weight, _LEAST_WEIGHT)
+    if written_out > 1:
+        weight *= _LENGTH_WEIGHT
+    return _Piece(us, states, weight, weight, weight)
+
+
+def _bounds(text: str) -> tuple[int, int | None]:
+    """Return the least and the greatest number of repetitions of a quantifier; None: there is no greatest."""
+    if text == "?":
+        return 0, 1
+    if text in ("*", "+"):
+        return int(text == "+"), None
+    found = _BOUNDS.fullmatch(text)
+    assert found is not None
+    least = _number(found[1])
+    if not found[2]:
+        return least, least
+    return least, _number(found[3]) if found[3] else None
+
+
+def _number(digits: str) -> int:
+    """Return a number, or one that is large enough."""
+    return int(digits.lstrip("0")[:9] or 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _width(text: str) -> Width:
+    """Return how many tokens a class allows."""
+    if _SET_OPERATION.search(text):
+        return Width.WIDE
+    try:
+        matches = re.compile(text, re.ASCII | re.DOTALL).fullmatch
+    except (re.error, OverflowError):
+        return Width.WIDE
+    letters = sum(matches(letter) is not None or matches(letter.upper()) is not None for letter in _LETTERS)
+    if matches("\u00e9") or (letters and matches(" ")):
+        return Width.WIDE
+    if letters > 1:
+        return Width.WORD
+    return Width.BLANK if matches(" ") else Width.NARROW
