@@ -52,6 +52,9 @@ _AMBIGUITY_US: Final = 40_000  # multiplied by the square of a run of variable p
 _LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
 _MOST_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _LEAST_WEIGHT: Final = 0.05  # a part of variable length
+_LOOP_WEIGHT: Final = 1.2  # letters or other characters without a limit
+_COPY_WEIGHT: Final = 0.4  # each copy of a group, in comparison with a part that is written several times
+_SPLIT_WEIGHT: Final = 0.5  # the run at an end of a group that contains a literal
 _LENGTH_WEIGHT: Final = 2  # a bounded length in a run, in comparison with one optional character
 
 
@@ -233,9 +236,12 @@ class _Piece(NamedTuple):
 
     def variable(self, times: int = 1) -> _Piece:
         """Return a part whose length varies: so many copies, or fewer. xgrammar compiles the copies of a group once."""
-        weight = _LEAST_WEIGHT * times
-        # A literal in each copy ends the run of that copy.
-        weight = max(weight, self.before + self.after if self.is_split else self.weight * times)
+        copies = _copies(times)
+        if self.is_split:  # a literal in each copy ends the run of that copy
+            weight = _SPLIT_WEIGHT * max(self.before, self.after)
+        else:
+            weight = copies * self.weight
+        weight = max(weight, copies * _LEAST_WEIGHT)
         return _Piece(self.total_us(), self.states, weight, weight, weight)
 
     def repeated(self, times: int) -> _Piece:
@@ -244,16 +250,21 @@ class _Piece(NamedTuple):
             return _Piece()
         if self.is_split:
             us = self.us + _run_us(self.after + self.before)
-            return self._replace(us=us, weight=self.weight * times, width=None)
-        run = self.before * times
-        return _Piece(self.us, self.states, self.weight * times, run, run)
+            return self._replace(us=us, width=None)
+        run = self.before * _copies(times)
+        return _Piece(self.us, self.states, self.weight * _copies(times), run, run)
+
+
+def _copies(times: int) -> float:
+    """Return what so many copies of a group weigh, in comparison with one."""
+    return max(1.0, _COPY_WEIGHT * times)
 
 
 def _run_us(weight: float) -> float:
     return _AMBIGUITY_US * max(0.0, weight - 1) ** 2
 
 
-class _Group:
+class _OpenGroup:
     """The alternatives of an open group."""
 
     def __init__(self) -> None:
@@ -286,11 +297,11 @@ class _Group:
 
 def _read_regex(text: str) -> _Piece:
     """Return a regular expression as one part."""
-    groups = [_Group()]
+    groups = [_OpenGroup()]
     for token in _REGEX_TOKEN.finditer(text):
         kind = token.lastgroup
         if kind == "group":
-            groups.append(_Group())
+            groups.append(_OpenGroup())
         elif kind == "end" and len(groups) > 1:
             piece = groups.pop().closed()
             groups[-1].add(piece)
@@ -331,7 +342,9 @@ def _characters(width: Width, least: int, most: int | None) -> _Piece:
     if least == most:
         return _Piece(us, states, width.weight, is_split=not width.weight and least > 0)
     weight = max(width.weight, _LEAST_WEIGHT)
-    if written_out > 1:
+    if width.weight and most is None:
+        weight = _LOOP_WEIGHT
+    elif written_out > 1:
         weight *= _LENGTH_WEIGHT
     return _Piece(us, states, weight, weight, weight)
 
@@ -367,6 +380,6 @@ def _width(text: str) -> Width:
     letters = sum(matches(letter) is not None or matches(letter.upper()) is not None for letter in _LETTERS)
     if matches("\u00e9") or (letters and matches(" ")):
         return Width.WIDE
-    if letters > 1:
+    if letters > 2:  # more than those of hexadecimal digits
         return Width.WORD
     return Width.BLANK if matches(" ") else Width.NARROW

@@ -57,13 +57,13 @@ CASES: list[tuple[str, Callable[[int], Any], int, int, str]] = [
     ("schema", lambda n: required(**{"x" * n: {}}), 50_000, 60_000, COMPILE_TIME),
     ("schema", lambda n: patterns(lambda at: f"^{at}[^<]*$", n), 50, 70, COMPILE_TIME),
     ("regex", lambda n: ".?" * n, 6, 9, COMPILE_TIME),
-    ("regex", lambda n: "(?:.?){" + str(n) + "}", 6, 9, COMPILE_TIME),
-    ("regex", lambda n: "(?:.|..|...){" + str(n) + "}", 2, 4, COMPILE_TIME),
+    ("regex", lambda n: "(?:.?){" + str(n) + "}", 10, 25, COMPILE_TIME),
+    ("regex", lambda n: "(?:.|..|...){" + str(n) + "}", 3, 8, COMPILE_TIME),
     ("regex", lambda n: "[a-z]?" * n, 16, 25, COMPILE_TIME),
     ("regex", lambda n: ".{0,5}" * n, 2, 5, COMPILE_TIME),
-    ("regex", lambda n: r"\w+ ?" * n, 10, 25, COMPILE_TIME),
+    ("regex", lambda n: r"\w+ ?" * n, 5, 10, COMPILE_TIME),
     ("regex", lambda n: ".*" * n, 6, 9, COMPILE_TIME),
-    ("regex", lambda n: "((.a?)?b?){" + str(n) + "}", 5, 10, COMPILE_TIME),
+    ("regex", lambda n: "((.a?)?b?){" + str(n) + "}", 5, 20, COMPILE_TIME),
     ("regex", lambda n: "|".join(f"{number}.*" for number in range(n)), 60, 70, COMPILE_TIME),
     ("regex", lambda n: "[^a]b" * n, 45, 55, COMPILE_TIME),
     ("grammar", open_rules, 60, 70, COMPILE_TIME),
@@ -102,7 +102,7 @@ def test_formats_of_a_request_then_their_costs_are_added_but_equal_ones_count_on
         check_cost(StructuredOutput(alternatives=first.alternatives, trigger="x", otherwise=second))
 
 
-@pytest.mark.parametrize("piece", ["[", "(", "a{", "\\", "[^]", "a|", "((a?)?)", '"', "/"])
+@pytest.mark.parametrize("piece", ["(", "\\", "a|", "((a?)?)", "/"])
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
 def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(kind: str, piece: str) -> None:
     began = time.process_time()
