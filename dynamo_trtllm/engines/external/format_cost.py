@@ -1,7 +1,7 @@
 """Reject output formats that xgrammar would compile for many seconds.
 
 vLLM and TensorRT-LLM compile formats in their own processes, where a compilation can't be ended. xgrammar finds out for
-each state of a format which tokens it allows. So a state costs the more, the more tokens it has to look at: most of
+each state of a format which tokens it allows. So the cost of a state is the number of tokens that it looks at: most of
 them where any character may follow, few where only digits may. The figures are CPU times of xgrammar 0.2.8 on one core
 with a vocabulary of 201,088 tokens. The estimate takes time in proportion to the size of a format.
 """
@@ -51,6 +51,7 @@ _OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
 _AMBIGUITY_US: Final = 40_000  # multiplied by the square of a run of variable parts
 _LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
 _MOST_STATES: Final = 128  # xgrammar writes out no more repetitions than these
+_MOST_LENGTH: Final = 10**9  # larger ones count as this one
 _LEAST_WEIGHT: Final = 0.05  # a part of variable length
 _LOOP_WEIGHT: Final = 1.2  # letters or other characters without a limit
 _COPY_WEIGHT: Final = 0.4  # each copy of a group, in comparison with a part that is written several times
@@ -117,7 +118,7 @@ class _Estimate:
             self._compile_us += _PROPERTY_US * len(properties) + _OPTIONAL_PAIR_US * optional**2
             self._add_texts(properties)
         self._add_texts([node.get("const"), *_listed(node.get("enum"))])
-        for pattern in (node.get("pattern"), *_listed_keys(node.get("patternProperties"))):
+        for pattern in (node.get("pattern"), *_keys(node.get("patternProperties"))):
             if isinstance(pattern, str):
                 self._add_regex(pattern)
         least = _count(node.get("minLength"))
@@ -155,7 +156,9 @@ def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
 
 def _count(value: Any) -> int:
     """Return the value of a keyword of lengths, 0 if it has none."""
-    return value if isinstance(value, int) and value > 0 else 0
+    if not isinstance(value, int | float) or not value > 0:
+        return 0
+    return int(min(value, _MOST_LENGTH))
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
@@ -174,7 +177,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _listed_keys(value: Any) -> list[str]:
+def _keys(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
@@ -187,7 +190,8 @@ _REGEX_TOKEN: Final = re.compile(
     r"|(?P<run>[^\\\[\](){}*+?|^$.]+(?![*+?{]))"  # a quantifier repeats only the last character
     r"|(?P<anchor>[\^$]|\\[bBAzZ])"
     r"|(?P<char>\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[xuU]\{[0-9A-Fa-f]{1,8}\})"
-    rf"|(?P<class>{_CLASS}|\.|\\[pP]\{{[^{{}}]{{0,60}}\}}|\\[A-Za-z])|(?P<repeat>{_REPEAT})|(?P<blank>\x20)|(?P<plain>\\.|.)",
+    rf"|(?P<class>{_CLASS}|\.|\\[pP]\{{[^{{}}]{{0,60}}\}}|\\[A-Za-z])|(?P<repeat>{_REPEAT})"
+    r"|(?P<blank>\x20)|(?P<plain>\\.|.)",
     re.DOTALL,
 )
 _GRAMMAR_TOKEN: Final = re.compile(
@@ -204,8 +208,8 @@ _SET_OPERATION: Final = re.compile(r".\[|--|&&|~~|\|\|", re.DOTALL)
 class _Piece(NamedTuple):
     """A part of a regular expression.
 
-    A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between. The states within it
-    are many at once.
+    A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between. After a text, the
+    format may be in many of its states.
     """
 
     us: float = 0.0  # microseconds, without the runs that are still open

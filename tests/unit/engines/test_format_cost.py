@@ -50,6 +50,7 @@ CASES: list[tuple[str, Callable[[int], Any], int, int, str]] = [
     ("schema", lambda n: patterns(lambda at: f"^.{{0,{200 + at}}}$", n), 10, 11, LENGTHS),
     ("schema", lambda n: patterns(lambda at: f"^{at}[^<]{{0,200}}$", n), 10, 11, LENGTHS),
     ("schema", lambda n: patterns(lambda at: f"^[a-z]{{{200 + at},}}$", n), 24, 30, LENGTHS),
+    ("schema", lambda n: {"anyOf": [{"maxLength": 200.0 + at} for at in range(n)]}, 10, 11, LENGTHS),
     ("grammar", bounded_rules, 10, 11, LENGTHS),
     ("schema", lambda n: optional(**properties(n)), 200, 300, COMPILE_TIME),
     ("schema", lambda n: {"anyOf": [optional(**properties(100)) for _ in range(n)]}, 5, 10, COMPILE_TIME),
