@@ -99,6 +99,7 @@ def test_formats_of_a_request_then_their_costs_are_added_but_equal_ones_count_on
     first = formatted("schema", lengths("minLength", 6))
     second = formatted("schema", lengths("maxLength", 6))
     check_cost(StructuredOutput(alternatives=first.alternatives * 9, trigger="x", otherwise=first))
+    check_cost(formatted("schema", patterns(lambda _: "^.{0,200}$", 30)))
     with pytest.raises(FormatTooComplex, match=LENGTHS):
         check_cost(StructuredOutput(alternatives=first.alternatives, trigger="x", otherwise=second))
 
