@@ -87,6 +87,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
                 value = getattr(obj, attribute)
             except AttributeError:
                 value = self.undefined(obj=obj, name=attribute)
+        elif type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            value = obj[attribute]  # as the sandbox does after it has caught an AttributeError
         else:
             value = super().getattr(obj, attribute)
         self._count(value)
