@@ -446,8 +446,16 @@ def pick_best_of(
                 yield msgspec.structs.replace(delta, index=index)
 
 
-def share_suspicions(choices: Sequence[ChoiceState]) -> None:
-    """Give all choices of a prompt one suspicion, so that they are charged together."""
+def share_suspicions(choices: Sequence[ChoiceState], candidates: int) -> None:
+    """Give all choices of a prompt one suspicion, so that they are charged together.
+
+    Args:
+        choices: those of one request.
+        candidates: consecutive choices that have the same prompt. Others may have it, too.
+    """
     by_prompt: dict[bytes, Suspicion] = {}
-    for choice in choices:
-        choice.trace.suspicion = by_prompt.setdefault(choice.prompt_bytes(), Suspicion(is_shared=True))
+    for first in range(0, len(choices), candidates):
+        prompt = choices[first].prompt_bytes()
+        suspicion = by_prompt.setdefault(prompt, Suspicion(is_shared=True))
+        for choice in choices[first : first + candidates]:
+            choice.trace.suspicion = suspicion

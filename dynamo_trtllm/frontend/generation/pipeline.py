@@ -370,7 +370,8 @@ class _RunningRequest(Stream):
             self._placed = None
 
     def _end_trial(self) -> None:
-        if self._pipeline.suspects.end_trial(self._tracked):
+        if self._tracked.tried_on:
+            self._pipeline.suspects.end_trial(self._tracked)
             self._pipeline.view.notify_changed()  # other suspects may wait for these workers
 
     # --- where the time goes ---------------------------------------------------------------------------

