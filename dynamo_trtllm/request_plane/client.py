@@ -175,6 +175,15 @@ class Plane:
         )
         return _ack_data(reply)
 
+    async def check_listener(self, subject: str) -> None:
+        """Raise WorkerDied if no process listens any more at a subject where one did before."""
+        try:
+            await self._transport.request(subject, PING, timeout_s=self._limits.listener_timeout_s)
+        except errors.NoListener as exc:
+            raise _died(subject, exc) from exc
+        except errors.PlaneError:
+            return  # it hangs, or this process has no connection
+
     async def watch_loads(self, namespace: str, on_load: Callable[[LoadReport], None]) -> Unsubscribe:
         """Call `on_load` with each report of the load of a namespace's workers: broadcast, or beside a stream's frames.
 
@@ -236,21 +245,12 @@ class Plane:
             if not receiver.received:
                 if isinstance(exc, errors.NoListener):
                     raise
-                await self._check_listener(subject, exc)
+                await self.check_listener(subject)
                 raise
         else:
             _ack_data(reply)
             RECORDER.record(request.request_id, RecordedEvent.CALL_ACKNOWLEDGED)
         receiver.last_ping_before_ack = self._num_pings
-
-    async def _check_listener(self, subject: str, error: errors.Unreachable) -> None:
-        """Raise WorkerDied if no process listens any more at a subject where one did when the request was sent."""
-        try:
-            await self._transport.request(subject, PING, timeout_s=self._limits.listener_timeout_s)
-        except errors.NoListener:
-            raise _died(subject, error) from error
-        except errors.PlaneError:
-            return  # it hangs, or this process has no connection
 
     def _encode_checked(self, value: ClientMessage | ControlRequest) -> bytes:
         data = encode(value)

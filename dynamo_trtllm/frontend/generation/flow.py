@@ -17,7 +17,7 @@ import msgspec
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import FlowDriver, FlowEvent, PipelineOptions, RouteTrace, Signal
-from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS
+from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, Progress
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -45,6 +45,7 @@ class State(Enum):
     RESERVING = auto()
     PREFILL = auto()
     DECODE = auto()
+    CHECKING = auto()
     ENDED = auto()
 
 
@@ -58,11 +59,12 @@ class _Attempt:
     request: GenerateRequest  # the decode call, once there is one
     tried: frozenset[int]  # decode instances
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    has_settled: bool  # the request is not a suspect, or this attempt has returned SETTLED_TOKENS tokens
+    num_unsettled_tokens: int  # of a suspect, until this attempt has returned as many: see `suspects`; else 0
     passes_tokens: bool = False  # it has begun and settled, so its tokens only have to be passed on
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
+    transfer_error: DynamoError | None = None  # the transfer of its KV failed
 
     @property
     def pair(self) -> Pair:
@@ -79,14 +81,16 @@ class GenerationFlow:
     RESERVING  a decode slot                  PREFILL
     PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
     DECODE     tokens                         ENDED with the last one; DECODE if the worker does not take the call and
-                                              another one can fetch the KV
+                                              another one can fetch the KV; CHECKING if it could not fetch the KV
+    CHECKING   whether the prefill worker     as after an error of the worker that failed
+               has died
     ENDED      nothing
     ```
 
     An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one aggregated worker;
     RESERVING if a decode slot comes first; WAITING or ENDED if there are no workers.
 
-    A cancel leads from every state to ENDED. An error in RESERVING, PREFILL or DECODE leads to the next attempt if the
+    A cancel leads from every state to ENDED. Another error in RESERVING, PREFILL or DECODE leads to the next attempt if the
     request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has
     fetched and a decode slot that none has used. If only a fetch can free the KV, the flow leaves it to the driver to
     have it fetched after a cancel. After an error of the decode call it is unknown whether it has fetched the KV, and
@@ -145,6 +149,8 @@ class GenerationFlow:
                 return self._select(is_last_resort=True)
             case Signal.SLOT_RESERVED:
                 self._call_prefill()
+            case Signal.WORKER_LISTENS:
+                return self._on_prefill_alive()
             case Signal.CANCEL:
                 if not self._start_kv_collection():
                     self._free()
@@ -160,6 +166,12 @@ class GenerationFlow:
             return False
         self._sent_ids.extend(chunk.token_ids)
         return True
+
+    def progress(self) -> Progress:
+        """Return the number of tokens of the latest attempt and of all attempts."""
+        num_sent = len(self._sent_ids)
+        num_sent_before = 0 if self._attempt is None else self._attempt.num_sent_before
+        return Progress(num_sent - num_sent_before, num_sent)
 
     # --- selection -------------------------------------------------------------------------------------
 
@@ -215,7 +227,7 @@ class GenerationFlow:
             request=request,
             tried=frozenset([decode.id]),
             num_sent_before=len(self._sent_ids),
-            has_settled=not self._trace.suspicion.deaths,
+            num_unsettled_tokens=self._trace.suspicion.num_unsettled_tokens(),
         )
         if prefill is None:
             self._call_decode(attempt)
@@ -260,13 +272,13 @@ class GenerationFlow:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
         self._trace.decode_stats = chunk.stats or self._trace.decode_stats
-        if not attempt.has_settled and len(self._sent_ids) - attempt.num_sent_before >= SETTLED_TOKENS:
-            attempt.has_settled = True
+        if attempt.num_unsettled_tokens and self.progress().call >= attempt.num_unsettled_tokens:
+            attempt.num_unsettled_tokens = 0
             attempt.passes_tokens = attempt.has_begun
             self._driver.record_settled()
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived
             attempt.has_begun = True
-            attempt.passes_tokens = attempt.has_settled
+            attempt.passes_tokens = not attempt.num_unsettled_tokens
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if self._fixed_selection is None:
                 self._driver.record_transfer(attempt.pair)
@@ -296,11 +308,18 @@ class GenerationFlow:
         assert attempt is not None
         if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
             attempt.reservation_id = None  # there is none
+        if self.state is State.CHECKING:
+            return self._on_prefill_dead(attempt, error)
         if self.state is not State.DECODE or attempt.prefill is None:
             return self._attempt_failed(attempt, error)
         if isinstance(error, errors.TransferFailed | errors.TransferTimeout):
             self._driver.record_transfer(attempt.pair, error)
-            return self._attempt_failed(attempt, error)
+            if self._fixed_selection is not None:
+                return self._attempt_failed(attempt, error)
+            self.state = State.CHECKING
+            attempt.transfer_error = error
+            self._driver.check_worker(attempt.prefill)
+            return None
         is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
         if not is_refused or attempt.has_begun or self._fixed_selection is not None:
             return self._attempt_failed(attempt, error)
@@ -314,6 +333,18 @@ class GenerationFlow:
         attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
         self._call_decode(attempt)
         return None
+
+    def _on_prefill_alive(self) -> StreamEvent | None:
+        attempt = self._attempt
+        assert attempt is not None
+        assert attempt.transfer_error is not None
+        return self._attempt_failed(attempt, attempt.transfer_error)
+
+    def _on_prefill_dead(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
+        assert attempt.prefill is not None
+        attempt.worker = attempt.prefill
+        error.__cause__ = attempt.transfer_error
+        return self._attempt_failed(attempt, error)
 
     def _attempt_failed(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
         """Retry or migrate the request, or end it with the error."""
@@ -337,10 +368,9 @@ class GenerationFlow:
         """Record the death of the worker, if it died. Return the error that ends the request if it is given up."""
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
-        num_tokens = len(self._sent_ids) - attempt.num_sent_before
-        given_up = self._driver.record_death(num_tokens)
+        given_up = self._driver.record_death(attempt.worker)
         is_charged = attempt.worker.id in self._trace.suspicion.deaths
-        self.is_prime_suspect = is_charged and num_tokens < SETTLED_TOKENS
+        self.is_prime_suspect = is_charged and self.progress().call < SETTLED_TOKENS
         self.awaits_turn = self.is_prime_suspect
         if given_up is not None:
             given_up.__cause__ = error

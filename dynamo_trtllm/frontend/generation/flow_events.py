@@ -24,10 +24,11 @@ class Signal(Enum):
     WORKERS_CHANGED = auto()  # ends `wait_for_workers`, as does the next one
     WAIT_TIMED_OUT = auto()
     SLOT_RESERVED = auto()  # the success of `reserve_decode_slot`
+    WORKER_LISTENS = auto()  # the success of `check_worker`
 
 
 FlowEvent: TypeAlias = Signal | StreamEvent
-"""A signal, or an event of the current call. An error is the event of a reservation or a call that failed."""
+"""A signal, or an event of the current call. An error is the event of a reservation, a call or a check that failed."""
 
 
 class FlowDriver(Protocol):
@@ -54,6 +55,9 @@ class FlowDriver(Protocol):
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
         """Reserve a slot for the decode call."""
 
+    def check_worker(self, worker: Instance) -> None:
+        """Check whether the process of a worker has ended: then, the error is WorkerDied."""
+
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         """Start a call."""
 
@@ -72,8 +76,8 @@ class FlowDriver(Protocol):
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         """Record that the KV of a pair arrived, or that its transfer failed. (None, id): an aggregated worker."""
 
-    def record_death(self, num_tokens: int) -> QueryOfDeath | None:
-        """Record that the worker of the current call died after so many tokens. Return an error to give it up."""
+    def record_death(self, worker: Instance) -> QueryOfDeath | None:
+        """Record that the current call failed because a worker died. Return an error to give the request up."""
 
     def record_settled(self) -> None:
         """Record that the call of a suspect returned enough tokens for other suspects to be tried on its worker."""

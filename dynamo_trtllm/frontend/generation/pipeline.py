@@ -223,7 +223,7 @@ class _RunningRequest(Stream):
         self._flow = GenerationFlow(self, request, trace, pipeline.options, selection)
         self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
         self._call: StreamReceiver | None = None
-        self._tracked = Call(trace.suspicion)
+        self._tracked = Call(trace.suspicion, self._flow.progress)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next three belong
         self._attempt_span = 0  # the index of its first span
@@ -318,6 +318,9 @@ class _RunningRequest(Stream):
         RECORDER.record(self._flow.request.request_id, Recorded.RESERVING_SLOT, decode.id)
         self._run(self._reserve(decode, reservation_id))
 
+    def check_worker(self, worker: Instance) -> None:
+        self._run(self._check(worker))
+
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
         if scores_prompt:
@@ -329,7 +332,8 @@ class _RunningRequest(Stream):
             self._placed.sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._on
         self._call = None  # the one before has ended
-        self._pipeline.suspects.begin(self._tracked, worker.id)
+        kv_holder = self._trace.prefill_instance if phase is Phase.DECODE else None
+        self._pipeline.suspects.begin(self._tracked, worker.id, kv_holder)
         self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
@@ -341,14 +345,14 @@ class _RunningRequest(Stream):
 
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         if error is None:  # the first chunk of the decode call
-            self._pipeline.suspects.succeeded(self._tracked)
+            self._pipeline.suspects.kv_arrived(self._tracked)
             self._enter("decode", self._trace.spans[-1].role)
             if self._placed is not None:
                 self._placed.prefilled()
         self._pipeline.record_transfer(pair, error)
 
-    def record_death(self, num_tokens: int) -> QueryOfDeath | None:
-        return self._pipeline.suspects.record_death(self._tracked, self._flow.request, num_tokens)
+    def record_death(self, worker: Instance) -> QueryOfDeath | None:
+        return self._pipeline.suspects.record_death(self._tracked, worker.id, self._flow.request)
 
     def record_settled(self) -> None:
         self._end_trial()
@@ -422,6 +426,10 @@ class _RunningRequest(Stream):
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
         await self._pipeline.plane.control(decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED
+
+    async def _check(self, worker: Instance) -> Signal:
+        await self._pipeline.plane.check_listener(worker.subject)
+        return Signal.WORKER_LISTENS
 
     def _stop(self) -> None:
         """End what is in progress."""

@@ -2,19 +2,20 @@
 
 When a worker dies, all its requests fail, and nothing shows which of them was the cause. The rules:
 
-* A death is charged to requests that ran on the worker. A request that is charged with a death is a suspect. It is
-  given up when it is charged with MOST_DEATHS deaths, so that it ends no third worker.
+* A death is charged to requests that ran on the worker, or whose KV was being read from it. A request that is charged
+  with a death is a suspect. It is given up when it is charged with MOST_DEATHS deaths, so that it ends no third worker.
+* A query of death ends each worker at the same point: after as many tokens of a call, or after as many tokens of its
+  answer. A suspect that gets past this point is cleared of the charge, and has settled.
 * Most queries of death end a worker soon after they begin. So a suspect whose call had returned fewer than
-  SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers that run no other suspect, and is
-  then tried on these. All other requests migrate at once.
-* If prime suspects are tried on a worker that dies, the death is charged to them, and to suspects whose call failed at
-  the same point as before. Otherwise, it is charged to all requests that ran on the worker.
-* A charge is dropped if a later call of the request got much further, or if the worker works again: then it had only
-  lost its connection.
+  SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on which all other suspects have
+  settled, and is then tried on these. All other requests migrate at once.
+* If prime suspects are tried on a worker that dies, the death is charged to them. Otherwise, it is charged to suspects
+  that are at the point of a death before. If there are none, it is charged to all requests that ran on the worker.
+* A charge is dropped, too, if the worker works again: then it had only lost its connection.
 
-After a request was given up, requests with the same model, prompt and format are refused for REFUSED_S seconds, if it
-was the only suspect of its last death. If there were several suspects, most of them are innocent. Then they are refused
-only after one of them is given up again within that time.
+After a request was given up, requests with the same model, prompt and format are refused for REFUSED_S seconds, if its
+last death was charged to no other request. Otherwise, most of those that were charged are innocent. Then they are
+refused only after one of them is given up again within that time.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
 """
@@ -26,7 +27,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from dynamo_trtllm.errors import QueryOfDeath
 from dynamo_trtllm.messages import GenerateRequest, encode
@@ -39,6 +40,7 @@ MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its re
 # A request whose prompt, format or first steps end workers does so before it has this many tokens. Until then, other
 # suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
+MOST_UNSETTLED_TOKENS: Final = 64  # a suspect that failed later settles now, so that others need not wait for seconds
 # Long enough to restart workers with a large model before a repeated query of death ends two more of them. Not longer,
 # because the refused request may be innocent.
 REFUSED_S: Final = 600.0
@@ -51,31 +53,65 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+class Progress(NamedTuple):
+    """How far a request is: tokens that its call has returned, and tokens of its answer by all calls."""
+
+    call: int
+    answer: int
+
+
 class Suspicion:
     """The deaths with which one prompt of a request is charged. The choices of the prompt share this object."""
 
     __slots__ = ("deaths", "is_given_up", "is_shared", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
-        self.deaths: dict[int, int] = {}  # by instance id: tokens that the call had returned
+        self.deaths: dict[int, Progress] = {}  # by instance id
         self.is_given_up = False
         self.is_shared = is_shared  # by several choices
         # The workers of the latest attempt. All choices run on them: otherwise one request could end all workers at
         # once.
         self.selection: WorkerSelection | None = None
 
+    def num_unsettled_tokens(self) -> int:
+        """Return the number of tokens after which a call has settled: 0 if this is no suspect."""
+        if not self.deaths:
+            return 0
+        past_all = 1 + _LOST_TOKENS + max(death.call for death in self.deaths.values())
+        return max(SETTLED_TOKENS, min(past_all, MOST_UNSETTLED_TOKENS))
+
+    def is_at_earlier_death(self, now: Progress) -> bool:
+        """Return whether the request is at the point at which it failed before."""
+        for before in self.deaths.values():
+            if abs(now.call - before.call) <= _LOST_TOKENS or abs(now.answer - before.answer) <= _LOST_TOKENS:
+                return True
+        return False
+
+    def charge(self, dead: int, now: Progress, is_dead: Callable[[int], bool]) -> None:
+        """Add a death. Drop the deaths whose point the call had passed, and those of workers that work again."""
+        for instance_id, before in list(self.deaths.items()):
+            if now.call > before.call + _LOST_TOKENS or not is_dead(instance_id):
+                del self.deaths[instance_id]
+        self.deaths[dead] = now
+
 
 class Call:
     """The call of one choice that runs now. The choice uses this object for its later calls, too."""
 
-    __slots__ = ("instance_id", "is_after_death", "is_prime", "suspicion", "tried_on")
+    __slots__ = ("instance_id", "is_after_death", "is_prime", "kv_holder", "progress", "suspicion", "tried_on")
 
-    def __init__(self, suspicion: Suspicion) -> None:
+    def __init__(self, suspicion: Suspicion, progress: Callable[[], Progress]) -> None:
         self.suspicion = suspicion
+        self.progress = progress  # called when a worker has died
         self.instance_id: int | None = None  # the worker that runs it
+        self.kv_holder: int | None = None  # the prefill worker from which that worker reads the KV
         self.is_after_death = False  # the call began after a death of this worker was recorded
         self.tried_on: tuple[int, ...] = ()  # the workers on which a suspect is tried, until it has settled
         self.is_prime = False  # the trial is that of a prime suspect
+
+    def uses(self, instance_id: int) -> bool:
+        """Return whether an instance runs the call or holds its KV."""
+        return instance_id in (self.instance_id, self.kv_holder)
 
     def is_prime_on(self, instance_id: int) -> bool:
         """Return whether this is a prime suspect that is being tried on an instance."""
@@ -99,21 +135,27 @@ class Suspects:
         # These dictionaries have instance ids as keys. Those about deaths have the latest death last.
         self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # suspects that have not settled
         self._dead: dict[int, None] = {}
-        self._dying: dict[int, set[Call]] = {}  # calls that ran at the death and that have not failed yet
-        self._had_prime: dict[int, bool] = {}  # one of the calls at the death was that of a prime suspect
-        self._had_one_suspect: dict[int, bool] = {}  # only one request that ran at the death had been charged before
+        self._charged: dict[int, set[Call]] = {}  # calls to which the death is charged and that have not failed yet
+        self._is_certain: dict[int, bool] = {}  # the death is charged to one request
         # Times at which these entries expire, the latest last.
         self._refused: dict[Key, float] = {}
         self._given_up: dict[Key, float] = {}  # if a request is given up again before, it is refused
 
     # --- running calls ---------------------------------------------------------------------------------
 
-    def begin(self, call: Call, instance_id: int) -> None:
-        """Note that a worker runs a call from now on. If the last call was not ended before, it has succeeded."""
+    def begin(self, call: Call, instance_id: int, kv_holder: int | None = None) -> None:
+        """Note that a worker runs a call from now on. If the last call was not ended before, it has succeeded.
+
+        Args:
+            call: the call.
+            instance_id: the worker that runs it.
+            kv_holder: the worker from which it reads the KV of its prompt.
+        """
         if call.instance_id is not None:
             self.succeeded(call)
             self.end(call)
         call.instance_id = instance_id
+        call.kv_holder = kv_holder
         call.is_after_death = instance_id in self._dead
         self._running.add(call)
 
@@ -122,9 +164,23 @@ class Suspects:
         if call.instance_id is None:
             return
         self._running.discard(call)
-        if self._dying:
-            _discard(self._dying, call.instance_id, call)
+        if self._charged:
+            self._forget_charge(call, call.instance_id)
+            self._forget_charge(call, call.kv_holder)
         call.instance_id = None
+        call.kv_holder = None
+
+    def _forget_charge(self, call: Call, instance_id: int | None) -> None:
+        """Forget that the death of an instance is charged to a call, which has failed with it or ended otherwise."""
+        if instance_id is not None:
+            _discard(self._charged, instance_id, call)
+
+    def kv_arrived(self, call: Call) -> None:
+        """Note that the worker of a call has read the KV, and succeeds."""
+        self.succeeded(call)
+        if self._charged:
+            self._forget_charge(call, call.kv_holder)
+        call.kv_holder = None
 
     def succeeded(self, call: Call) -> None:
         """Note that the worker has returned a result. If its death was recorded before the call, it works again."""
@@ -157,67 +213,58 @@ class Suspects:
 
     # --- deaths ----------------------------------------------------------------------------------------
 
-    def record_death(self, call: Call, request: GenerateRequest, num_tokens: int) -> QueryOfDeath | None:
-        """Record that the worker of a call has died. Return an error if the request is given up.
+    def record_death(self, call: Call, dead: int, request: GenerateRequest) -> QueryOfDeath | None:
+        """Record that a call failed because an instance died. Return an error if the request is given up.
 
         Args:
-            call: the call that failed with it.
+            call: the call that failed.
+            dead: the instance that ran it, or that held its KV.
             request: the request of the client, by which similar ones are found.
-            num_tokens: tokens that the call had returned.
         """
-        dead = call.instance_id
-        if dead is None:
+        if not call.uses(dead):
             return None
-        deaths = call.suspicion.deaths
         if dead not in self._dead:
             self._note_dead(dead)
-        is_charged = self._is_charged(call, dead, num_tokens)
+        is_charged = call in self._charged.get(dead, ())
         self.end(call)
         if not is_charged:
             return None
-        for instance_id, before in list(deaths.items()):
-            got_further = num_tokens > 2 * before + SETTLED_TOKENS
-            works_again = instance_id not in self._dead
-            if got_further or works_again:
-                del deaths[instance_id]
-        deaths[dead] = num_tokens
+        suspicion = call.suspicion
+        suspicion.charge(dead, call.progress(), self._dead.__contains__)
+        deaths = suspicion.deaths
         if len(deaths) < MOST_DEATHS:
             return None
-        if not call.suspicion.is_given_up:  # else another choice of the prompt was given up before
-            call.suspicion.is_given_up = True
-            is_only_suspect = self._had_one_suspect.get(dead, False)
-            self._note_given_up(request, list(deaths), is_only_suspect=is_only_suspect)
+        if not suspicion.is_given_up:  # else another choice of the prompt was given up before
+            suspicion.is_given_up = True
+            self._note_given_up(request, list(deaths), is_certain=self._is_certain.get(dead, False))
         return QueryOfDeath(
             f"{len(deaths)} workers ended while they ran this request ({_names(deaths)}), so it is not tried on "
             "another one; change the request"
         )
 
-    def _is_charged(self, call: Call, dead: int, num_tokens: int) -> bool:
-        """Return whether the death of an instance is charged to a call that failed with it."""
-        if call not in self._dying.get(dead, ()):
-            return False  # the instance had died before this call
-        if not self._had_prime[dead]:
-            return True
-        return call.is_prime_on(dead) or _is_same_point(num_tokens, call.suspicion.deaths.values())
-
     def _note_dead(self, instance_id: int) -> None:
-        """Record a death, and which suspects the worker ran."""
-        running = {call for call in self._running if call.instance_id == instance_id}
+        """Record a death, and charge it to calls that ran on the worker."""
+        charged = self._find_charged(instance_id)
         self._dead[instance_id] = None
-        self._dying[instance_id] = running
-        primes = [call for call in running if call.is_prime_on(instance_id)]
-        suspicions = {call.suspicion for call in primes or running if call.suspicion.deaths}
-        self._had_prime[instance_id] = bool(primes)
-        self._had_one_suspect[instance_id] = len(suspicions) == 1
+        self._charged[instance_id] = charged
+        self._is_certain[instance_id] = len({call.suspicion for call in charged}) == 1
         _drop_oldest(self._dead, _MOST_DEAD)
-        _drop_oldest(self._had_prime, _MOST_DEAD)
-        _drop_oldest(self._had_one_suspect, _MOST_DEAD)
+        _drop_oldest(self._is_certain, _MOST_DEAD)
 
-    def _note_given_up(self, request: GenerateRequest, instances: list[int], *, is_only_suspect: bool) -> None:
+    def _find_charged(self, instance_id: int) -> set[Call]:
+        """Return the calls to which the death of an instance is charged."""
+        running = {call for call in self._running if call.uses(instance_id)}
+        prime_suspects = {call for call in running if call.is_prime_on(instance_id)}
+        if prime_suspects:
+            return prime_suspects
+        at_earlier_death = {call for call in running if call.suspicion.is_at_earlier_death(call.progress())}
+        return at_earlier_death or running
+
+    def _note_given_up(self, request: GenerateRequest, instances: list[int], *, is_certain: bool) -> None:
         """Record that a request is given up, and refuse similar ones if it is probably the cause."""
         key = _key(request)
         now = self._clock()
-        is_refused = is_only_suspect or self._given_up.get(key, now) > now
+        is_refused = is_certain or self._given_up.get(key, now) > now
         self._remember(self._given_up, key, now)
         if is_refused:
             self._remember(self._refused, key, now)
@@ -258,11 +305,6 @@ class Suspects:
 
 def _names(instances: Iterable[int]) -> str:
     return " and ".join(f"{instance_id:x}" for instance_id in instances)
-
-
-def _is_same_point(num_tokens: int, before: Iterable[int]) -> bool:
-    """Return whether a call failed after as many tokens as one of the earlier calls."""
-    return any(abs(num_tokens - other) <= _LOST_TOKENS for other in before)
 
 
 def _key(request: GenerateRequest) -> Key:

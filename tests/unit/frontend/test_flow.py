@@ -21,6 +21,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferMismatch,
     TransferTimeout,
+    WorkerDied,
 )
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, State
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace, Signal
@@ -134,7 +135,8 @@ def test_flow_when_the_decode_slot_comes_first_then_the_decode_call_names_it() -
         (TO_PREFILL, []),
         (TO_DECODE, [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
         ((*TO_DECODE, (Draining("leaves"), OTHER_DECODE)), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
-        ((*TO_DECODE, (TransferFailed("broke"), PAIR)), []),  # freed by then
+        ((*TO_DECODE, TransferFailed("broke")), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),  # while it is checked
+        ((*TO_DECODE, TransferFailed("broke"), (Signal.WORKER_LISTENS, PAIR)), []),  # freed by then
         ((*TO_DECODE, FINISHED[0]), []),  # fetched
         ((*TO_DECODE, *FINISHED), []),
     ],
@@ -182,13 +184,20 @@ def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_frees_a_slot_that_no_
     assert [each[2] if each[0] == "send_control" else each[0] for each in caused] == freed
 
 
-@pytest.mark.parametrize("error", [Disconnected("gone"), TransferFailed("broke"), RequestRejected("no")])
+@pytest.mark.parametrize(
+    "events",
+    [
+        ((Disconnected("gone"), PAIR),),
+        (TransferFailed("broke"), (Signal.WORKER_LISTENS, PAIR)),
+        (RequestRejected("no"),),
+    ],
+)
 def test_flow_when_only_a_fetch_frees_the_kv_and_the_decode_call_failed_then_no_second_call_fetches_it(
-    error: DynamoError,
+    events: Sequence[Any],
 ) -> None:
     played = Played()
     played.play((Signal.START, WorkerSelection(KEEPING, DECODE)), kv_chunk("t"))
-    caused = played.on(error) if isinstance(error, RequestRejected) else played.on(error, PAIR)
+    caused = played.play(*events)
     assert named("collect_kv", caused) == []
     assert [message for _, _, message in named("send_control", caused)] == [FREED[2]]
 
@@ -208,14 +217,26 @@ def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_
     error: KvTransferError,
 ) -> None:
     played = Played()
-    assert played.play(*TO_DECODE, (error, PAIR))[:-1] == [
-        ("record_transfer", (1, 2), error),
+    assert played.play(*TO_DECODE, error) == [("record_transfer", (1, 2), error), ("check_worker", PREFILL)]
+    assert played.on(Signal.WORKER_LISTENS, PAIR)[:-1] == [
         FREED,
         ("record_failure", DECODE, error, "retrying"),
         ("select", 1, frozenset(), 1, False),
     ]
     second = TransferFailed("again")
-    assert played.play(kv_chunk("u"), second)[-1] is second
+    assert played.play(kv_chunk("u"), second, Signal.WORKER_LISTENS)[-1] is second
+
+
+def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_worker_has_failed() -> None:
+    played = Played()
+    transfer_error, death = TransferFailed("broke"), WorkerDied("gone")
+    assert played.play(*TO_DECODE, transfer_error, (death, PAIR))[:-1] == [
+        FREED,
+        ("record_death", PREFILL),
+        ("record_failure", PREFILL, death, "retrying"),
+        ("select", 1, frozenset([1]), None, False),
+    ]
+    assert death.__cause__ is transfer_error
 
 
 def test_flow_when_a_decode_worker_does_not_take_the_call_then_another_one_fetches_the_same_kv() -> None:

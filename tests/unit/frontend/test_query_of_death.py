@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import EngineFailed, QueryOfDeath
+from dynamo_trtllm.errors import EngineFailed, QueryOfDeath, TransferFailed
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
@@ -38,6 +38,9 @@ class MortalWorker(ChunkSource):
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.num_calls += 1
         kinds, own = self._deployment.deadly.get(request.token_ids[0], {}), request.num_resumed_output_tokens
+        if request.kv_params is not None and request.token_ids[0] == KV_DEADLY:
+            self._deployment.die_by_subject(request.kv_params.transfer_id)
+            raise TransferFailed("the connection was reset")
         for number in range(own, own + request.sampling.max_tokens):
             await asyncio.sleep(0.001)
             if not self.is_dead and number - own == kinds.get(request.phase):
@@ -45,7 +48,7 @@ class MortalWorker(ChunkSource):
             if self.is_dead:
                 await asyncio.Event().wait()
             if request.phase is Phase.PREFILL:
-                yield kv_chunk(f"t{self._subject}")
+                yield kv_chunk(self._subject)
                 return
             self.num_tokens += 1
             is_last = number == own + request.sampling.max_tokens - 1
@@ -68,11 +71,13 @@ class Deployment:
         self._replaces = replaces
         self._numbers = itertools.count(1)
         self._added: list[asyncio.Task[None]] = []
+        self._by_subject: dict[str, MortalWorker] = {}
 
     async def add(self, role: Role) -> None:
         instance = make_instance(next(self._numbers), role=role)
         worker = MortalWorker(self, instance.subject)
         self.workers.append(worker)
+        self._by_subject[instance.subject] = worker
         await self.plane.serve(instance.subject, worker)
         self.view.add(instance)
 
@@ -83,6 +88,9 @@ class Deployment:
         del listeners[subject]
         if self._replaces:
             self._added.append(asyncio.get_running_loop().create_task(self.add(Role.AGGREGATED)))
+
+    def die_by_subject(self, subject: str) -> None:
+        self.die(self._by_subject[subject], subject)
 
     async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[int]:
         """Return the tokens of a request, within a bounded time."""
@@ -113,7 +121,7 @@ def prompt(first: int, num_tokens: int = 8) -> GenerateRequest:
     return msgspec.structs.replace(asked, token_ids=token_ids([first, 2]), deadline=time.time() + FOR_EVER_S)
 
 
-DEADLY, LIKE_ANY = 66, 7
+DEADLY, KV_DEADLY, LIKE_ANY = 66, 67, 7
 AGGREGATED, PREFILL, DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 
 
@@ -143,6 +151,18 @@ async def test_request_when_it_ends_workers_of_a_pair_then_two_end(
         await deployment.add(role)
     with pytest.raises(QueryOfDeath):
         await deployment.run(prompt(DEADLY))
+    assert deployment.num_deaths == 2
+
+
+async def test_request_when_reading_its_kv_ends_prefill_workers_then_two_end_and_its_like_ends_none(
+    deploy: type[Deployment],
+) -> None:
+    deployment = deploy({})
+    for role in (Role.PREFILL, Role.DECODE) * 4:
+        await deployment.add(role)
+    for _ in range(2):
+        with pytest.raises(QueryOfDeath):
+            await deployment.run(prompt(KV_DEADLY))
     assert deployment.num_deaths == 2
 
 

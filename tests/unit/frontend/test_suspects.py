@@ -9,7 +9,15 @@ import pytest
 
 from dynamo_trtllm.errors import QueryOfDeath
 from dynamo_trtllm.frontend.generation import suspects
-from dynamo_trtllm.frontend.generation.suspects import REFUSED_S, SETTLED_TOKENS, Call, Suspects, Suspicion
+from dynamo_trtllm.frontend.generation.suspects import (
+    MOST_UNSETTLED_TOKENS,
+    REFUSED_S,
+    SETTLED_TOKENS,
+    Call,
+    Progress,
+    Suspects,
+    Suspicion,
+)
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Role, StructuredOutput, token_ids
 from dynamo_trtllm.router.policy import WorkerSelection
 from tests.instances import make_instance
@@ -20,6 +28,23 @@ def prompt(*ids: int, **sampling: Any) -> GenerateRequest:
     return msgspec.structs.replace(request(**sampling), token_ids=token_ids(ids))
 
 
+class Request:
+    """A request of a client: what it asks for, its call, and how far it is."""
+
+    def __init__(self, asked: GenerateRequest, suspicion: Suspicion | None = None) -> None:
+        self.asked = asked
+        self.num_tokens = 0  # of the call
+        self.num_before = 0  # of the calls before
+        self.call = Call(suspicion or Suspicion(), self.progress)
+
+    def progress(self) -> Progress:
+        return Progress(self.num_tokens, self.num_before + self.num_tokens)
+
+    @property
+    def deaths(self) -> list[int]:
+        return list(self.call.suspicion.deaths)
+
+
 class Fleet:
     """Suspects, a clock and workers by number."""
 
@@ -28,19 +53,34 @@ class Fleet:
         self.counted: list[str] = []
         self.suspects = Suspects(self.counted.append, lambda: self.now)
 
-    def call(self, worker: int, suspicion: Suspicion | None = None) -> Call:
-        call = Call(suspicion or Suspicion())
-        self.suspects.begin(call, worker)
-        return call
+    def start(
+        self,
+        worker: int,
+        asked: GenerateRequest | None = None,
+        suspicion: Suspicion | None = None,
+        kv_holder: int | None = None,
+    ) -> Request:
+        started = Request(asked or request(), suspicion)
+        self.suspects.begin(started.call, worker, kv_holder)
+        return started
 
-    def retry(self, call: Call, worker: int, *, is_prime: bool) -> None:
+    def retry(self, failed: Request, worker: int, *, is_prime: bool) -> None:
         """Run a suspect on another worker."""
+        failed.num_before += failed.num_tokens
+        failed.num_tokens = 0
         selection = WorkerSelection(None, make_instance(worker, role=Role.AGGREGATED))
-        self.suspects.begin_trial(call, selection, is_prime=is_prime)
-        self.suspects.begin(call, worker)
+        self.suspects.begin_trial(failed.call, selection, is_prime=is_prime)
+        self.suspects.begin(failed.call, worker)
 
-    def die(self, call: Call, num_tokens: int = 0, asked: GenerateRequest | None = None) -> QueryOfDeath | None:
-        return self.suspects.record_death(call, asked or request(), num_tokens)
+    def die(self, worker: int, num_tokens: dict[Request, int]) -> list[Request]:
+        """End a worker when its calls have returned so many tokens. Return the requests that are given up."""
+        for failed, count in num_tokens.items():
+            failed.num_tokens = count
+        return [
+            failed
+            for failed in num_tokens
+            if isinstance(self.suspects.record_death(failed.call, worker, failed.asked), QueryOfDeath)
+        ]
 
     def is_refused(self, asked: GenerateRequest) -> bool:
         try:
@@ -55,10 +95,10 @@ FORMAT = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
 
 def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused_for_a_while() -> None:
     fleet = Fleet()
-    call = fleet.call(1)
-    assert fleet.die(call, asked=prompt(1, 2)) is None
-    fleet.suspects.begin(call, 2)
-    error = fleet.die(call, asked=prompt(1, 2))
+    deadly = fleet.start(1, prompt(1, 2))
+    assert fleet.suspects.record_death(deadly.call, 1, deadly.asked) is None
+    fleet.retry(deadly, 2, is_prime=True)
+    error = fleet.suspects.record_death(deadly.call, 2, deadly.asked)
     assert error is not None
     assert "2 workers ended while they ran this request (1 and 2)" in error.message
     others = (prompt(1, 3), prompt(1, 2, guided=FORMAT), msgspec.structs.replace(prompt(1, 2), model="other"))
@@ -73,13 +113,11 @@ def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refus
     fleet = Fleet()
 
     def end_two_workers(first: int) -> None:
-        deadly, innocent = fleet.call(first), fleet.call(first)
-        fleet.die(deadly, 20, prompt(1))
-        fleet.die(innocent, 30, prompt(2))
-        fleet.suspects.begin(deadly, first + 1)
-        fleet.suspects.begin(innocent, first + 1)
-        assert fleet.die(deadly, 20, prompt(1)) is not None
-        assert fleet.die(innocent, 30, prompt(2)) is not None
+        deadly, innocent = fleet.start(first, prompt(1)), fleet.start(first, prompt(2))
+        fleet.die(first, {deadly: 20, innocent: 30})
+        fleet.retry(deadly, first + 1, is_prime=False)
+        fleet.retry(innocent, first + 1, is_prime=False)
+        assert fleet.die(first + 1, {deadly: 20, innocent: 30}) == [deadly, innocent]
 
     end_two_workers(1)
     assert not fleet.is_refused(prompt(1))
@@ -89,16 +127,26 @@ def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refus
     assert fleet.is_refused(prompt(1))
 
 
+def test_suspect_when_new_requests_ran_beside_it_then_its_like_is_not_refused() -> None:
+    """One of the new ones may be the cause, and is charged for the first time."""
+    fleet = Fleet()
+    suspect = fleet.start(1, prompt(1))
+    fleet.die(1, {suspect: 30})
+    fleet.retry(suspect, 2, is_prime=False)
+    newcomer = fleet.start(2, prompt(2))
+    assert fleet.die(2, {suspect: 10, newcomer: 0}) == [suspect]
+    assert newcomer.deaths == [2]
+    assert not fleet.is_refused(prompt(1))
+
+
 def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None:
     fleet = Fleet()
     shared = Suspicion(is_shared=True)
-    calls = [fleet.call(1, shared), fleet.call(1, shared), fleet.call(1)]
-    for call in calls:
-        fleet.die(call, 20, prompt(1))
-    for call in calls:
-        fleet.suspects.begin(call, 2)
-    for call, number in zip(calls, (1, 1, 2), strict=True):
-        assert fleet.die(call, 20, prompt(number))
+    requests = [fleet.start(1, prompt(1), shared), fleet.start(1, prompt(1), shared), fleet.start(1, prompt(2))]
+    fleet.die(1, dict.fromkeys(requests, 20))
+    for failed in requests:
+        fleet.retry(failed, 2, is_prime=False)
+    assert fleet.die(2, dict.fromkeys(requests, 20)) == requests
     assert fleet.counted == ["given_up"] * 2
     assert not fleet.is_refused(prompt(1))
 
@@ -107,111 +155,135 @@ def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(monkeypatch:
     monkeypatch.setattr(suspects, "MOST_REFUSED", 2)
     fleet = Fleet()
     for number in range(3):
-        call = fleet.call(10 * number)
-        fleet.die(call, asked=prompt(number))
-        fleet.suspects.begin(call, 10 * number + 1)
-        assert fleet.die(call, asked=prompt(number)) is not None
+        deadly = fleet.start(10 * number, prompt(number))
+        fleet.die(10 * number, {deadly: 0})
+        fleet.retry(deadly, 10 * number + 1, is_prime=True)
+        assert fleet.die(10 * number + 1, {deadly: 0}) == [deadly]
     assert [fleet.is_refused(prompt(number)) for number in range(3)] == [False, True, True]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("num_tokens", [30, 100])
 def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_suspect_is_given_up(
-    is_first: bool,
+    num_tokens: int,
 ) -> None:
+    """Even if the neighbor is, by chance, at the point at which it failed before."""
     fleet = Fleet()
-    deadly, innocent = fleet.call(1), fleet.call(1)
-    assert fleet.die(deadly) is None
-    assert fleet.die(innocent, 100) is None
+    deadly, neighbor = fleet.start(1), fleet.start(1)
+    assert fleet.die(1, {deadly: 0, neighbor: 100}) == []
     fleet.retry(deadly, 2, is_prime=True)
-    fleet.retry(innocent, 2, is_prime=False)
-    if is_first:
-        assert fleet.die(deadly) is not None
-    assert fleet.die(innocent, 30) is None
-    assert list(innocent.suspicion.deaths) == [1]
-    if not is_first:
-        assert fleet.die(deadly) is not None
+    fleet.retry(neighbor, 2, is_prime=False)
+    assert fleet.die(2, {neighbor: num_tokens, deadly: 0}) == [deadly]
+    assert neighbor.deaths == [1]
 
 
-@pytest.mark.parametrize(("before", "then"), [(20, 20), (20, 18)])
-def test_suspect_when_it_acts_late_beside_a_prime_suspect_then_it_is_given_up_at_the_same_point(
-    before: int, then: int
-) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "then"),
+    [
+        pytest.param(100, 100, id="after as many tokens of a call"),
+        pytest.param(100, 98, id="the last tokens were lost"),
+        pytest.param(100, 1, id="at the same token of the answer"),
+        pytest.param(99, 0, id="in the last step"),
+    ],
+)
+def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(num_tokens: int, then: int) -> None:
     fleet = Fleet()
-    deadly, prime = fleet.call(1), fleet.call(1)
-    fleet.die(deadly, before)
-    fleet.die(prime)
+    deadly, neighbor = fleet.start(1), fleet.start(1)
+    assert fleet.die(1, {neighbor: 50, deadly: num_tokens}) == []
+    fleet.retry(neighbor, 2, is_prime=False)
     fleet.retry(deadly, 2, is_prime=False)
-    fleet.retry(prime, 2, is_prime=True)
-    assert fleet.die(deadly, then) is not None
+    assert fleet.die(2, {neighbor: 30, deadly: then}) == [deadly]
+    assert neighbor.deaths == [1]
 
 
-def test_suspect_when_it_acts_late_then_it_is_given_up_all_the_same() -> None:
+def test_suspects_when_a_worker_ends_at_another_point_then_all_are_charged() -> None:
     fleet = Fleet()
-    deadly = fleet.call(1)
-    fleet.die(deadly, 100)
+    deadly, neighbor = fleet.start(1), fleet.start(1)
+    fleet.die(1, {neighbor: 50, deadly: 100})
+    fleet.retry(neighbor, 2, is_prime=False)
     fleet.retry(deadly, 2, is_prime=False)
-    assert fleet.die(deadly, 100) is not None
+    assert fleet.die(2, {neighbor: 30, deadly: 70}) == [neighbor, deadly]
 
 
 def test_prime_suspect_when_it_has_settled_then_a_death_is_charged_to_its_neighbors_as_well() -> None:
     fleet = Fleet()
-    settled = fleet.call(1)
-    fleet.die(settled)
+    settled = fleet.start(1)
+    fleet.die(1, {settled: 0})
     fleet.retry(settled, 2, is_prime=True)
-    fleet.suspects.end_trial(settled)
-    neighbor = fleet.call(2)
-    fleet.die(settled, SETTLED_TOKENS)
-    fleet.die(neighbor)
-    assert list(neighbor.suspicion.deaths) == [2]
+    fleet.suspects.end_trial(settled.call)
+    neighbor = fleet.start(2)
+    fleet.die(2, {settled: SETTLED_TOKENS, neighbor: 0})
+    assert neighbor.deaths == [2]
 
 
-def test_death_when_a_later_call_got_much_further_then_it_is_forgotten() -> None:
+def test_death_when_a_later_call_got_past_its_point_then_it_is_forgotten() -> None:
     fleet = Fleet()
-    call = fleet.call(1)
-    fleet.die(call, 10)
-    fleet.suspects.begin(call, 2)
-    assert fleet.die(call, 21 + SETTLED_TOKENS) is None
-    assert list(call.suspicion.deaths) == [2]
+    cleared = fleet.start(1)
+    fleet.die(1, {cleared: 10})
+    fleet.retry(cleared, 2, is_prime=False)
+    assert fleet.die(2, {cleared: 13}) == []
+    assert cleared.deaths == [2]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(0, SETTLED_TOKENS), (SETTLED_TOKENS, SETTLED_TOKENS + 3), (1000, MOST_UNSETTLED_TOKENS)],
+)
+def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(num_tokens: int, expected: int) -> None:
+    fleet = Fleet()
+    suspect = fleet.start(1)
+    assert suspect.call.suspicion.num_unsettled_tokens() == 0
+    fleet.die(1, {suspect: num_tokens})
+    assert suspect.call.suspicion.num_unsettled_tokens() == expected
 
 
 def test_death_when_the_worker_works_again_then_it_was_only_cut_off() -> None:
     fleet = Fleet()
-    call = fleet.call(1)
-    fleet.die(call)
-    fleet.suspects.succeeded(fleet.call(1))
-    fleet.suspects.begin(call, 2)
-    assert fleet.die(call) is None
-    assert list(call.suspicion.deaths) == [2]
+    cut_off = fleet.start(1)
+    fleet.die(1, {cut_off: 0})
+    fleet.suspects.succeeded(fleet.start(1).call)
+    fleet.retry(cut_off, 2, is_prime=True)
+    assert fleet.die(2, {cut_off: 0}) == []
+    assert cut_off.deaths == [2]
 
 
 def test_death_when_an_answer_of_before_arrives_late_then_it_stays() -> None:
     fleet = Fleet()
-    call, late = fleet.call(1), fleet.call(1)
-    fleet.die(call)
-    fleet.suspects.succeeded(late)
-    fleet.suspects.begin(call, 2)
-    assert fleet.die(call) is not None
+    deadly, late = fleet.start(1), fleet.start(1)
+    fleet.die(1, {deadly: 0})
+    fleet.suspects.succeeded(late.call)
+    fleet.retry(deadly, 2, is_prime=True)
+    assert fleet.die(2, {deadly: 0}) == [deadly]
 
 
 def test_call_when_its_worker_had_died_before_then_it_is_not_charged() -> None:
     fleet = Fleet()
-    fleet.die(fleet.call(1))
-    late = fleet.call(1)
-    fleet.die(late)
-    assert not late.suspicion.deaths
+    fleet.die(1, {fleet.start(1): 0})
+    late = fleet.start(1)
+    fleet.die(1, {late: 0})
+    assert late.deaths == []
+
+
+def test_prefill_worker_when_it_dies_then_requests_that_still_read_their_kv_from_it_are_charged() -> None:
+    fleet = Fleet()
+    reading, finished = fleet.start(2, kv_holder=1), fleet.start(2, kv_holder=1)
+    fleet.suspects.kv_arrived(finished.call)
+    fleet.die(1, {reading: 0, finished: 5})
+    assert (reading.deaths, finished.deaths) == ([1], [])
+    fleet.suspects.begin(reading.call, 4, kv_holder=3)
+    assert fleet.die(3, {reading: 0}) == [reading]
 
 
 def test_suspects_when_all_calls_have_ended_then_nothing_of_them_is_kept() -> None:
     fleet = Fleet()
-    calls = [fleet.call(1) for _ in range(3)]
-    for call in calls[:2]:
-        fleet.die(call)
-        fleet.retry(call, 2, is_prime=True)
+    requests = [fleet.start(1) for _ in range(3)]
+    fleet.die(1, dict.fromkeys(requests[:2], 0))
+    for failed in requests[:2]:
+        fleet.retry(failed, 2, is_prime=True)
     assert fleet.suspects.tried_on(Suspicion()) == {2}
-    assert fleet.suspects.tried_on(calls[0].suspicion) == {2}  # the other one
-    for call in calls:
-        fleet.suspects.end(call)
-        fleet.suspects.end_trial(call)
+    assert fleet.suspects.tried_on(requests[0].call.suspicion) == {2}  # the other one
+    for ended in requests:
+        fleet.suspects.end(ended.call)
+        fleet.suspects.end_trial(ended.call)
     assert fleet.suspects.tried_on(Suspicion()) == frozenset()
     assert not fleet.suspects._running
-    assert not fleet.suspects._dying
+    assert not fleet.suspects._charged
