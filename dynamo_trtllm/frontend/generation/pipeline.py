@@ -439,7 +439,10 @@ class _RunningRequest(Stream):
             self._task.cancel()
 
     def _close(self, last: StreamEvent | None) -> None:
-        self._end_placed(is_done=isinstance(last, Chunk))
+        is_done = isinstance(last, Chunk)
+        self._end_placed(is_done=is_done)
+        if is_done:
+            self._pipeline.suspects.completed(self._flow.request)
         self._pipeline.suspects.end(self._tracked)
         self._end_trial()
         if last is None:

@@ -5,7 +5,7 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
 * A death is charged to requests that ran on the worker, or whose KV was being read from it. A request that is charged
   with a death is a suspect. It is given up when it is charged with MOST_DEATHS deaths, so that it ends no third worker.
 * A query of death ends each worker at the same point: after as many tokens of a call, or after as many tokens of its
-  answer. A suspect that gets past this point is cleared of the charge, and has settled.
+  answer. A suspect that gets SETTLED_TOKENS past this point is cleared of the charge, and has settled.
 * Most queries of death end a worker soon after they begin. So a suspect whose call had returned fewer than
   SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on which all other suspects have
   settled, and is then tried on these. All other requests migrate at once.
@@ -15,7 +15,7 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
 
 After a request was given up, requests with the same model, prompt and format are refused for REFUSED_S seconds, if its
 last death was charged to no other request. Otherwise, most of those that were charged are innocent. Then they are
-refused only after one of them is given up again within that time.
+refused only after one of them is given up again within that time, and none was completed in between.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
 """
@@ -77,8 +77,8 @@ class Suspicion:
         """Return the number of tokens after which a call has settled: 0 if this is no suspect."""
         if not self.deaths:
             return 0
-        past_all = 1 + _LOST_TOKENS + max(death.call for death in self.deaths.values())
-        return max(SETTLED_TOKENS, min(past_all, MOST_UNSETTLED_TOKENS))
+        past_all = max(death.call for death in self.deaths.values()) + SETTLED_TOKENS
+        return min(past_all, MOST_UNSETTLED_TOKENS)
 
     def is_at_earlier_death(self, now: Progress) -> bool:
         """Return whether the request is at the point at which it failed before."""
@@ -90,7 +90,8 @@ class Suspicion:
     def charge(self, dead: int, now: Progress, is_dead: Callable[[int], bool]) -> None:
         """Add a death. Drop the deaths whose point the call had passed, and those of workers that work again."""
         for instance_id, before in list(self.deaths.items()):
-            if now.call > before.call + _LOST_TOKENS or not is_dead(instance_id):
+            got_past = now.call >= before.call + SETTLED_TOKENS
+            if got_past or not is_dead(instance_id):
                 del self.deaths[instance_id]
         self.deaths[dead] = now
 
@@ -282,6 +283,11 @@ class Suspects:
         expiry_of.pop(key, None)
         expiry_of[key] = now + REFUSED_S
         _drop_oldest(expiry_of, MOST_REFUSED)
+
+    def completed(self, request: GenerateRequest) -> None:
+        """Note that a request was completed: those like it that were given up are probably innocent."""
+        if self._given_up:  # else no digest is computed
+            self._given_up.pop(_key(request), None)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise QueryOfDeath if requests with this model, prompt and format are refused."""

@@ -220,13 +220,13 @@ def test_death_when_a_later_call_got_past_its_point_then_it_is_forgotten() -> No
     cleared = fleet.start(1)
     fleet.die(1, {cleared: 10})
     fleet.retry(cleared, 2, is_prime=False)
-    assert fleet.die(2, {cleared: 13}) == []
+    assert fleet.die(2, {cleared: 10 + SETTLED_TOKENS}) == []
     assert cleared.deaths == [2]
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    [(0, SETTLED_TOKENS), (SETTLED_TOKENS, SETTLED_TOKENS + 3), (1000, MOST_UNSETTLED_TOKENS)],
+    [(0, SETTLED_TOKENS), (20, 20 + SETTLED_TOKENS), (1000, MOST_UNSETTLED_TOKENS)],
 )
 def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(num_tokens: int, expected: int) -> None:
     fleet = Fleet()
@@ -234,6 +234,27 @@ def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(num
     assert suspect.call.suspicion.num_unsettled_tokens() == 0
     fleet.die(1, {suspect: num_tokens})
     assert suspect.call.suspicion.num_unsettled_tokens() == expected
+
+
+def test_death_when_a_busy_worker_had_not_sent_its_last_tokens_then_it_stays() -> None:
+    fleet = Fleet()
+    deadly = fleet.start(1)
+    fleet.die(1, {deadly: 0})
+    fleet.retry(deadly, 2, is_prime=True)
+    assert fleet.die(2, {deadly: 4}) == [deadly]
+
+
+def test_request_when_one_like_it_is_completed_then_being_given_up_twice_does_not_refuse_it() -> None:
+    fleet = Fleet()
+    for worker in (1, 3):
+        innocent, other = fleet.start(worker, prompt(1)), fleet.start(worker, prompt(2))
+        fleet.die(worker, {innocent: 20, other: 20})
+        fleet.retry(innocent, worker + 1, is_prime=False)
+        fleet.retry(other, worker + 1, is_prime=False)
+        assert fleet.die(worker + 1, {innocent: 20, other: 20}) == [innocent, other]
+        fleet.suspects.completed(prompt(1))
+    assert not fleet.is_refused(prompt(1))
+    assert fleet.is_refused(prompt(2))
 
 
 def test_death_when_the_worker_works_again_then_it_was_only_cut_off() -> None:
