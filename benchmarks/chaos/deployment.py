@@ -17,11 +17,21 @@ __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 _READY_S = 120.0
 _STAND_IN = Path(__file__).parent / "stand_in"
-_MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
+_FAKES = Path(__file__).parents[2] / "tests" / "fakes"
+_MODELS = {"mock": "mock", "torch": "tiny-gpt-oss", "trtllm": "tiny-gpt-oss"}
 STEP_S = 0.02  # time per token of the mock engine
 ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
     "mock": {"step_s": STEP_S, "kv_cache_blocks": 1024},
     "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
+    "trtllm": {
+        "max_batch_size": 64,
+        "max_num_tokens": 4096,
+        "max_seq_len": 4096,
+        "cuda_graph_config": None,
+        "kv_cache_config": {"enable_block_reuse": False},
+        "cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 4096},
+        "disable_overlap_scheduler": True,
+    },
 }
 
 
@@ -29,7 +39,7 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
 class Options:
     """Settings of the deployment."""
 
-    engine: Literal["mock", "torch"] = "mock"
+    engine: Literal["mock", "torch", "trtllm"] = "mock"  # trtllm: with the stand-in for TensorRT-LLM in tests/fakes
     stall_timeout_s: float = 5.0  # of the frontend
     worker_stall_timeout_s: float = 10.0
     lease_ttl_s: float = 5.0
@@ -102,16 +112,23 @@ class Deployment(LaunchedDeployment):
             "system-port": 0,
             "kv-transfer-host": f"127.0.0.{2 + number}",  # a different address per worker, as on different hosts
         }
-        env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_stand_in()}
+        env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": _worker_path(options.engine)}
+        if options.engine == "trtllm":
+            env["STANDIN_BACKEND"] = "tcp"
         if self.network is not None:
             env["DYN_TRTLLM_NATS_SERVER"] = self.network.workers.address
         return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}
 
 
-def _with_stand_in() -> str:
+def _worker_path(engine: str) -> str:
     """Return PYTHONPATH of a worker that a request of `query_of_death` can end."""
-    paths = os.environ.get("PYTHONPATH")
-    return str(_STAND_IN) if not paths else f"{_STAND_IN}{os.pathsep}{paths}"
+    paths = [str(_STAND_IN)]
+    if engine == "trtllm":
+        paths.append(str(_FAKES))
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        paths.append(inherited)
+    return os.pathsep.join(paths)
 
 
 def role(name: str) -> str:

@@ -325,6 +325,13 @@ FAULTS = {
             spares_requests=True,
             hold_s=60.0,  # both workers of a role end, and the torch engine loads for tens of seconds
         ),
+        Fault(
+            name="late-query-of-death",
+            description="requests that end their workers after 20 tokens, and in their last step",
+            apply=partial(query_of_death.apply, query_of_death.LATE_CASES),
+            victims=WORKERS,
+            hold_s=60.0,
+        ),
         *_network_faults(),  # these and the faults of the launcher need their own deployments
         *_launcher_faults(),
     )

@@ -114,7 +114,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=20.0, help=load)
     add("--streams", type=int, default=16, help="concurrent requests (default: 16)")
     add("--osl", type=int, default=50, help="tokens per answer (default: 50)")
-    add("--engine", choices=("mock", "torch"), default="mock", help="torch: tiny-gpt-oss on the CPU, greedy")
+    engine = "torch: tiny-gpt-oss on the CPU, greedy; trtllm: the same, with the adapter and a stand-in of TensorRT-LLM"
+    add("--engine", choices=("mock", "torch", "trtllm"), default="mock", help=engine)
     stall = "--stall-timeout-s of the frontend; workers get twice this value (default: 5)"
     add("--stall-timeout-s", type=float, default=5.0, help=stall)
     add("--hung-s", type=float, help="longest allowed silence; default: duration of the fault + 2 x stall timeout + 10")

@@ -14,51 +14,70 @@ import orjson
 
 from .context import FaultContext
 from .deployment import Deployment, NotReady
-from .stand_in.sitecustomize import TRIGGER
+from .stand_in.sitecustomize import KV_READ, LAST_STEP, TRIGGER
 
 MOST_DEATHS = 2
 _CODE = "query_of_death"
 _STATUS = 422
 _NUM_TOKENS = 100
+_MOST_REPEATS = 3  # of a request: the third one is refused even if innocent requests were charged with it before
 _RESTARTED_S = 90.0  # the torch engine loads for tens of seconds on a busy machine
 _ENDED = re.compile(r"^launch\s*\| \S+ (?:was killed|exited)")
 
 
 class Case(NamedTuple):
-    """A cause of `stand_in`, the phase of the call that it ends, and the tokens that this call returns before."""
+    """How a request ends its workers: the parts of the trigger of `stand_in`."""
 
     cause: str
     phase: str
-    num_tokens: int
+    point: str
 
 
 CASES = (
-    Case("segmentation-fault", "prefill", 0),
-    Case("abort", "decode", 0),
-    Case("out-of-memory", "decode", 4),
-    Case("exit", "decode", 1),
-    Case("engine-failed", "decode", 4),
+    Case("segmentation-fault", "prefill", "0"),
+    Case("abort", "decode", "0"),
+    Case("out-of-memory", "decode", "4"),
+    Case("exit", "decode", "1"),
+    Case("engine-failed", "decode", "4"),
+    Case("segmentation-fault", "prefill", KV_READ),
+)
+LATE_CASES = (
+    Case("abort", "decode", "20"),
+    Case("exit", "any", LAST_STEP),
 )
 
 
+class Answer(NamedTuple):
+    """The end of a deadly request. `is_refused`: no worker ran it."""
+
+    status: int
+    code: str
+    is_refused: bool
+
+
 async def apply(cases: Sequence[Case], context: FaultContext) -> None:
-    """Send a deadly request per case, and each one again.
+    """Send each deadly request again and again, until it is refused.
 
     Raises:
-        NotReady: one of them ended another number of workers than two, or did not end with its named error.
+        NotReady: one of them ended another number of workers than two, did not end with its named error, or is still
+            not refused.
     """
     for number, case in enumerate(cases):
-        before = _num_deaths(context.deployment)
-        for is_repeated in (False, True):
-            status, code = await asyncio.to_thread(_send, context, case, number)
-            if (status, code) != (_STATUS, _CODE):
-                raise NotReady(f"a deadly request ({case}) ended with {status} {code}, not with {_STATUS} {_CODE}")
-            if not is_repeated:
-                await _wait_for_deaths(context.deployment, before + MOST_DEATHS)
-                await asyncio.to_thread(context.deployment.wait_ready, _RESTARTED_S)
-        deaths = _num_deaths(context.deployment) - before
-        if deaths != MOST_DEATHS:
-            raise NotReady(f"a deadly request ({case}) ended {deaths} workers, not {MOST_DEATHS}")
+        expected = _num_deaths(context.deployment)
+        for _ in range(_MOST_REPEATS):
+            answer = await asyncio.to_thread(_send, context, case, number)
+            if (answer.status, answer.code) != (_STATUS, _CODE):
+                raise NotReady(f"a deadly request ({case}) ended with {answer}, not with {_STATUS} {_CODE}")
+            if answer.is_refused:
+                break
+            expected += MOST_DEATHS
+            await _wait_for_deaths(context.deployment, expected)
+            await asyncio.to_thread(context.deployment.wait_ready, _RESTARTED_S)
+        else:
+            raise NotReady(f"a deadly request ({case}) ran {_MOST_REPEATS} times and is still not refused")
+        deaths = _num_deaths(context.deployment)
+        if deaths != expected:
+            raise NotReady(f"{deaths} workers ended and not {expected} after a deadly request ({case})")
 
 
 async def _wait_for_deaths(deployment: Deployment, count: int) -> None:
@@ -74,8 +93,8 @@ def _num_deaths(deployment: Deployment) -> int:
     return sum(_ENDED.match(line) is not None for line in deployment.lines)
 
 
-def _send(context: FaultContext, case: Case, number: int) -> tuple[int, str]:
-    """Send a request with the trigger of the stand-in. Return its status and the code of its error."""
+def _send(context: FaultContext, case: Case, number: int) -> Answer:
+    """Send a request with the trigger of the stand-in."""
     body = {
         "model": context.deployment.options.model,
         "prompt": f"End your worker by {case.cause}, number {number}.",
@@ -85,12 +104,13 @@ def _send(context: FaultContext, case: Case, number: int) -> tuple[int, str]:
     }
     headers = {
         "Content-Type": "application/json",
-        "X-Session-ID": f"{TRIGGER}:{case.cause}:{case.phase}:{case.num_tokens}",
+        "X-Session-ID": ":".join((TRIGGER, *case)),
     }
     request = Request(f"{context.deployment.url}/v1/completions", orjson.dumps(body), headers)
     try:
         with urlopen(request, timeout=context.hung_s) as answer:
-            return answer.status, ""
+            return Answer(answer.status, "", is_refused=False)
     except HTTPError as exc:
         with exc:
-            return exc.code, orjson.loads(exc.read())["error"]["code"]
+            error = orjson.loads(exc.read())["error"]
+        return Answer(exc.code, error["code"], is_refused="it is refused" in error["message"])

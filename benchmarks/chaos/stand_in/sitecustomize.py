@@ -2,6 +2,10 @@
 
 Python imports this module at the start of a process that has its folder in PYTHONPATH. Only the workers of
 `scripts/chaos` have it there, so no request can end a worker of another deployment in this way.
+
+The session id is TRIGGER, a cause (see `die`), a phase and a point, separated by colons. The phase is "prefill",
+"decode" or "any". The point is a number of tokens which the call returns before, LAST_STEP, or, in the phase "prefill",
+KV_READ: when KV is read from the worker after the call.
 """
 
 from __future__ import annotations
@@ -10,16 +14,21 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 
 from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.streams import OnEvent, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerService
 
-# The session id is this word, a cause, a phase and a number of tokens, separated by colons.
 TRIGGER = "stand-in-query-of-death"
+LAST_STEP = "last"
+KV_READ = "kv"
 
 _generate = WorkerService.generate
+_send = TcpBackend._send
+_dies_at_kv_read: list[tuple[WorkerService, str]] = []  # with the cause
 
 
 def die(service: WorkerService, cause: str) -> None:
@@ -46,19 +55,37 @@ def generate(service: WorkerService, request: GenerateRequest, on_event: OnEvent
     trigger, *rest = (request.conversation_id or "").split(":")
     if trigger != TRIGGER or rest[1] not in ("any", str(request.phase)):
         return _generate(service, request, on_event)
-    cause, num_left = rest[0], int(rest[2])
-    if not num_left:
+    cause, point = rest[0], rest[2]
+    if point == "0":
         die(service, cause)
+    num_tokens = 0
 
-    def count(event: StreamEvent) -> None:
-        nonlocal num_left
+    def pass_on(event: StreamEvent) -> None:
+        nonlocal num_tokens
+        if not isinstance(event, Chunk):
+            on_event(event)
+            return
+        num_tokens += len(event.token_ids)
+        has_ended = event.finish_reason is not None
+        if point == LAST_STEP and has_ended and event.kv_params is None:
+            die(service, cause)
+        if point == KV_READ and has_ended:
+            _dies_at_kv_read.append((service, cause))
         on_event(event)
-        if isinstance(event, Chunk):
-            num_left -= len(event.token_ids)
-            if num_left <= 0:
-                die(service, cause)
+        if point.isdecimal() and num_tokens >= int(point):
+            die(service, cause)
 
-    return _generate(service, request, count)
+    return _generate(service, request, pass_on)
+
+
+async def send(
+    backend: TcpBackend, connection: socket.socket, magic: bytes, entry: PublishedRegions
+) -> None:
+    """Send KV as `TcpBackend._send` does, unless a request ends this worker when KV is read."""
+    if _dies_at_kv_read:
+        die(*_dies_at_kv_read.pop())
+    await _send(backend, connection, magic, entry)
 
 
 setattr(WorkerService, "generate", generate)  # noqa: B010  # replaces a method
+setattr(TcpBackend, "_send", send)  # noqa: B010  # replaces a method
