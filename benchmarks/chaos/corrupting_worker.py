@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import math
 import random
@@ -127,8 +128,9 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
 
         async def make_service(plane: Plane, healthy: Instance, own: Instance) -> Service:
-            from dynamo_trtllm.engines.torch.engine import TorchEngine  # imports torch: seconds
-
+            # In a thread, because it imports torch for many seconds on a busy machine. The clients of the load run on
+            # this event loop, and would be silent meanwhile.
+            torch_engine = await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.engines.torch.engine")
             config = WorkerConfig(
                 model_path=str(await asyncio.to_thread(resolve, own.card.name)),
                 served_model_name=own.card.name,
@@ -136,7 +138,7 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
                 override_engine_args=ENGINE_ARGS["torch"],
                 ticket_ttl_s=deployment.options.ticket_ttl_s,
             )
-            engine = TorchEngine(config, instance_id=own.id)
+            engine = torch_engine.TorchEngine(config, instance_id=own.id)
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _inject_nan(engine)

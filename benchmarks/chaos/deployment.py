@@ -110,11 +110,12 @@ class Deployment(LaunchedDeployment):
             "stall-timeout-s": options.worker_stall_timeout_s,
             "ticket-ttl-s": options.ticket_ttl_s,
             "system-port": 0,
-            "kv-transfer-host": f"127.0.0.{2 + number}",  # a different address per worker, as on different hosts
         }
         env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": _worker_path(options.engine)}
         if options.engine == "trtllm":
             env["STANDIN_BACKEND"] = "tcp"
+        else:
+            flags["kv-transfer-host"] = f"127.0.0.{2 + number}"  # another address per worker, as on different hosts
         if self.network is not None:
             env["DYN_TRTLLM_NATS_SERVER"] = self.network.workers.address
         return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}

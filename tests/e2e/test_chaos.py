@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = Options(stall_timeout_s=1.0, worker_stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0)
 # What hangs does so for ever; a busy machine may be silent for long.
 SHORT = RunConfig(seconds=1.2, streams=6, osl=16, hung_s=30.0)
-MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")} | {"full-kv", "term-frontend"}
+MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")}
+MAY_REFUSE |= {"full-kv", "term-frontend", "late-query-of-death"}
 CUTS = {"kill-frontend", "kill-launcher", "freeze-launcher", "term-launcher"}
 
 
@@ -49,7 +50,7 @@ def stage() -> Iterator[FaultRunner]:
 LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"memory-bound"}
 # Each has a deployment of its own. What is left when the launcher is killed or stopped: tests/e2e/test_launch.py.
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
-LONG |= {"query-of-death"}  # ends ten workers; tests/unit/frontend/test_query_of_death.py is its short form
+LONG |= {"query-of-death", "late-query-of-death"}  # tests/unit/frontend/test_query_of_death.py is their short form
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 
 

@@ -78,9 +78,7 @@ def generate(service: WorkerService, request: GenerateRequest, on_event: OnEvent
     return _generate(service, request, pass_on)
 
 
-async def send(
-    backend: TcpBackend, connection: socket.socket, magic: bytes, entry: PublishedRegions
-) -> None:
+async def send(backend: TcpBackend, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
     """Send KV as `TcpBackend._send` does, unless a request ends this worker when KV is read."""
     if _dies_at_kv_read:
         die(*_dies_at_kv_read.pop())

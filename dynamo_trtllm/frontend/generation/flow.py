@@ -17,7 +17,7 @@ import msgspec
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import FlowDriver, FlowEvent, PipelineOptions, RouteTrace, Signal
-from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, Progress
+from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, RequestProgress
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -90,10 +90,10 @@ class GenerationFlow:
     An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one aggregated worker;
     RESERVING if a decode slot comes first; WAITING or ENDED if there are no workers.
 
-    A cancel leads from every state to ENDED. Another error in RESERVING, PREFILL or DECODE leads to the next attempt if the
-    request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has
-    fetched and a decode slot that none has used. If only a fetch can free the KV, the flow leaves it to the driver to
-    have it fetched after a cancel. After an error of the decode call it is unknown whether it has fetched the KV, and
+    A cancel leads from every state to ENDED. Any other error leads to the next attempt if the request can be retried or
+    migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has fetched and a decode slot
+    that none has used. If only a fetch can free the KV, the flow leaves it to the driver to have it fetched after a
+    cancel. After an error of the decode call it is unknown whether it has fetched the KV, and
     another call might wait for KV that is gone: there, the library's timeout frees it.
 
     Args:
@@ -167,11 +167,11 @@ class GenerationFlow:
         self._sent_ids.extend(chunk.token_ids)
         return True
 
-    def progress(self) -> Progress:
+    def progress(self) -> RequestProgress:
         """Return the number of tokens of the latest attempt and of all attempts."""
         num_sent = len(self._sent_ids)
         num_sent_before = 0 if self._attempt is None else self._attempt.num_sent_before
-        return Progress(num_sent - num_sent_before, num_sent)
+        return RequestProgress(num_sent - num_sent_before, num_sent)
 
     # --- selection -------------------------------------------------------------------------------------
 

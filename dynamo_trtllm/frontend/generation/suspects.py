@@ -53,7 +53,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Progress(NamedTuple):
+class RequestProgress(NamedTuple):
     """How far a request is: tokens that its call has returned, and tokens of its answer by all calls."""
 
     call: int
@@ -66,7 +66,7 @@ class Suspicion:
     __slots__ = ("deaths", "is_given_up", "is_shared", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
-        self.deaths: dict[int, Progress] = {}  # by instance id
+        self.deaths: dict[int, RequestProgress] = {}  # by instance id
         self.is_given_up = False
         self.is_shared = is_shared  # by several choices
         # The workers of the latest attempt. All choices run on them: otherwise one request could end all workers at
@@ -80,14 +80,14 @@ class Suspicion:
         past_all = max(death.call for death in self.deaths.values()) + SETTLED_TOKENS
         return min(past_all, MOST_UNSETTLED_TOKENS)
 
-    def is_at_earlier_death(self, now: Progress) -> bool:
+    def is_at_earlier_death(self, now: RequestProgress) -> bool:
         """Return whether the request is at the point at which it failed before."""
         for before in self.deaths.values():
             if abs(now.call - before.call) <= _LOST_TOKENS or abs(now.answer - before.answer) <= _LOST_TOKENS:
                 return True
         return False
 
-    def charge(self, dead: int, now: Progress, is_dead: Callable[[int], bool]) -> None:
+    def charge(self, dead: int, now: RequestProgress, is_dead: Callable[[int], bool]) -> None:
         """Add a death. Drop the deaths whose point the call had passed, and those of workers that work again."""
         for instance_id, before in list(self.deaths.items()):
             got_past = now.call >= before.call + SETTLED_TOKENS
@@ -101,7 +101,7 @@ class Call:
 
     __slots__ = ("instance_id", "is_after_death", "is_prime", "kv_holder", "progress", "suspicion", "tried_on")
 
-    def __init__(self, suspicion: Suspicion, progress: Callable[[], Progress]) -> None:
+    def __init__(self, suspicion: Suspicion, progress: Callable[[], RequestProgress]) -> None:
         self.suspicion = suspicion
         self.progress = progress  # called when a worker has died
         self.instance_id: int | None = None  # the worker that runs it

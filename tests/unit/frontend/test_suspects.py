@@ -14,7 +14,7 @@ from dynamo_trtllm.frontend.generation.suspects import (
     REFUSED_S,
     SETTLED_TOKENS,
     Call,
-    Progress,
+    RequestProgress,
     Suspects,
     Suspicion,
 )
@@ -37,8 +37,8 @@ class Request:
         self.num_before = 0  # of the calls before
         self.call = Call(suspicion or Suspicion(), self.progress)
 
-    def progress(self) -> Progress:
-        return Progress(self.num_tokens, self.num_before + self.num_tokens)
+    def progress(self) -> RequestProgress:
+        return RequestProgress(self.num_tokens, self.num_before + self.num_tokens)
 
     @property
     def deaths(self) -> list[int]:
