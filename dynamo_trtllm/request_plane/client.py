@@ -175,14 +175,25 @@ class Plane:
         )
         return _ack_data(reply)
 
-    async def check_listener(self, subject: str) -> None:
-        """Raise WorkerDied if no process listens any more at a subject where one did before."""
-        try:
-            await self._transport.request(subject, PING, timeout_s=self._limits.listener_timeout_s)
-        except errors.NoListener as exc:
-            raise _died(subject, exc) from exc
-        except errors.PlaneError:
-            return  # it hangs, or this process has no connection
+    async def check_listener(self, subject: str, *, num_pings: int = 1) -> None:
+        """Check whether a process still listens at a subject where one did before.
+
+        Args:
+            subject: request-plane address of a worker's `generate`.
+            num_pings: longest number of pings without a reply. The first ping to a process that has just ended may be
+                lost, because the server closes its subscriptions a moment later.
+
+        Raises:
+            WorkerDied: No process listens. Not raised if it hangs, or if this process has no connection.
+        """
+        for _ in range(num_pings):
+            try:
+                await self._transport.request(subject, PING, timeout_s=self._limits.listener_timeout_s)
+            except errors.NoListener as exc:
+                raise _died(subject, exc) from exc
+            except errors.PlaneError:
+                continue
+            return
 
     async def watch_loads(self, namespace: str, on_load: Callable[[LoadReport], None]) -> Unsubscribe:
         """Call `on_load` with each report of the load of a namespace's workers: broadcast, or beside a stream's frames.

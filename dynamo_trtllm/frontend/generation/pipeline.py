@@ -428,7 +428,7 @@ class _RunningRequest(Stream):
         return Signal.SLOT_RESERVED
 
     async def _check(self, worker: Instance) -> Signal:
-        await self._pipeline.plane.check_listener(worker.subject)
+        await self._pipeline.plane.check_listener(worker.subject, num_pings=2)
         return Signal.WORKER_LISTENS
 
     def _stop(self) -> None:

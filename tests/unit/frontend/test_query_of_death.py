@@ -64,7 +64,7 @@ class Deployment:
 
     def __init__(self, deadly: dict[int, dict[Phase, int]], *, replaces: bool = False) -> None:
         self.deadly = deadly
-        self.plane = InprocPlane(PlaneLimits(ping_interval_s=0.1))
+        self.plane = InprocPlane(PlaneLimits(ping_interval_s=0.1, listener_timeout_s=0.05))
         self.view = ClusterView()
         self.pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S))
         self.workers: list[MortalWorker] = []
@@ -91,7 +91,10 @@ class Deployment:
             self._added.append(asyncio.get_running_loop().create_task(self.add(Role.AGGREGATED)))
 
     def die_by_subject(self, subject: str) -> None:
+        """End a worker whose end the server notices only after one more message."""
         self.die(self._by_subject[subject], subject)
+        listeners = self.plane._transport._listeners  # type: ignore[attr-defined]
+        listeners[subject] = lambda data, reply: listeners.pop(subject)
 
     async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[int]:
         """Return the tokens of a request, within a bounded time."""
