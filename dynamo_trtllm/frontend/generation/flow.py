@@ -93,8 +93,8 @@ class GenerationFlow:
     A cancel leads from every state to ENDED. Any other error leads to the next attempt if the request can be retried or
     migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has fetched and a decode slot
     that none has used. If only a fetch can free the KV, the flow leaves it to the driver to have it fetched after a
-    cancel. After an error of the decode call it is unknown whether it has fetched the KV, and
-    another call might wait for KV that is gone: there, the library's timeout frees it.
+    cancel. After an error of the decode call it is unknown whether it has fetched the KV, and another call might wait
+    for KV that is gone: there, the library's timeout frees it.
 
     Args:
         driver: does what the flow decides.
