@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+from typing import Any
 
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
@@ -44,10 +45,17 @@ def die(service: WorkerService, cause: str) -> None:
         case "exit":
             os._exit(1)
         case "engine-failed":  # an engine in processes of its own: this one outlives it
-            fail = getattr(service.engine, "fail", None)
-            if fail is None:
-                raise EngineFailed("the engine has died")
-            fail("the engine has died")
+            _fail_engine(service.engine, "the engine has died")
+
+
+def _fail_engine(engine: Any, reason: str) -> None:
+    """Fail an engine as it fails by itself: the adapter of a library, the torch engine, or the mock engine."""
+    if hasattr(engine, "fail"):
+        engine.fail(reason)
+    elif hasattr(engine, "_end"):
+        engine._end(EngineFailed(reason))
+    else:
+        raise EngineFailed(reason)
 
 
 def generate(service: WorkerService, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
