@@ -18,7 +18,7 @@ from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server import request_head
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
-from dynamo_trtllm.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES, Headers
+from dynamo_trtllm.http_server.request_head import MAX_HEADERS, READ_HEADERS, SMALL_HEAD_BYTES, Headers
 from dynamo_trtllm.network.addresses import network_of
 
 if TYPE_CHECKING:
@@ -239,13 +239,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             raise request_head.too_many_headers()
-        if self._in_head:  # otherwise it is a trailer
+        name = name.lower()
+        if name in READ_HEADERS and self._in_head:  # after the head, it is a trailer
             self._headers.add(name, value)
 
     def on_headers_complete(self) -> None:
         version = self._parser.get_http_version()
         url = httptools.parse_url(self._url)
-        request_head.check_head(version, self._headers, self._num_headers)
+        request_head.check_head(version, self._headers)
         if self._server.is_draining:
             raise errors.Draining("the server is shutting down; retry")
         if self._parser.should_upgrade():

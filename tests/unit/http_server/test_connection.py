@@ -112,6 +112,25 @@ async def test_packet_when_it_has_thousands_of_requests_then_few_are_parsed_befo
     assert len(bodies(client)) == 3_000
 
 
+async def test_head_when_requests_had_to_be_answered_before_it_was_parsed_then_the_rest_of_it_is_received() -> None:
+    go = asyncio.Event()
+
+    async def answer_first(request: HttpRequest, response: HttpResponse) -> None:
+        response.cancel_on_disconnect()
+        await (go if request.path == "/first" else asyncio.Event()).wait()
+        response.send(200, b"")
+
+    client = MemoryClient(answer_first)
+    client.send(GET % b"first" + GET % b"w" * 8 + b"GET /next HTTP/1.1\r\nX-Long: " + b"a" * 5000)
+    await turns()
+    assert not client.transport.is_reading
+    go.set()
+    await turns()
+    assert client.transport.is_reading
+    client.leave()
+    await turns()
+
+
 async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_for_it_and_no_other_begins() -> None:
     for cancels in (False, True):
         held = Held()
@@ -258,6 +277,21 @@ async def test_trailer_then_it_is_not_a_header() -> None:
     )
     await turns()
     assert seen == [None]
+
+
+async def test_header_when_the_server_does_not_read_it_then_it_is_not_kept_and_can_not_be_asked_for() -> None:
+    kept: list[list[tuple[bytes, bytes]]] = []
+
+    async def look(request: HttpRequest, response: HttpResponse) -> None:
+        kept.append(request.headers.pairs())
+        response.send(200, b"")
+        with pytest.raises(AssertionError, match="x-other"):
+            request.header(b"x-other")
+
+    client = MemoryClient(look)
+    client.send((GET % b"a").replace(b"Host", b"X-Other: 1\r\nX-Request-ID: 2\r\nHost"))
+    await turns()
+    assert [name for name, _ in kept[0]] == [b"x-request-id", b"host"]
 
 
 async def test_connection_close_then_said_in_the_response_and_what_follows_is_not_answered() -> None:

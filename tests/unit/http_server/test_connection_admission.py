@@ -243,8 +243,11 @@ async def test_head_then_it_takes_at_most_four_times_its_size(head: bytes) -> No
     assert await memory_of(head) < 4 * len(head)
 
 
-async def test_head_when_it_has_many_short_headers_then_it_takes_little_more_than_with_a_long_one() -> None:
-    short = b"a:b\r\n" * (MAX_HEADERS - 1)
+@pytest.mark.parametrize("header", [b"a:b\r\n", b"Expect:b\r\n", b"Connection:b\r\n"])
+async def test_head_when_it_has_many_short_headers_then_it_takes_little_more_than_with_a_long_one(
+    header: bytes,
+) -> None:
+    short = header * (MAX_HEADERS - 1)
     long = b"a:" + b"b" * (len(short) - 4) + b"\r\n"
     assert await memory_of(HEAD + short) < await memory_of(HEAD + long) + 4 * len(short)
 

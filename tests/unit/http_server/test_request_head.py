@@ -1,11 +1,11 @@
-"""The headers of a request in one string: what is found in it."""
+"""The headers of a request that the server keeps: what is found in them, and which head is rejected."""
 
 from __future__ import annotations
 
 import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.http_server.request_head import Headers, check_head
+from dynamo_trtllm.http_server.request_head import Headers, check_head, without_upgrade
 
 
 def headers_of(*pairs: tuple[bytes, bytes]) -> Headers:
@@ -15,19 +15,34 @@ def headers_of(*pairs: tuple[bytes, bytes]) -> Headers:
     return headers
 
 
-def test_headers_then_the_first_value_of_a_name_is_found_and_no_part_of_another() -> None:
-    headers = headers_of((b"X-A", b"x-b:1"), (b"X-B", b""), (b"x-b", b"2"), (b"Host", b"a:80"), (b"Y", b"\xe9 \t"))
-    assert headers.first(b"x-a") == "x-b:1"
-    assert headers.first(b"x-b") == ""
-    assert headers.first(b"host") == "a:80"
-    assert headers.first(b"y") == "é \t"
-    assert headers.first(b"a") is None
-    assert headers.first(b"x-") is None
-    assert (headers.count(b"x-b"), headers.count(b"b")) == (2, 0)
-    assert list(headers.pairs())[:2] == [(b"x-a", b"x-b:1"), (b"x-b", b"")]
+def test_headers_then_the_first_value_of_each_that_is_read_is_found() -> None:
+    headers = headers_of((b"x-request-id", b"1"), (b"x-request-id", b"2"), (b"origin", b""), (b"host", b"\xe9 \t"))
+    assert headers.first(b"x-request-id") == "1"
+    assert headers.first(b"origin") == ""
+    assert headers.first(b"host") == "é \t"
+    assert headers.first(b"traceparent") is None
 
 
-def test_head_when_a_header_has_a_line_break_then_400() -> None:
-    headers = headers_of((b"Host", b"x"), (b"X-A", b"1\nx-request-id:2"))
+@pytest.mark.parametrize("hosts", [0, 2, 3])
+def test_head_when_not_one_host_then_400_with_their_number(hosts: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"has {hosts} Host headers"):
+        check_head("1.1", headers_of(*[(b"host", b"x")] * hosts))
+
+
+def test_header_when_it_has_a_line_break_then_400() -> None:
     with pytest.raises(InvalidRequest, match="contains a line break"):
-        check_head("1.1", headers, 2)
+        headers_of((b"host", b"1\nx-request-id:2"))
+
+
+def test_head_when_it_asks_for_an_upgrade_then_all_values_that_the_parser_needs_stay() -> None:
+    headers = headers_of(
+        (b"upgrade", b"h2c"),
+        (b"transfer-encoding", b"gzip"),
+        (b"connection", b"Upgrade"),
+        (b"transfer-encoding", b"chunked"),
+    )
+    head = without_upgrade(b"POST", b"/x", "1.1", headers)
+    assert head == b"POST /x HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\nconnection: Upgrade\r\n\r\n"
+    headers.add(b"upgrade", b"WebSocket")
+    with pytest.raises(InvalidRequest, match="WebSocket"):
+        without_upgrade(b"POST", b"/x", "1.1", headers)
