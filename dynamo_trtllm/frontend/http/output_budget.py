@@ -14,8 +14,8 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # of all requests
-COUNTED_BYTES: Final = 16 << 10  # smaller changes of a request's output are not counted, to save CPU time
-_TOKEN_BYTES: Final = 64  # memory of one token: its text in a list
+TOKEN_BYTES: Final = 64  # memory of one token: its text in a list. A delta takes as much in addition
+COUNTED_TOKENS: Final = 256  # smaller changes of a request's output are not counted, to save CPU time
 _LOGPROB_BYTES: Final = 120  # memory of one log-probability: that of the token, or of one alternative
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
 
@@ -26,18 +26,13 @@ _End: TypeAlias = Callable[[DynamoError, bool], None]
 def _do_nothing(error: DynamoError, drops_output: bool) -> None: ...
 
 
-def plain_bytes(delta: ChoiceDelta) -> int:
-    """Return the memory that a delta without log-probabilities takes, in bytes."""
-    return (delta.tokens + 1) * _TOKEN_BYTES
-
-
-def scored_bytes(delta: ChoiceDelta) -> int:
-    """Return the memory that a delta takes with its log-probabilities, in bytes."""
+def scored_tokens(delta: ChoiceDelta) -> int:
+    """Return the memory that a delta takes with its log-probabilities, in units of TOKEN_BYTES."""
     num_logprobs = len(delta.prompt_logprobs) + sum(len(scored.top) for scored in delta.prompt_logprobs)
     for part in delta.deltas:
         if part.logprobs:
             num_logprobs += len(part.logprobs) + sum(len(scored.top) for scored in part.logprobs)
-    return plain_bytes(delta) + num_logprobs * _LOGPROB_BYTES
+    return delta.tokens + 1 + num_logprobs * _LOGPROB_BYTES // TOKEN_BYTES
 
 
 def check_answer(plan: GenerationPlan) -> None:
@@ -55,7 +50,7 @@ def check_answer(plan: GenerationPlan) -> None:
     max_bytes = 0
     for choice in plan.choices:
         sampling = choice.request.sampling
-        token_bytes = _TOKEN_BYTES
+        token_bytes = TOKEN_BYTES
         if sampling.logprobs is not None and choice.shows_logprobs:
             token_bytes += (1 + sampling.logprobs) * _LOGPROB_BYTES
         max_bytes += sampling.max_tokens * token_bytes
@@ -103,7 +98,8 @@ class Output:
 
     def close(self) -> None:
         """Stop to count this request."""
-        self.set(0)
+        if self.in_use:
+            self.set(0)
         self._end = _do_nothing  # the function before refers to this object, which would be a reference cycle
         self._budget.outputs.discard(self)
 

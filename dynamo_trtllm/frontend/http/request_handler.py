@@ -24,7 +24,7 @@ from dynamo_trtllm.frontend.generation.responses.response_builder import Respons
 from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
 from dynamo_trtllm.frontend.http.keep_alive import COMMENT, KeepAlive
-from dynamo_trtllm.frontend.http.output_budget import COUNTED_BYTES, check_answer, plain_bytes, scored_bytes
+from dynamo_trtllm.frontend.http.output_budget import COUNTED_TOKENS, TOKEN_BYTES, check_answer, scored_tokens
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
@@ -158,17 +158,16 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         reads slowly, behind earlier ones or an error, and if it is the last of its choice.
         """
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
-        pending_bytes = 0  # of unsent output. An error that is not yielded yet counts as one byte
-        bytes_of = scored_bytes if context.is_scored else plain_bytes
+        num_pending = 0  # unsent output in units of TOKEN_BYTES; an error that waits counts as one
+        num_counted = 0  # in `output`
         encoder = context.builder if context.is_streamed else None
-        observe = context.observe
         write = response.write if context.keep_alive is None else context.keep_alive.write
 
         def deliver(item: ChoiceDelta | DynamoError) -> None:
-            nonlocal pending_bytes
+            nonlocal num_pending, num_counted
             if isinstance(item, ChoiceDelta):
-                observe(item)
-                if item.finish is None and not pending_bytes and encoder is not None:
+                context.observe(item)
+                if item.finish is None and not num_pending and encoder is not None:
                     if not context.has_begun:  # in a task, it would be later, and all deltas until then would wait
                         _start(context, response, encoder)
                     if response.is_writable:
@@ -176,12 +175,13 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                             write(data)
                         return
                 arrived.put_nowait(item)
-                pending_bytes += bytes_of(item)
-                if pending_bytes > output.in_use + COUNTED_BYTES:
-                    output.set(pending_bytes)
+                num_pending += scored_tokens(item) if context.is_scored else item.tokens + 1
+                if num_pending > num_counted + COUNTED_TOKENS:
+                    num_counted = num_pending
+                    output.set(num_counted * TOKEN_BYTES)
             else:
                 arrived.put_nowait(item)
-                pending_bytes += 1  # no delta overtakes the error
+                num_pending += 1  # no delta overtakes the error
 
         def end(error: DynamoError, drops_pending: bool) -> None:
             context.cancel()
@@ -190,7 +190,6 @@ class GenerateEndpoint(Endpoint, Generic[B]):
             deliver(error)
 
         output = context.open_output(end)
-
         num_running = len(context.choices)
         item: ChoiceDelta | DynamoError | None = None
         try:
@@ -201,12 +200,13 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                     raise item
                 yield item
                 if encoder is not None:
-                    pending_bytes -= bytes_of(item)
-                    if pending_bytes < output.in_use - COUNTED_BYTES:
-                        output.set(pending_bytes)
+                    num_pending -= scored_tokens(item) if context.is_scored else item.tokens + 1
+                    if num_counted and num_pending < num_counted - COUNTED_TOKENS:
+                        num_counted = num_pending
+                        output.set(num_counted * TOKEN_BYTES)
                 num_running -= item.finish is not None
         finally:
-            pending_bytes += 1  # so that `deliver` writes nothing more
+            num_pending += 1  # so that `deliver` writes nothing more
             await context.end_choices()
             # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
             item = None

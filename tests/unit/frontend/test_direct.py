@@ -220,7 +220,7 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 50 * 64)
-    monkeypatch.setattr(request_handler, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(request_handler, "COUNTED_TOKENS", 0)
     served = FakeFrontend(ScriptedPipeline([chunk("a") for _ in range(200)]), FrontendConfig())
     wire = Gated(every=0)
     answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))

@@ -11,7 +11,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.http import output_budget, request_handler
-from dynamo_trtllm.frontend.http.output_budget import OutputBudget, scored_bytes
+from dynamo_trtllm.frontend.http.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
 from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Channel, Delta
 from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedPipeline, chunk, stop
@@ -22,7 +22,7 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_handler, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(request_handler, "COUNTED_TOKENS", 0)
 
 
 def served(*script: Any) -> FakeFrontend:
@@ -117,11 +117,11 @@ def test_total_when_it_is_exceeded_then_the_largest_ends_and_its_output_is_free(
     assert (budget.in_use, budget.outputs) == (0, set())
 
 
-def test_scored_bytes_when_tokens_have_alternatives_then_each_counts() -> None:
+def test_scored_tokens_when_tokens_have_alternatives_then_each_counts() -> None:
     top = tuple((token, -1.0) for token in range(20))
     logprobs = (TokenLogprob(1, -1.0, top),)
     scored_delta = ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a", logprobs=logprobs),))
     of_prompt = ChoiceDelta(prompt_logprobs=logprobs)
-    assert scored_bytes(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),))) < 200
-    assert scored_bytes(scored_delta) > 2000
-    assert scored_bytes(of_prompt) > 2000
+    assert scored_tokens(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),))) == 2
+    assert scored_tokens(scored_delta) * TOKEN_BYTES > 2000
+    assert scored_tokens(of_prompt) * TOKEN_BYTES > 2000
