@@ -124,8 +124,11 @@ class BodyBudget:
             self._waiting.pop(body, None)
 
     def release(self, body: BodyBytes) -> None:
-        """Free all bytes of the body."""
-        self._most_in_use = max(self._most_in_use, self.in_use)
+        """Free all bytes of the body. Idempotent."""
+        if not body.in_use and self._favored is not body:
+            return
+        if self.in_use > self._most_in_use:
+            self._most_in_use = self.in_use
         self.in_use -= body.in_use
         if not self.in_use and self._most_in_use >= _RETURNED_BYTES:
             self._most_in_use = 0
