@@ -9,6 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import QueryOfDeath
 from dynamo_trtllm.frontend.generation import suspects
+from dynamo_trtllm.frontend.generation.choice import ChoiceState, share_suspicions
 from dynamo_trtllm.frontend.generation.suspects import (
     MOST_UNSETTLED_TOKENS,
     REFUSED_S,
@@ -22,6 +23,7 @@ from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Role, Structur
 from dynamo_trtllm.router.policy import WorkerSelection
 from tests.instances import make_instance
 from tests.unit.frontend.pipeline_helpers import request
+from tests.unit.frontend.plan_helpers import harmony_model, text
 
 
 def prompt(*ids: int, **sampling: Any) -> GenerateRequest:
@@ -149,6 +151,14 @@ def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None
     assert fleet.die(2, dict.fromkeys(requests, 20)) == requests
     assert fleet.counted == ["given_up"] * 2
     assert not fleet.is_refused(prompt(1))
+
+
+def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() -> None:
+    plan = text(harmony_model(), prompt=["a", "b", "a"], n=2)
+    choices = [ChoiceState(choice_request) for choice_request in plan.choices]
+    share_suspicions(choices, plan.candidates)
+    shared = [choice.trace.suspicion for choice in choices]
+    assert [shared.index(suspicion) for suspicion in shared] == [0, 0, 2, 2, 0, 0]
 
 
 def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
