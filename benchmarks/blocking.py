@@ -12,10 +12,11 @@ T = TypeVar("T")
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on a background event loop and return its result, also while a loop runs in this thread.
+    """Run `work` on a background event loop and return its result, also while a loop runs in this
+    thread.
 
-    The loop's thread lives as long as the process, because a child process ends with the thread that started it
-    (`subprocesses.spawn`).
+    The loop's thread lives as long as the process, because a child process ends with the thread
+    that started it (`subprocesses.spawn`).
     """
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 

@@ -1,10 +1,13 @@
-"""Load client for OpenAI-compatible servers: sends many streamed chat requests and prints latencies and throughput.
+"""Load client for OpenAI-compatible servers: sends many streamed chat requests and prints latencies
+and throughput.
 
-python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 --isl 128 --osl 256
+python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 --isl 128
+--osl 256
 
-Closed loop: --concurrency requests are always active. Open loop: --rate sends this many requests per second (Poisson),
-however fast the server answers, and latencies count from the planned time. --processes splits the load among several
-client processes. The output says when one client process is not enough.
+Closed loop: --concurrency requests are always active. Open loop: --rate sends this many requests
+per second (Poisson), however fast the server answers, and latencies count from the planned time.
+--processes splits the load among several client processes. The output says when one client process
+is not enough.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from .stream import RequestRecord, StreamConnection
 from .summary import LoadSummary, ProcessMeter, cost, summarize, table
 
 WORDS = (
-    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
-    "not what all were we when your can said there use an each which she do how their if will up other about out many"
+    "the of and to in is you that it he was for on are as with his they at be this have from or one"
+    " had by word but not what all were we when your can said there use an each which she do how"
+    " their if will up other about out many"
 ).split()
 _BLOCK_WORDS = 64
 _NUM_BLOCKS = 512
@@ -88,7 +92,9 @@ class Client:
         self._until_s = math.inf
         self.is_stopped = False
         self._random = random.Random(load.seed or time.time_ns())
-        self._blocks = [" ".join(self._random.choices(WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)]
+        self._blocks = [
+            " ".join(self._random.choices(WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)
+        ]
         at = urlsplit(load.url)
         self._host, self._port = at.hostname or "localhost", at.port or 80
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
@@ -114,7 +120,10 @@ class Client:
         return records
 
     def stop(self) -> None:
-        """Send no more requests, also in a later run. `run` returns when the active requests have ended."""
+        """Send no more requests, also in a later run.
+
+        `run` returns when the active requests have ended.
+        """
         self.is_stopped, self._until_s = True, 0.0
 
     async def _lane(self, left: Iterator[int], records: list[RequestRecord], wait_s: float) -> None:
@@ -156,7 +165,11 @@ class Client:
             except asyncio.CancelledError:
                 connection.close()
                 raise
-            if connection.is_open and record.error != "timeout" and not self._load.fresh_connections:
+            if (
+                connection.is_open
+                and record.error != "timeout"
+                and not self._load.fresh_connections
+            ):
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -169,14 +182,17 @@ class Client:
             if connection.is_open:
                 return connection
         try:
-            return await self._connection.connect(self._host, self._port, keep_text=self._load.keep_text)
+            return await self._connection.connect(
+                self._host, self._port, keep_text=self._load.keep_text
+            )
         except OSError:
             record.error, record.end_s = "connect", time.perf_counter()
             await asyncio.sleep(0.05)  # limits the rate of attempts
             return None
 
     def _prompt(self) -> str:
-        """Return random words: first single ones, so that no two prompts begin alike, then blocks of words.
+        """Return random words: first single ones, so that no two prompts begin alike, then blocks
+        of words.
 
         8192 single words would take the client as much CPU time as the request takes the server.
         """
@@ -199,13 +215,16 @@ class Client:
             body["ignore_eos"] = True
         content = orjson.dumps(body | load.extra)
         head = (
-            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            f"Accept: text/event-stream\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type:"
+            " application/json\r\nAccept: text/event-stream\r\nContent-Length:"
+            f" {len(content)}\r\n\r\n"
         )
         return head.encode() + content
 
 
-async def measure_load(load: Load, *, warmup: int, pids: dict[str, int]) -> tuple[LoadSummary, list[RequestRecord]]:
+async def measure_load(
+    load: Load, *, warmup: int, pids: dict[str, int]
+) -> tuple[LoadSummary, list[RequestRecord]]:
     """Run the load in this process, after a warm-up.
 
     Args:
@@ -260,19 +279,31 @@ async def run_shard(
         ended_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         if client.is_stopped:
             records = warmed + records
-        return ShardResult(records=records, is_stopped=client.is_stopped, begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
+        return ShardResult(
+            records=records,
+            is_stopped=client.is_stopped,
+            begun_s=begun_s,
+            ended_s=ended_s,
+            cpu_s=cpu_s,
+        )
     finally:
         client.aclose()
 
 
-def summarize_shards(shards: Sequence[ShardResult], meter: ProcessMeter, *, osl: int) -> LoadSummary:
-    """Summarize all shards together, with the CPU time of the processes of `meter` since it was started."""
+def summarize_shards(
+    shards: Sequence[ShardResult], meter: ProcessMeter, *, osl: int
+) -> LoadSummary:
+    """Summarize all shards together, with the CPU time of the processes of `meter` since it was
+    started.
+    """
     records = [record for shard in shards for record in shard.records]
     wall_s = max(shard.ended_s for shard in shards) - min(shard.begun_s for shard in shards)
     good = [record for record in records if record.is_ok]
     tokens, requests = sum(record.output_tokens for record in good), len(good)
     costs = meter.costs(wall_s=wall_s, tokens=tokens, requests=requests)
-    costs["client"] = cost(sum(shard.cpu_s for shard in shards), wall_s=wall_s, tokens=tokens, requests=requests)
+    costs["client"] = cost(
+        sum(shard.cpu_s for shard in shards), wall_s=wall_s, tokens=tokens, requests=requests
+    )
     summary = summarize(records, wall_s=wall_s, osl=osl, processes=costs)
     summary["client_cores"] = max(shard.cpu_s / (shard.ended_s - shard.begun_s) for shard in shards)
     return summary
@@ -293,13 +324,18 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
     """
     try:
         with urlopen(url.rstrip("/") + "/v1/models", timeout=10) as answer:
-            models = {str(each["id"]): each.get("max_model_len") for each in orjson.loads(answer.read())["data"]}
+            models = {
+                str(each["id"]): each.get("max_model_len")
+                for each in orjson.loads(answer.read())["data"]
+            }
     except HTTPError as exc:
         if wanted is not None:
             return wanted, None
         raise SystemExit(f"{url} does not list its models ({exc}). Pass --model.") from exc
     except OSError as exc:
-        raise SystemExit(f"No server answers at {url} ({exc}). Start a deployment or pass --url.") from exc
+        raise SystemExit(
+            f"No server answers at {url} ({exc}). Start a deployment or pass --url."
+        ) from exc
     names = ", ".join(models) or "none"
     if wanted is None and len(models) != 1:
         raise SystemExit(f"Several or no models are available at {url}: {names}. Pass --model.")
@@ -316,20 +352,53 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
+    add(
+        "--url",
+        default="http://localhost:8000",
+        help="address of the server (default: http://localhost:8000)",
+    )
     add("--model", help="name of the model; default: the only served model")
     add("--concurrency", type=int, default=1, help="concurrent requests, closed loop (default: 1)")
-    add("--rate", type=float, default=0.0, help="requests per second, open loop; 0: closed loop (default: 0)")
+    add(
+        "--rate",
+        type=float,
+        default=0.0,
+        help="requests per second, open loop; 0: closed loop (default: 0)",
+    )
     add("--requests", type=int, default=16, help="number of measured requests (default: 16)")
-    add("--seconds", type=float, default=120.0, help="send no new request after this time (default: 120)")
+    add(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="send no new request after this time (default: 120)",
+    )
     add("--warmup", type=int, default=0, help="requests before the measured ones (default: 0)")
-    add("--isl", type=int, default=128, help="words of the prompt, about as many as its tokens (default: 128)")
+    add(
+        "--isl",
+        type=int,
+        default=128,
+        help="words of the prompt, about as many as its tokens (default: 128)",
+    )
     add("--osl", type=int, default=64, help="max_tokens (default: 64)")
-    add("--timeout-s", type=float, default=120.0, help="longest wait for one response (default: 120)")
+    add(
+        "--timeout-s",
+        type=float,
+        default=120.0,
+        help="longest wait for one response (default: 120)",
+    )
     add("--fresh-connections", action="store_true", help="open a new connection for every request")
-    add("--no-ignore-eos", action="store_true", help="don't send ignore_eos, for servers that don't support it")
+    add(
+        "--no-ignore-eos",
+        action="store_true",
+        help="don't send ignore_eos, for servers that don't support it",
+    )
     add("--extra", type=orjson.loads, default={}, help="JSON object that is added to every body")
-    add("--seed", type=int, default=0, help="seed of the prompts; 0: different prompts in every run (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the prompts; 0: different prompts in every run (default: 0)",
+    )
     add("--processes", type=int, default=1, help="number of client processes (default: 1)")
     add(
         "--pid",

@@ -19,7 +19,8 @@ from .client import Load, ShardResult, run_shard, summarize_shards
 from .stream import RequestRecord
 from .summary import LoadSummary, ProcessMeter
 
-MAX_FAILURES = 8  # failed requests, warm-up included, after which a load without any success is stopped
+# failed requests, warm-up included, after which a load without any success is stopped
+MAX_FAILURES = 8
 _BUSY = (429, 503)  # status codes that do not count: a later request may succeed
 PROGRESS_S = 5.0  # between two progress reports
 
@@ -36,7 +37,10 @@ class SharedCounters:
         self._errors = context.RawArray("q", processes)  # failures for another reason than overload
 
     def should_continue(self, process: int, record: RequestRecord) -> bool:
-        """Count a finished request of a process. Return False if no request can be expected to succeed."""
+        """Count a finished request of a process.
+
+        Return False if no request can be expected to succeed.
+        """
         (self._ok if record.is_ok else self._failed)[process] += 1
         self._errors[process] += not record.is_ok and record.status not in _BUSY
         return self.ok > 0 or sum(self._errors) < MAX_FAILURES
@@ -74,7 +78,9 @@ def _report_progress(counters: SharedCounters, on_progress: OnProgress | None) -
 
 def split_load(load: Load, processes: int) -> list[Load]:
     """Split a load into at most `processes` loads with at least one request each."""
-    count = max(1, min(processes, load.requests, load.concurrency if load.rate == 0 else load.requests))
+    count = max(
+        1, min(processes, load.requests, load.concurrency if load.rate == 0 else load.requests)
+    )
     return [
         replace(
             load,
@@ -92,7 +98,12 @@ def _nth(whole: int, index: int, count: int) -> int:
 
 
 def measure_shards(
-    load: Load, *, processes: int, warmup: int, pids: dict[str, int], on_progress: OnProgress | None = None
+    load: Load,
+    *,
+    processes: int,
+    warmup: int,
+    pids: dict[str, int],
+    on_progress: OnProgress | None = None,
 ) -> tuple[LoadSummary, list[RequestRecord]]:
     """Run the load in several client processes, after a warm-up.
 
@@ -134,12 +145,18 @@ def measure_shards(
     if any(shard.is_stopped for shard in shards):
         errors = Counter(record.error for record in records if not record.is_ok)
         counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
-        raise AllRequestsFailed(f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})")
+        raise AllRequestsFailed(
+            f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})"
+        )
     summary = summarize_shards(shards, meter, osl=load.osl)
     for index, record in enumerate(records, 1):
         record.index = index
     return summary, records
 
 
-def _run(load: Load, warmup: int, warm: Barrier, sender: Connection, counters: SharedCounters, index: int) -> None:
-    sender.send(uvloop.run(run_shard(load, warmup, warm.wait, partial(counters.should_continue, index))))
+def _run(
+    load: Load, warmup: int, warm: Barrier, sender: Connection, counters: SharedCounters, index: int
+) -> None:
+    sender.send(
+        uvloop.run(run_shard(load, warmup, warm.wait, partial(counters.should_continue, index)))
+    )

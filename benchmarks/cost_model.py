@@ -1,15 +1,17 @@
-"""Measures how well the cost model of a worker predicts steps and first tokens, on loads that it has not seen.
+"""Measures how well the cost model of a worker predicts steps and first tokens, on loads that it
+has not seen.
 
     python -m benchmarks.cost_model mock
     python -m benchmarks.cost_model torch
     python -m benchmarks.cost_model vllm --compile-cache /tmp/cc
 
-One aggregated worker runs in this process, without a network; that of the mock engine in simulated time. It learns from
-closed-loop loads with some lengths of prompts and numbers of concurrent requests. Then it runs loads with others. Each
-prediction is made before its measurement is learned: "online" while the worker goes on learning, as it does in service,
-"frozen" with the coefficients and intervals at the end of the first loads. first_token is predicted when a request is
-sent, with the queue. The columns are the median and the 90th percentile of the relative error, and the share of times
-within the predicted interval, which should be 85 to 95%.
+One aggregated worker runs in this process, without a network; that of the mock engine in simulated
+time. It learns from closed-loop loads with some lengths of prompts and numbers of concurrent
+requests. Then it runs loads with others. Each prediction is made before its measurement is learned:
+"online" while the worker goes on learning, as it does in service, "frozen" with the coefficients
+and intervals at the end of the first loads. first_token is predicted when a request is sent, with
+the queue. The columns are the median and the 90th percentile of the relative error, and the share
+of times within the predicted interval, which should be 85 to 95%.
 
 vllm: needs vLLM; without --model, gpt-oss-120b's architecture with dummy weights on the first GPU.
 """
@@ -121,12 +123,19 @@ class Bench:
     samples: list[dict[str, Any]] = field(default_factory=list)  # all that was measured, in order
 
     def on_outcome(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Take the outcome of an online prediction. That of the first token is replaced by the router's view of it."""
+        """Take the outcome of an online prediction.
+
+        That of the first token is replaced by the router's view of it.
+        """
         if kind != "first_token":
-            self.judged[f"{self.prefix} {kind} online"].append(Judged(abs(1 / ratio - 1), is_covered))
+            self.judged[f"{self.prefix} {kind} online"].append(
+                Judged(abs(1 / ratio - 1), is_covered)
+            )
 
     def learn(self) -> None:
-        """Evaluate the frozen model on the last steps, then let the worker learn from them, and report."""
+        """Evaluate the frozen model on the last steps, then let the worker learn from them, and
+        report.
+        """
         self.samples.extend({"loads": self.prefix, "step": step._asdict()} for step in self.steps)
         if self.frozen is not None:
             for step in self.steps:
@@ -135,7 +144,9 @@ class Bench:
                     kind = "prefill_step" if step.prefill_tokens else "decode_step"
                     ratio = step.seconds / fit.predict(step.features)
                     within = fit.low <= ratio <= fit.high
-                    self.judged[f"{self.prefix} {kind} frozen"].append(Judged(abs(1 / ratio - 1), within))
+                    self.judged[f"{self.prefix} {kind} frozen"].append(
+                        Judged(abs(1 / ratio - 1), within)
+                    )
         self.model = self.service.load_report_with_cost().cost
 
     async def ask(self, rnd: random.Random, prompt_tokens: int, output_tokens: int) -> None:
@@ -144,7 +155,9 @@ class Bench:
         request = GenerateRequest(
             request_id=f"{self.number:016x}",
             model=self.instance.card.name,
-            token_ids=token_ids(rnd.choices(range(100, min(2000, self.instance.card.vocab_size)), k=prompt_tokens)),
+            token_ids=token_ids(
+                rnd.choices(range(100, min(2000, self.instance.card.vocab_size)), k=prompt_tokens)
+            ),
             sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
             deadline=time.time() + 600,
         )
@@ -152,7 +165,9 @@ class Bench:
         work = self._work(prompt_tokens)
         models = (("online", self.model), ("frozen", self.frozen))
         predictions = [
-            (how, model.predict_first_token(prompt_tokens, 0, work)) for how, model in models if model is not None
+            (how, model.predict_first_token(prompt_tokens, 0, work))
+            for how, model in models
+            if model is not None
         ]
         ended = asyncio.get_running_loop().create_future()
 
@@ -182,7 +197,9 @@ class Bench:
         report = self.service.load_report()
         if report.number != self.report_number:
             self.report_number, self.new_tokens, self.new_requests = report.number, 0, 0
-        work = report.work(decodes=True, more_tokens=self.new_tokens, more_requests=self.new_requests)
+        work = report.work(
+            decodes=True, more_tokens=self.new_tokens, more_requests=self.new_requests
+        )
         self.new_tokens += prompt_tokens
         self.new_requests += 1
         return work
@@ -191,14 +208,19 @@ class Bench:
         """Run a load with each number of concurrent requests for some seconds."""
         for concurrency in loads.concurrency:
             until_s = time.monotonic() + seconds
-            lanes = [self._lane(loads.prompts, until_s, seed + lane, lane / concurrency) for lane in range(concurrency)]
+            lanes = [
+                self._lane(loads.prompts, until_s, seed + lane, lane / concurrency)
+                for lane in range(concurrency)
+            ]
             learning = asyncio.create_task(self._keep_learning())
             try:
                 await asyncio.gather(*lanes)
             finally:
                 learning.cancel()
 
-    async def _lane(self, prompts: Sequence[int], until_s: float, seed: int, delay_s: float) -> None:
+    async def _lane(
+        self, prompts: Sequence[int], until_s: float, seed: int, delay_s: float
+    ) -> None:
         rnd = random.Random(seed)
         await asyncio.sleep(delay_s)
         while time.monotonic() < until_s:
@@ -238,7 +260,11 @@ def instance_of(info: EngineInfo) -> Instance:
 @contextmanager
 def configured(args: argparse.Namespace) -> Iterator[WorkerConfig]:
     """Yield the worker's configuration, whose model folder exists in this context."""
-    values = {"engine": args.engine, "disaggregation_mode": "prefill_and_decode", "served_model_name": "bench"}
+    values = {
+        "engine": args.engine,
+        "disaggregation_mode": "prefill_and_decode",
+        "served_model_name": "bench",
+    }
     values["override_engine_args"] = _ARGUMENTS[args.engine] | args.engine_args
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
@@ -246,7 +272,9 @@ def configured(args: argparse.Namespace) -> Iterator[WorkerConfig]:
             model = str(resolve(model or "tiny-gpt-oss"))
         elif args.engine == "vllm":
             os.environ.update(ENVIRONMENT)
-            values["override_engine_args"] = {"load_format": "dummy"} | values["override_engine_args"]
+            values["override_engine_args"] = {"load_format": "dummy"} | values[
+                "override_engine_args"
+            ]
             if model is None:
                 model = str(write_model(Path(folder, "bench"), layers=args.layers))
                 values |= {"max_seq_len": 40_960, "max_num_tokens": 16_384, "max_batch_size": 256}
@@ -270,11 +298,15 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             bench = Bench(engine, None, instance, engine.steps)  # type: ignore[arg-type]
             metrics.observe_prediction = bench.on_outcome  # type: ignore[method-assign]
-            bench.service = WorkerService(engine, instance, Admission(), files={}, metrics=metrics, cost_prior=cost)
+            bench.service = WorkerService(
+                engine, instance, Admission(), files={}, metrics=metrics, cost_prior=cost
+            )
             await bench.run(Loads(args.prompts, args.concurrency), args.load_s, args.seed)
             bench.learn()
             bench.frozen, bench.prefix = bench.model, "unseen"
-            await bench.run(Loads(args.unseen_prompts, args.unseen_concurrency), args.load_s, args.seed + 1000)
+            await bench.run(
+                Loads(args.unseen_prompts, args.unseen_concurrency), args.load_s, args.seed + 1000
+            )
             bench.learn()
         finally:
             await engine.aclose()
@@ -323,9 +355,19 @@ def rows(judged: dict[str, list[Judged]]) -> list[dict[str, Any]]:
                 values = judged.get(f"{loads} {kind} {how}", [])
                 if values:
                     errors = sorted(each.error for each in values)
-                    row: dict[str, Any] = {"loads": loads, "time": kind, "prediction": how, "count": len(values)}
-                    row |= {"error_p50": median(errors), "error_p90": errors[int(0.9 * len(errors))]}
-                    found.append(row | {"within": sum(each.is_within for each in values) / len(values)})
+                    row: dict[str, Any] = {
+                        "loads": loads,
+                        "time": kind,
+                        "prediction": how,
+                        "count": len(values),
+                    }
+                    row |= {
+                        "error_p50": median(errors),
+                        "error_p90": errors[int(0.9 * len(errors))],
+                    }
+                    found.append(
+                        row | {"within": sum(each.is_within for each in values) / len(values)}
+                    )
     return found
 
 
@@ -339,17 +381,39 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("engine", choices=sorted(_LEARNED))
     add("--model", help="model folder, or for torch the name of a bundled model")
-    add("--layers", type=int, default=FULL_LAYERS, help="vllm without --model: layers of the model (default: 36)")
+    add(
+        "--layers",
+        type=int,
+        default=FULL_LAYERS,
+        help="vllm without --model: layers of the model (default: 36)",
+    )
     add("--engine-args", type=json.loads, default={}, help="JSON object with engine arguments")
-    add("--compile-cache", type=Path, help="vllm: folder for compiled kernels, which a later run uses")
-    add("--prior", action="store_true", help="begin with the prior of the engine's arguments, if it has one")
+    add(
+        "--compile-cache",
+        type=Path,
+        help="vllm: folder for compiled kernels, which a later run uses",
+    )
+    add(
+        "--prior",
+        action="store_true",
+        help="begin with the prior of the engine's arguments, if it has one",
+    )
     add("--load-s", type=float, default=10.0, help="seconds per load (default: 10)")
     add("--seed", type=int, default=1)
     add("--out", type=Path, help="file for the results (JSON)")
-    add("--samples", type=Path, help="file for every measured step and call (a JSON object per line)")
+    add(
+        "--samples",
+        type=Path,
+        help="file for every measured step and call (a JSON object per line)",
+    )
     for name, of in (("", "the loads to learn from"), ("unseen-", "the other loads")):
         add(f"--{name}prompts", type=int, nargs="+", help=f"tokens of the prompts of {of}")
-        add(f"--{name}concurrency", type=int, nargs="+", help=f"concurrent requests of {of}, one load each")
+        add(
+            f"--{name}concurrency",
+            type=int,
+            nargs="+",
+            help=f"concurrent requests of {of}, one load each",
+        )
     args = parser.parse_args(argv)
     for prefix, loads in (("", _LEARNED[args.engine]), ("unseen_", _UNSEEN[args.engine])):
         for name, default in loads._asdict().items():

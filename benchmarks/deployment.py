@@ -1,6 +1,7 @@
 """A deployment of real processes under the launcher, for chaos runs and GPU benchmarks.
 
-Starts and stops it, signals its processes by name, and reads their state over HTTP. A subclass defines the workers.
+Starts and stops it, signals its processes by name, and reads their state over HTTP. A subclass
+defines the workers.
 """
 
 from __future__ import annotations
@@ -30,8 +31,17 @@ from .chaos.servers import Server
 
 FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"
-_COMMANDS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}  # text in command lines
-_HELD = ("running", "waiting", "kv_blocks_used", "tickets_held", "ticket_kv_blocks", "active_calls", "reserved")
+# text in command lines
+_COMMANDS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}
+_HELD = (
+    "running",
+    "waiting",
+    "kv_blocks_used",
+    "tickets_held",
+    "ticket_kv_blocks",
+    "active_calls",
+    "reserved",
+)
 _HELD_BY_FRONTEND = ("inflight", "choices", "queued", "body_bytes")
 _STOP_S = 45.0
 
@@ -46,7 +56,8 @@ class LaunchedDeployment(ABC):
     All its processes end with this one.
 
     Args:
-        workers: names of the workers. Each worker must have its name in NAME_VARIABLE of its environment.
+        workers: names of the workers. Each worker must have its name in NAME_VARIABLE of its
+            environment.
         model: served model name.
         ready_s: longest wait in `start`, in seconds.
         starts_servers: the launcher starts its own etcd and NATS servers.
@@ -80,7 +91,10 @@ class LaunchedDeployment(ABC):
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Return the content of the launcher's file. Called once, after etcd and NATS have started."""
+        """Return the content of the launcher's file.
+
+        Called once, after etcd and NATS have started.
+        """
 
     def _start_nats(self, folder: Path) -> Server:
         """Start the NATS server for the launcher's file."""
@@ -95,12 +109,18 @@ class LaunchedDeployment(ABC):
     def http_port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
-    # --- start and stop --------------------------------------------------------------------------------
+    # --- start and stop ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all processes and wait until they are ready. Raise NotReady with the end of the log."""
+        """Start all processes and wait until they are ready.
+
+        Raise NotReady with the end of the log.
+        """
         if not self._is_alone:
-            self.servers = {"etcd": Server("etcd", self._folder / "e"), "nats": self._start_nats(self._folder)}
+            self.servers = {
+                "etcd": Server("etcd", self._folder / "e"),
+                "nats": self._start_nats(self._folder),
+            }
         (self._folder / "tmp").mkdir()
         file = self._folder / "deployment.yaml"
         file.write_bytes(orjson.dumps(self.description()))  # JSON is YAML
@@ -108,11 +128,16 @@ class LaunchedDeployment(ABC):
         env |= {"TMPDIR": str(self._folder / "tmp"), "PYTHONUNBUFFERED": "1"}
         argv = [sys.executable, "-m", "dynamo_trtllm.launch", str(file)]
         self._launcher = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        threading.Thread(target=self._read, args=(self._launcher,), name="launcher-log", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(self._launcher,), name="launcher-log", daemon=True
+        ).start()
         self.wait_ready(self._ready_s)
 
     def stop(self) -> list[str]:
-        """Stop everything. Return a line for each process and temporary file that the launcher left."""
+        """Stop everything.
+
+        Return a line for each process and temporary file that the launcher left.
+        """
         launcher = self._launcher
         left: list[str] = []
         if launcher is not None:
@@ -138,7 +163,11 @@ class LaunchedDeployment(ABC):
     def leftovers(self, within_s: float = 5.0) -> list[str]:
         """Return the processes and files that remain after the launcher has ended."""
         _, alive = psutil.wait_procs(list(self._seen.values()), timeout=within_s)
-        left = [f"process {process.pid} still runs" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        left = [
+            f"process {process.pid} still runs"
+            for process in alive
+            if process.status() != psutil.STATUS_ZOMBIE
+        ]
         files = [path for path in (self._folder / "tmp").rglob("*") if path.is_file()]
         return left + [f"file {path.relative_to(self._folder)} remains" for path in files]
 
@@ -165,7 +194,7 @@ class LaunchedDeployment(ABC):
             self._instances.pop(match[1], None)
             self._health.pop(match[1], None)
 
-    # --- processes -------------------------------------------------------------------------------------
+    # --- processes --------------------------------------------------------------------------------
 
     def processes(self) -> Iterator[tuple[str, psutil.Process]]:
         """Yield the name and process of the launcher and all its descendants."""
@@ -190,7 +219,10 @@ class LaunchedDeployment(ABC):
             pass
 
     def process(self, name: str) -> psutil.Process:
-        """Return the launcher, the frontend or a worker by name. Raise NotReady if it does not run."""
+        """Return the launcher, the frontend or a worker by name.
+
+        Raise NotReady if it does not run.
+        """
         for each, process in self.processes():
             if each == name:
                 return process
@@ -216,22 +248,30 @@ class LaunchedDeployment(ABC):
             return False
         return True
 
-    # --- state -----------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def health_url(self, name: str) -> str:
         """Return the URL of a worker's health and metrics, or "" if it is not known yet."""
         return self._health.get(name, "")
 
     def instance(self, name: str) -> str | None:
-        """Return the instance id of a ready worker, in hexadecimal. None if the worker is not ready."""
+        """Return the instance id of a ready worker, in hexadecimal.
+
+        None if the worker is not ready.
+        """
         return self._instances.get(name)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until all workers are ready and the frontend lists exactly these. Raise NotReady with the reason."""
+        """Wait until all workers are ready and the frontend lists exactly these.
+
+        Raise NotReady with the reason.
+        """
         until = time.monotonic() + timeout_s
         while reason := self._not_ready_reason():
             if time.monotonic() > until:
-                raise NotReady("\n".join([f"not ready within {timeout_s:g} s: {reason}", *self.lines[-30:]]))
+                raise NotReady(
+                    "\n".join([f"not ready within {timeout_s:g} s: {reason}", *self.lines[-30:]])
+                )
             time.sleep(0.05)
 
     def _not_ready_reason(self) -> str:
@@ -249,7 +289,9 @@ class LaunchedDeployment(ABC):
         listed = {instance["instance_id"] for instance in health["instances"]}
         running = {int(instance, 16) for instance in self._instances.values()}
         if listed != running:
-            return f"the frontend lists {len(listed)} instances, {len(listed & running)} of which run"
+            return (
+                f"the frontend lists {len(listed)} instances, {len(listed & running)} of which run"
+            )
         return ""
 
     def held(self) -> list[str]:

@@ -1,9 +1,11 @@
-"""Kills the decode worker of a running stream with SIGKILL and records when each piece of its text arrived.
+"""Kills the decode worker of a running stream with SIGKILL and records when each piece of its text
+arrived.
 
     python -m benchmarks.failover
 
-Starts a deployment of the bundled torch model with two prefill and two decode workers, sends one streaming chat twice
-(once undisturbed, as the reference), and writes the times and texts of the second one as JSON to benchmarks/results/.
+Starts a deployment of the bundled torch model with two prefill and two decode workers, sends one
+streaming chat twice (once undisturbed, as the reference), and writes the times and texts of the
+second one as JSON to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def stream(deployment: Deployment, kill_after: int | None = None) -> dict[str, Any]:
-    """Send the chat and read its stream. With `kill_after`, kill the worker that decodes after so many events.
+    """Send the chat and read its stream.
+
+    With `kill_after`, kill the worker that decodes after so many events.
 
     Returns:
-        `events`, with the seconds since the request and the text of each, and `killed_s` and `victim` of the kill.
+        `events`, with the seconds since the request and the text of each, and `killed_s` and
+            `victim` of the kill.
     """
     connection = http.client.HTTPConnection("127.0.0.1", deployment.http_port, timeout=_TIMEOUT_S)
     body = {
@@ -43,7 +48,9 @@ def stream(deployment: Deployment, kill_after: int | None = None) -> dict[str, A
     record: dict[str, Any] = {"events": [], "killed_s": None, "victim": None, "finish_reason": None}
     begun = time.perf_counter()
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         decode = response.getheader("x-decode-instance")
         for line in iter(response.readline, b""):
@@ -53,12 +60,20 @@ def stream(deployment: Deployment, kill_after: int | None = None) -> dict[str, A
             if "error" in event:
                 raise NotReady(f"the stream ended with {event['error']}")
             for choice in event["choices"]:
-                text = choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+                text = (
+                    choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+                )
                 record["finish_reason"] = choice.get("finish_reason") or record["finish_reason"]
                 if text:
                     record["events"].append([round(time.perf_counter() - begun, 4), text])
-            if kill_after is not None and len(record["events"]) >= kill_after and record["killed_s"] is None:
-                record["victim"] = next(name for name in deployment.workers if deployment.instance(name) == decode)
+            if (
+                kill_after is not None
+                and len(record["events"]) >= kill_after
+                and record["killed_s"] is None
+            ):
+                record["victim"] = next(
+                    name for name in deployment.workers if deployment.instance(name) == decode
+                )
                 deployment.send(record["victim"], signal.SIGKILL)
                 record["killed_s"] = round(time.perf_counter() - begun, 4)
     finally:
@@ -71,7 +86,11 @@ def summary(record: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]
     times = [at for at, _ in record["events"]]
     pauses = [later - earlier for earlier, later in pairwise(times) if later > record["killed_s"]]
     texts = ["".join(text for _, text in each["events"]) for each in (record, reference)]
-    return {"pause_s": round(max(pauses), 4), "is_text_equal": texts[0] == texts[1], "characters": len(texts[0])}
+    return {
+        "pause_s": round(max(pauses), 4),
+        "is_text_equal": texts[0] == texts[1],
+        "characters": len(texts[0]),
+    }
 
 
 def main() -> None:
@@ -89,11 +108,18 @@ def main() -> None:
         record = stream(deployment, _KILL_AFTER)
     finally:
         deployment.stop()
-    result = {"what": "failover", "at": datetime.now(UTC).isoformat(timespec="seconds"), "question": QUESTION}
+    result = {
+        "what": "failover",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "question": QUESTION,
+    }
     result |= summary(record, reference) | {"reference": reference, "stream": record}
     path = _RESULTS / f"failover-{re.sub('[^0-9]', '', result['at'])[:14]}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{record['victim']} was killed after {record['killed_s']:.2f} s; the pause was {result['pause_s']:.2f} s")
+    print(
+        f"{record['victim']} was killed after {record['killed_s']:.2f} s; the pause was"
+        f" {result['pause_s']:.2f} s"
+    )
     print(f"text equal to the undisturbed one: {result['is_text_equal']}; written: {path}")
 
 

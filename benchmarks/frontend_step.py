@@ -1,4 +1,5 @@
-"""Measures the frontend's CPU time per token: parsing, stop strings and JSON, and the whole request around them.
+"""Measures the frontend's CPU time per token: parsing, stop strings and JSON, and the whole request
+around them.
 
 The engine makes one token per step. Needs no server and no model.
 
@@ -28,7 +29,13 @@ from dynamo_trtllm.frontend.http.request_context import AppState
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ModelDeploymentCard, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    ModelDeploymentCard,
+    token_ids,
+)
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 from dynamo_trtllm.tokenization import vocabulary
@@ -37,10 +44,17 @@ from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 RENDERER = HarmonyRenderer()
 CARD = ModelDeploymentCard(
-    name="openai/gpt-oss-120b", context_length=1 << 20, vocab_size=201088, eos_token_ids=(200002,), renderer="harmony"
+    name="openai/gpt-oss-120b",
+    context_length=1 << 20,
+    vocab_size=201088,
+    eos_token_ids=(200002,),
+    renderer="harmony",
 )
 SERVED = ServedModel(CARD, RENDERER)
-PROSE = 'The quick brown fox jumps over the lazy dog, says the engine; "why" it does so no one knows.\n' * 50
+PROSE = (
+    'The quick brown fox jumps over the lazy dog, says the engine; "why" it does so no one knows.\n'
+    * 50
+)
 ARGUMENTS = '{"place": "Łódź", "unit": "celsius", "days": [1, 2, 3], "detailed": true}' * 50
 HEADERS = {
     "content": "<|channel|>final<|message|>",
@@ -111,14 +125,17 @@ class FakePipeline:
     def __init__(self, chunks: list[Chunk]) -> None:
         self._chunks = chunks
 
-    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+    ) -> StreamHandle:
         stream = Stream(on_event)
         asyncio.get_running_loop().call_soon(self._begin, stream)
         return stream
 
     def _begin(self, stream: Stream) -> None:
         stream.emit(self._chunks[0])
-        asyncio.get_running_loop().call_later(0.001, self._go_on, stream)  # the response has started by then
+        # the response has started by then
+        asyncio.get_running_loop().call_later(0.001, self._go_on, stream)
 
     def _go_on(self, stream: Stream) -> None:
         for chunk in self._chunks[1:]:
@@ -138,10 +155,14 @@ class NullTransport(asyncio.Transport):
         pass
 
 
-def make_exchange(channel: str, steps: int, **fields: Any) -> Callable[[], Coroutine[Any, Any, None]]:
+def make_exchange(
+    channel: str, steps: int, **fields: Any
+) -> Callable[[], Coroutine[Any, Any, None]]:
     """Return a function that runs a request without socket and pipeline."""
     pipeline, config = FakePipeline(make_chunks(make_stream(channel, steps))), FrontendConfig()
-    state = AppState(config, cast("ModelRegistry", pipeline), cast("Pipeline", pipeline), FrontendMetrics())
+    state = AppState(
+        config, cast("ModelRegistry", pipeline), cast("Pipeline", pipeline), FrontendMetrics()
+    )
     app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
 
     async def exchange() -> None:
@@ -166,14 +187,21 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=20_000, help="tokens per answer (default: 20000)")
+    parser.add_argument(
+        "--steps", type=int, default=20_000, help="tokens per answer (default: 20000)"
+    )
     steps = parser.parse_args().steps
     print(f"{'CPU per delta, us':24}{'parse + JSON':>14}{'whole exchange':>16}")
     cases: list[tuple[str, str, dict[str, Any]]] = [(channel, channel, {}) for channel in HEADERS]
-    cases.append(("content, 4 stop strings", "content", {"stop": ["STOP", "END", "</s>", "\n\n\n"]}))
+    cases.append(
+        ("content, 4 stop strings", "content", {"stop": ["STOP", "END", "</s>", "\n\n\n"]})
+    )
     cases.append(("content, n=4", "content", {"n": 4}))
     for name, channel, fields in cases:
-        parse_us, exchange_us = parse_cost_us(channel, steps, **fields), exchange_cost_us(channel, steps, **fields)
+        parse_us, exchange_us = (
+            parse_cost_us(channel, steps, **fields),
+            exchange_cost_us(channel, steps, **fields),
+        )
         print(f"{name:24}{parse_us:14.2f}{exchange_us:16.2f}")
 
 

@@ -3,10 +3,11 @@
     python -m benchmarks.hostile                  # all cases
     python -m benchmarks.hostile tool-words zeros
 
-Starts a small deployment with the mock engine. For each case, sends its requests from another address while it polls
-/live every 20 ms and runs a few normal streams. The exit status is 1 if a limit is exceeded: /live takes more than
-200 ms (99th percentile) or 500 ms (worst), a normal stream has a gap of more than 500 ms, the frontend's memory grows
-by more than 20 bytes per byte sent, or most of it is not freed after --settle-s.
+Starts a small deployment with the mock engine. For each case, sends its requests from another
+address while it polls /live every 20 ms and runs a few normal streams. The exit status is 1 if a
+limit is exceeded: /live takes more than 200 ms (99th percentile) or 500 ms (worst), a normal stream
+has a gap of more than 500 ms, the frontend's memory grows by more than 20 bytes per byte sent, or
+most of it is not freed after --settle-s.
 
   status            status codes of the requests
   seconds           until the last response
@@ -73,7 +74,11 @@ class Request:
 
 def chat(**fields: Any) -> Request:
     """Return a chat request with these fields."""
-    whole = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+    whole = {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+    } | fields
     return Request(CHAT, orjson.dumps(whole))
 
 
@@ -84,7 +89,9 @@ def repeat_text(text: str, size: int = MAX_BODY) -> Request:
 
 
 def _letters(seed: int) -> Request:
-    """Return a chat request of 47 KB, about the longest that the event loop plans. Its text is slow to tokenize.
+    """Return a chat request of 47 KB, about the longest that the event loop plans.
+
+    Its text is slow to tokenize.
 
     It asks for too many tokens, so that no worker gets it.
     """
@@ -95,7 +102,9 @@ def _letters(seed: int) -> Request:
 def _tools(count: int, description: str, **properties: Any) -> Request:
     parameters = {"type": "object", "properties": properties}
     function = {"description": description, "parameters": parameters}
-    return chat(tools=[{"type": "function", "function": function | {"name": f"f{i}"}} for i in range(count)])
+    return chat(
+        tools=[{"type": "function", "function": function | {"name": f"f{i}"}} for i in range(count)]
+    )
 
 
 def repeat_item(item: str, count: int, path: str = CHAT) -> Request:
@@ -106,13 +115,19 @@ def repeat_item(item: str, count: int, path: str = CHAT) -> Request:
 
 
 def _calls(arguments: str, count: int = 1) -> Request:
-    calls = [{"id": f"c{i}", "function": {"name": f"f{i}", "arguments": arguments}} for i in range(count)]
+    calls = [
+        {"id": f"c{i}", "function": {"name": f"f{i}", "arguments": arguments}} for i in range(count)
+    ]
     return chat(messages=[{"role": "assistant", "tool_calls": calls}])
 
 
 def message(path: str = MESSAGES, **fields: Any) -> Request:
     """Return a request of Anthropic's API with these fields."""
-    whole = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+    whole = {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+    } | fields
     return Request(path, orjson.dumps(whole))
 
 
@@ -123,20 +138,28 @@ def _blocks(role: str, blocks: Sequence[Any]) -> Request:
 
 
 def _uses(count: int, **fields: Any) -> Request:
-    uses = [{"type": "tool_use", "id": f"c{i}", "name": "f", "input": {}} | fields for i in range(count)]
+    uses = [
+        {"type": "tool_use", "id": f"c{i}", "name": "f", "input": {}} | fields for i in range(count)
+    ]
     return _blocks("assistant", uses)
 
 
 def _results(count: int) -> Request:
     """Return a request of Anthropic's API with calls, and as many results."""
     uses = [{"type": "tool_use", "id": f"c{i}", "name": "f"} for i in range(count)]
-    results = [{"type": "tool_result", "tool_use_id": f"c{i}", "content": "x"} for i in range(count)]
-    return message(messages=[{"role": "assistant", "content": uses}, {"role": "user", "content": results}])
+    results = [
+        {"type": "tool_result", "tool_use_id": f"c{i}", "content": "x"} for i in range(count)
+    ]
+    return message(
+        messages=[{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+    )
 
 
 def _message_tools(count: int, **fields: Any) -> Request:
     """Return a request of Anthropic's API with so many tools."""
-    return message(tools=[{"name": f"f{i}", "input_schema": {"type": "object"}} | fields for i in range(count)])
+    return message(
+        tools=[{"name": f"f{i}", "input_schema": {"type": "object"}} | fields for i in range(count)]
+    )
 
 
 def _deep_input(levels: int) -> Request:
@@ -160,7 +183,9 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     "marks": lambda: [repeat_text("\u0301")],
     "wide": lambda: [repeat_text("a" * 10_000 + "😀")],  # four bytes per character in memory
     "tool-words": lambda: [_tools(1, " ".join(["a" * 16_000] * 15))],
-    "many-tools": lambda: [_tools(512, "word " * 40, place={"type": "string", "description": "x" * 200})],
+    "many-tools": lambda: [
+        _tools(512, "word " * 40, place={"type": "string", "description": "x" * 200})
+    ],
     "tools-too-large": lambda: [_tools(32, " ".join(["a" * 16_000] * 15))],
     "wrong-messages": lambda: [repeat_item("0", 400_000)],
     "wrong-items": lambda: [repeat_item("0", 400_000, path=RESPONSES)],
@@ -168,21 +193,30 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     "zeros-15M": lambda: [repeat_item("0", 7_500_000)],
     "empty-lists": lambda: [repeat_item("[]", (MAX_BODY - 100) // 3)],
     "messages": lambda: [chat(messages=[{"role": "user", "content": "hi"}] * 20_000)],
-    "names": lambda: [chat(messages=[{"role": "user", "name": f"n{i}", "content": "hi"} for i in range(20_000)])],
+    "names": lambda: [
+        chat(messages=[{"role": "user", "name": f"n{i}", "content": "hi"} for i in range(20_000)])
+    ],
     "calls": lambda: [_calls("{}", 20_000)],
     "deep-arguments": lambda: [_calls("[" * 1_000_000)],
     "deep": lambda: [Request(CHAT, b'{"model":' + b"[" * 4_000_000)],
     "stops": lambda: [chat(stop=["a" * 1_000_000] * 4)],
     "schema": lambda: [
         chat(
-            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"title": "a" * 8_000_000}}}
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": {"title": "a" * 8_000_000}},
+            }
         )
     ],
-    "message-letter": lambda: [message(messages=[{"role": "user", "content": "a" * (MAX_BODY - 200)}])],
+    "message-letter": lambda: [
+        message(messages=[{"role": "user", "content": "a" * (MAX_BODY - 200)}])
+    ],
     "message-counted": lambda: [message(COUNT_TOKENS, system="hello world, " * 600_000)],
     "message-turns": lambda: [message(messages=[{"role": "user", "content": "hi"}] * 20_000)],
     "message-blocks": lambda: [_blocks("user", [{"type": "text", "text": "hi"}] * 20_000)],
-    "message-system": lambda: [message(system=[{"type": "text", "text": "x-anthropic-billing-header: 1"}] * 20_000)],
+    "message-system": lambda: [
+        message(system=[{"type": "text", "text": "x-anthropic-billing-header: 1"}] * 20_000)
+    ],
     "message-wrong-turns": lambda: [repeat_item("0", 400_000, path=MESSAGES)],
     "message-wrong-blocks": lambda: [_blocks("user", [0] * 20_000), _blocks("user", [0] * 400_000)],
     "message-odd-types": lambda: [
@@ -206,7 +240,10 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     ],
     "message-unknown-fields": lambda: [
         message(MESSAGES, **{f"field_{i}": i for i in range(300_000)}),
-        _blocks("user", [{"type": "text", "text": "x", f"max_token{i}": 1, f"y{i}": {}} for i in range(20_000)]),
+        _blocks(
+            "user",
+            [{"type": "text", "text": "x", f"max_token{i}": 1, f"y{i}": {}} for i in range(20_000)],
+        ),
     ],
     "message-names": lambda: [
         message(tools=[{"name": "n" * 7_000_000, "input_schema": {}}]),
@@ -217,29 +254,52 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     ],
     "message-stops": lambda: [message(stop_sequences=["a" * 400_000] * 16)],
     "message-schema": lambda: [
-        message(output_config={"format": {"type": "json_schema", "schema": {"title": "a" * 8_000_000}}}),
+        message(
+            output_config={"format": {"type": "json_schema", "schema": {"title": "a" * 8_000_000}}}
+        ),
         _message_tools(1, input_schema={"title": "a" * 8_000_000}),
     ],
     "ids": lambda: [Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 1_200_000}))],
-    "long-ids-n": lambda: [Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 131_000, "n": 128}))],
+    "long-ids-n": lambda: [
+        Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 131_000, "n": 128}))
+    ],
     "echo-n": lambda: [
-        Request(TEXT, orjson.dumps({"model": "mock", "prompt": " " * 60_000, "echo": True, "n": 128, "max_tokens": 4}))
+        Request(
+            TEXT,
+            orjson.dumps(
+                {"model": "mock", "prompt": " " * 60_000, "echo": True, "n": 128, "max_tokens": 4}
+            ),
+        )
     ],
     "echo-n-large": lambda: [
-        Request(TEXT, orjson.dumps({"model": "mock", "prompt": " " * 900_000, "echo": True, "n": 128}))
+        Request(
+            TEXT, orjson.dumps({"model": "mock", "prompt": " " * 900_000, "echo": True, "n": 128})
+        )
     ],
     "choices": lambda: [chat(n=128)] * 250,
     "choices-left": lambda: [replace(chat(n=128), leaves=True)] * 250,
     "answers": lambda: [chat(n=128, max_tokens=16_000)] * 64,
-    "user": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 30_000_000}))] * 9,
-    "user-8M": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))] * 9,
+    "user": lambda: (
+        [
+            Request(
+                RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 30_000_000})
+            )
+        ]
+        * 9
+    ),
+    "user-8M": lambda: (
+        [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))]
+        * 9
+    ),
     "bodies": lambda: [repeat_text("hello world, ")] * 64,
     "medium-bodies": lambda: [_letters(seed) for seed in range(256)],
     "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, sent=0.5)] * 64,
     "slow-bodies": lambda: [Request(CHAT, b" " * (128 << 10), sent=0.99)] * 2100,
     "tiny-chunks": lambda: [_chunked(b"1\r\n \r\n" * 8_000)] * 1500,
     "small-chunks": lambda: [_chunked(b"8\r\n        \r\n" * 5_000 + b"0\r\n\r\n")] * 1500,
-    "pipelined": lambda: [Request("/none", b"GET /none HTTP/1.1\r\nHost: x\r\n\r\n" * 400, head="X: y")] * 300,
+    "pipelined": lambda: (
+        [Request("/none", b"GET /none HTTP/1.1\r\nHost: x\r\n\r\n" * 400, head="X: y")] * 300
+    ),
     "chunk-extension": lambda: [_chunked(b"1;x=", b"x" * 4_000_000, b"\r\n{\r\n0\r\n\r\n")],
     "trailer": lambda: [_chunked(b"1\r\n{\r\n0\r\nx: ", b"x" * 4_000_000, b"\r\n\r\n")],
 }
@@ -267,7 +327,10 @@ class Frontend:
         return total / 1000
 
     async def poll(self) -> None:
-        """Send GET /live at fixed intervals until cancelled. A slow response does not delay the next request."""
+        """Send GET /live at fixed intervals until cancelled.
+
+        A slow response does not delay the next request.
+        """
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._get_live())
@@ -287,7 +350,9 @@ async def exchange(port: int, data: bytes, address: str = LOOPBACK) -> str:
             try:
                 writer.write(data)
                 head = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+                await reader.readexactly(
+                    int(head.lower().partition(b"content-length: ")[2].split()[0])
+                )
             finally:
                 writer.transport.abort()
     except TimeoutError:
@@ -327,7 +392,9 @@ async def measure_case(deployment: Deployment, name: str, settle_s: float) -> di
     try:
         await asyncio.sleep(_MARGIN_S)
         begun_s = time.perf_counter()
-        statuses = Counter(await asyncio.gather(*(send(deployment.http_port, request) for request in requests)))
+        statuses = Counter(
+            await asyncio.gather(*(send(deployment.http_port, request) for request in requests))
+        )
         seconds = time.perf_counter() - begun_s
         await asyncio.sleep(_MARGIN_S)
         client.stop()
@@ -340,7 +407,9 @@ async def measure_case(deployment: Deployment, name: str, settle_s: float) -> di
     grown_mb = frontend.megabytes("VmHWM") - before_mb
     await asyncio.sleep(settle_s)
     live_s = sorted(frontend.live_s)
-    gaps_s = [max(r.gaps_s, default=0.0) for r in records] + [(r.first_s or math.inf) - r.planned_s for r in records]
+    gaps_s = [max(r.gaps_s, default=0.0) for r in records] + [
+        (r.first_s or math.inf) - r.planned_s for r in records
+    ]
     return {
         "case": name,
         "status": " ".join(f"{status}x{count}" for status, count in sorted(statuses.items())),
@@ -373,7 +442,9 @@ async def _run(names: Sequence[str], settle_s: float, *, as_json: bool) -> bool:
     try:
         deployment.start()
         # fastokens takes memory once in each thread that tokenizes
-        await asyncio.gather(*(send(deployment.http_port, repeat_text("hello world, ")) for _ in range(8)))
+        await asyncio.gather(
+            *(send(deployment.http_port, repeat_text("hello world, ")) for _ in range(8))
+        )
         for name in names:
             row = await measure_case(deployment, name, settle_s)
             row["missed"] = list(missed(row))
@@ -381,7 +452,11 @@ async def _run(names: Sequence[str], settle_s: float, *, as_json: bool) -> bool:
             if as_json:
                 sys.stdout.write(orjson.dumps(row).decode() + "\n")
             else:
-                cells = [f"{key} {v:.1f}" if isinstance(v, float) else f"{key} {v}" for key, v in row.items() if v]
+                cells = [
+                    f"{key} {v:.1f}" if isinstance(v, float) else f"{key} {v}"
+                    for key, v in row.items()
+                    if v
+                ]
                 sys.stdout.write("  ".join(cells) + "\n")
             sys.stdout.flush()
     finally:
@@ -395,13 +470,20 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
     parser.add_argument(
-        "--settle-s", type=float, default=10.0, help="seconds to wait before the last memory reading (default: 10)"
+        "case", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES)
+    )
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=10.0,
+        help="seconds to wait before the last memory reading (default: 10)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line per case")
     args = parser.parse_args()
-    raise SystemExit(0 if asyncio.run(_run(args.case or list(CASES), args.settle_s, as_json=args.json)) else 1)
+    raise SystemExit(
+        0 if asyncio.run(_run(args.case or list(CASES), args.settle_s, as_json=args.json)) else 1
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m benchmarks.many_workers --workers 2550 --requests 1536
 
-The workers have mock engines and share few processes; half of them are prefill and half decode workers. etcd, NATS and
-the frontend are the real processes. Afterwards each request is looked up in the recordings, as `dynamo-trtllm explain`
-does. The exit status is 1 if a request failed, hung or is not explained. It needs no network. On a machine with many
-cores, all but four of them serve workers by default; the others are for etcd, NATS, the frontend and the requests.
+The workers have mock engines and share few processes; half of them are prefill and half decode
+workers. etcd, NATS and the frontend are the real processes. Afterwards each request is looked up in
+the recordings, as `dynamo-trtllm explain` does. The exit status is 1 if a request failed, hung or
+is not explained. It needs no network. On a machine with many cores, all but four of them serve
+workers by default; the others are for etcd, NATS, the frontend and the requests.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _OTHER_CORES = 4  # for etcd, NATS, the frontend and the requests
 _FEWEST_PROCESSES = 8  # more workers of one process would wait for each other
 _PROGRESS_S = 5.0
 _RESTART_S = 1.0
-_LEASE_TTL_S = 60.0  # thousands of leases that are renewed every 3 s would be the load that is measured
+# thousands of leases that are renewed every 3 s would be the load that is measured
+_LEASE_TTL_S = 60.0
 
 
 async def serve_workers(role: Role, count: int, folder: Path) -> None:
@@ -77,7 +79,12 @@ async def serve_workers(role: Role, count: int, folder: Path) -> None:
             try:
                 await serving
             except DynamoError as exc:
-                log.warning("worker %x ended, starting another one (%s): %s", worker.instance_id, exc.code, exc.message)
+                log.warning(
+                    "worker %x ended, starting another one (%s): %s",
+                    worker.instance_id,
+                    exc.code,
+                    exc.message,
+                )
                 await first_of(stopped.wait(), timeout_s=_RESTART_S)
             del workers[worker.instance_id]
 
@@ -114,8 +121,13 @@ def _config(role: Role, folder: Path) -> WorkerConfig:
     )
 
 
-async def ask_all(port: int, count: int, timeout_s: float) -> tuple[Counter[str], list[float], list[str]]:
-    """Send all requests at once. Return their outcomes, the seconds of the complete ones, and their ids."""
+async def ask_all(
+    port: int, count: int, timeout_s: float
+) -> tuple[Counter[str], list[float], list[str]]:
+    """Send all requests at once.
+
+    Return their outcomes, the seconds of the complete ones, and their ids.
+    """
     outcomes: Counter[str] = Counter()
     seconds, ids = [], []
     body = {"model": MODEL, "max_tokens": 32, "messages": [{"role": "user", "content": "hello"}]}
@@ -130,7 +142,9 @@ async def ask_all(port: int, count: int, timeout_s: float) -> tuple[Counter[str]
             ids.append(name)
             try:
                 async with asyncio.timeout(timeout_s):
-                    response = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": name})
+                    response = await client.post(
+                        "/v1/chat/completions", json=body, headers={"x-request-id": name}
+                    )
             except TimeoutError:
                 outcomes["hung"] += 1
                 return
@@ -138,7 +152,10 @@ async def ask_all(port: int, count: int, timeout_s: float) -> tuple[Counter[str]
                 outcomes[type(exc).__name__] += 1
                 return
             answer = response.json()
-            if response.status_code == 200 and answer["usage"]["completion_tokens"] == body["max_tokens"]:
+            if (
+                response.status_code == 200
+                and answer["usage"]["completion_tokens"] == body["max_tokens"]
+            ):
                 outcomes["complete"] += 1
                 seconds.append(time.monotonic() - begun_s)
             else:
@@ -154,7 +171,11 @@ async def _print_progress(outcomes: Counter[str], count: int) -> None:
     begun_s = time.monotonic()
     while True:
         await asyncio.sleep(_PROGRESS_S)
-        print(f"{outcomes.total()} of {count} requests ended after {time.monotonic() - begun_s:.0f} s", flush=True)
+        print(
+            f"{outcomes.total()} of {count} requests ended after"
+            f" {time.monotonic() - begun_s:.0f} s",
+            flush=True,
+        )
 
 
 def explained(folder: Path, ids: list[str]) -> int:
@@ -164,12 +185,17 @@ def explained(folder: Path, ids: list[str]) -> int:
         for request in recordings.find(name):
             events = {step.entry.event for step in request.steps}
             roles = {step.process.kind for step in request.steps}
-            count += {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= events and len(roles) == 1 + len(_ROLES)
+            count += {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= events and len(
+                roles
+            ) == 1 + len(_ROLES)
     return count
 
 
 def wait_for_workers(port: int, count: int, timeout_s: float) -> float:
-    """Wait until the frontend knows all workers. Return the seconds that it took. Exit after the time-out."""
+    """Wait until the frontend knows all workers.
+
+    Return the seconds that it took. Exit after the time-out.
+    """
     begun_s = time.monotonic()
     while True:
         status, text = http_request(port, "GET", "/health")
@@ -199,14 +225,28 @@ def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
     hosts: list[subprocess.Popen[bytes]] = []
     try:
         for number, count in enumerate(shares(args.workers, args.processes)):
-            command = [sys.executable, "-m", __spec__.name, "--serve", _ROLES[number % 2], "--workers", str(count)]
+            command = [
+                sys.executable,
+                "-m",
+                __spec__.name,
+                "--serve",
+                _ROLES[number % 2],
+                "--workers",
+                str(count),
+            ]
             hosts.append(spawn([*command, "--recorder-dir", str(folder)], env=env))
         registered_s = wait_for_workers(port, args.workers, args.start_timeout_s)
         outcomes, seconds, ids = asyncio.run(ask_all(port, args.requests, args.timeout_s))
         print(f"{args.workers} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
-        print(f"{args.requests} requests at once: " + ", ".join(f"{count} {name}" for name, count in outcomes.items()))
+        print(
+            f"{args.requests} requests at once: "
+            + ", ".join(f"{count} {name}" for name, count in outcomes.items())
+        )
         if seconds:
-            print(f"time of a request: p50 {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
+            print(
+                f"time of a request: p50 {statistics.median(seconds):.2f} s, longest"
+                f" {max(seconds):.2f} s"
+            )
         num_explained = explained(folder, ids)
         print(f"explained: {num_explained}; memory of the frontend: {frontend.rss_mib():.0f} MiB")
         return int(outcomes["complete"] != args.requests or num_explained != args.requests)
@@ -230,9 +270,27 @@ def main() -> int:
     processes = max(_FEWEST_PROCESSES, (len(os.sched_getaffinity(0)) - _OTHER_CORES) // 2 * 2)
     about = f"number of processes that they share (here by default: {processes})"
     add("--processes", type=int, default=processes, metavar="N", help=about)
-    add("--requests", type=int, default=1536, metavar="N", help="requests that are sent at once (default: 1536)")
-    add("--start-timeout-s", type=float, default=1800.0, metavar="S", help="for all to register (default: 1800)")
-    add("--timeout-s", type=float, default=300.0, metavar="S", help="a request that takes longer hangs (default: 300)")
+    add(
+        "--requests",
+        type=int,
+        default=1536,
+        metavar="N",
+        help="requests that are sent at once (default: 1536)",
+    )
+    add(
+        "--start-timeout-s",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="for all to register (default: 1800)",
+    )
+    add(
+        "--timeout-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="a request that takes longer hangs (default: 300)",
+    )
     add("--serve", choices=_ROLES, help=argparse.SUPPRESS)  # the processes of the workers
     add("--recorder-dir", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -22,8 +22,13 @@ _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun 
 _ANALYSIS = "<|channel|>analysis<|message|>"
 _NEXT = "<|end|><|start|>assistant"
 HARMONY = {
-    "reasoning and answer": f"{_ANALYSIS}{_WORDS}{_NEXT}<|channel|>final<|message|>{_WORDS}<|return|>",
-    "one call": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
+    "reasoning and answer": (
+        f"{_ANALYSIS}{_WORDS}{_NEXT}<|channel|>final<|message|>{_WORDS}<|return|>"
+    ),
+    "one call": (
+        "<|channel|>commentary to=functions.get_weather"
+        f" <|constrain|>json<|message|>{_ARGUMENTS}<|call|>"
+    ),
     "headers only": f"{_ANALYSIS}a{_NEXT}" * 200,
 }
 _OBJECT = f'{{"name": "get_weather", "arguments": {_ARGUMENTS}}}'
@@ -41,7 +46,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of which medians are shown (default: 7)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="repetitions of which medians are shown (default: 7)"
+    )
     rounds = parser.parse_args().rounds
     renderer, encoding = HarmonyRenderer(), vocabulary.load_tokenizer().harmony
     for name, text in HARMONY.items():
@@ -54,11 +61,16 @@ def main() -> None:
 
 def _make_parser(renderer: HarmonyRenderer, calls: str) -> OutputParser:
     return ChatOutputParser(
-        renderer.text_parser(), reasoning_parser="basic", tool_call_parser=calls, forced_ids=token_ids()
+        renderer.text_parser(),
+        reasoning_parser="basic",
+        tool_call_parser=calls,
+        forced_ids=token_ids(),
     )
 
 
-def _report(name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int) -> None:
+def _report(
+    name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int
+) -> None:
     totals, slowest = [], []
     for _ in range(rounds):
         parser, times = make(), []

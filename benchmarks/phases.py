@@ -2,12 +2,13 @@
 
     python -m benchmarks.phases --requests 500
 
-Starts a deployment with two prefill and two decode workers of the mock engine, whose steps take a known time, sends
-streaming chats over keep-alive connections and kills a worker from time to time. For each request, the sum of the
-phases may differ from the client's time by 1 ms or 2%, whichever is larger. The difference contains the time for which
-client and frontend wait for a CPU core, so it needs a machine with free cores: the round trip of `GET /live` before
-each request shows that time. Writes the result as JSON to benchmarks/results/. The exit status is 1 if a request was
-outside the bound or failed.
+Starts a deployment with two prefill and two decode workers of the mock engine, whose steps take a
+known time, sends streaming chats over keep-alive connections and kills a worker from time to time.
+For each request, the sum of the phases may differ from the client's time by 1 ms or 2%, whichever
+is larger. The difference contains the time for which client and frontend wait for a CPU core, so it
+needs a machine with free cores: the round trip of `GET /live` before each request shows that time.
+Writes the result as JSON to benchmarks/results/. The exit status is 1 if a request was outside the
+bound or failed.
 """
 
 from __future__ import annotations
@@ -62,19 +63,26 @@ class TimedRequest(msgspec.Struct, frozen=True):
     @property
     def named_ttft_share(self) -> float:
         """The share of the client's time to first token that lies in phases."""
-        named_s = sum(seconds for name, seconds in self.phase_s.items() if name not in AFTER_FIRST_TOKEN)
+        named_s = sum(
+            seconds for name, seconds in self.phase_s.items() if name not in AFTER_FIRST_TOKEN
+        )
         return named_s / self.client_ttft_s
 
 
-async def send(port: int, model: str, requests: Iterator[int], results: list[TimedRequest], failed: list[str]) -> None:
+async def send(
+    port: int, model: str, requests: Iterator[int], results: list[TimedRequest], failed: list[str]
+) -> None:
     """Send requests one after the other over one connection, until the iterator ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for number in requests:
         words = random.Random(number).randint(*_PROMPT_WORDS)
         message = {"role": "user", "content": f"{number} " + "word " * words}
-        body = json.dumps({"model": model, "stream": True, "max_tokens": _OSL, "messages": [message]}).encode()
+        body = json.dumps(
+            {"model": model, "stream": True, "max_tokens": _OSL, "messages": [message]}
+        ).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-dynamo-stats: 1\r\nContent-Length: {len(body)}\r\n\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-dynamo-stats: 1\r\nContent-Length:"
+            f" {len(body)}\r\n\r\n"
         )
         begun_s = time.perf_counter()
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -87,7 +95,8 @@ async def send(port: int, model: str, requests: Iterator[int], results: list[Tim
                 part = await reader.read(1 << 16)
                 now_s = time.perf_counter()
                 received += part
-                first_s = first_s or (now_s if b"data: " in received else 0.0)  # with the first token
+                # with the first token
+                first_s = first_s or (now_s if b"data: " in received else 0.0)
                 if not part or (b'"error":{' in part and b"[DONE]" not in part):
                     break
         stats = re.findall(rb'"dynamo_trtllm":(\{.*\})\}', received)
@@ -97,7 +106,11 @@ async def send(port: int, model: str, requests: Iterator[int], results: list[Tim
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             continue
         found = json.loads(stats[-1])
-        results.append(TimedRequest(live_s, now_s - begun_s, first_s - begun_s, found["ttft_s"], found["phase_s"]))
+        results.append(
+            TimedRequest(
+                live_s, now_s - begun_s, first_s - begun_s, found["ttft_s"], found["phase_s"]
+            )
+        )
     writer.close()
 
 
@@ -105,7 +118,8 @@ async def kill_workers(deployment: Deployment, every_s: float, killed: list[str]
     """Kill one worker after the other. The launcher starts it again."""
     while True:
         await asyncio.sleep(every_s)
-        name = WORKERS[(3 - len(killed)) % len(WORKERS)]  # decode workers first: their streams migrate
+        # decode workers first: their streams migrate
+        name = WORKERS[(3 - len(killed)) % len(WORKERS)]
         await asyncio.to_thread(deployment.wait_ready, _TIMEOUT_S)
         deployment.send(name, signal.SIGKILL)
         killed.append(name)
@@ -116,21 +130,35 @@ async def measure(deployment: Deployment, options: argparse.Namespace) -> dict[s
     port, model = deployment.http_port, deployment.model
     warm: list[TimedRequest] = []
     await send(port, model, iter(range(20)), warm, [])
-    requests, results, killed, failed = iter(range(options.requests)), list[TimedRequest](), list[str](), list[str]()
+    requests, results, killed, failed = (
+        iter(range(options.requests)),
+        list[TimedRequest](),
+        list[str](),
+        list[str](),
+    )
     killing = asyncio.create_task(kill_workers(deployment, options.kill_every_s, killed))
     try:
-        await asyncio.gather(*(send(port, model, requests, results, failed) for _ in range(options.concurrency)))
+        await asyncio.gather(
+            *(send(port, model, requests, results, failed) for _ in range(options.concurrency))
+        )
     finally:
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
     return summary(results, killed, failed)
 
 
-def summary(results: Sequence[TimedRequest], killed: Sequence[str], failed: Sequence[str]) -> dict[str, Any]:
-    """Return the differences, how many requests are outside the bound, and the mean of each phase."""
+def summary(
+    results: Sequence[TimedRequest], killed: Sequence[str], failed: Sequence[str]
+) -> dict[str, Any]:
+    """Return the differences, how many requests are outside the bound, and the mean of each
+    phase.
+    """
     names = sorted({name for each in results for name in each.phase_s})
     per_request = {name: [each.phase_s.get(name, 0.0) for each in results] for name in names}
-    times_ms = ([each.difference_s * 1e3 for each in results], [each.live_s * 1e3 for each in results])
+    times_ms = (
+        [each.difference_s * 1e3 for each in results],
+        [each.live_s * 1e3 for each in results],
+    )
     difference_ms, live_ms = (
         {f"p{at / 10:g}": cuts[at - 1] for at in (500, 990, 999)} for cuts in map(_cuts, times_ms)
     )
@@ -149,9 +177,14 @@ def summary(results: Sequence[TimedRequest], killed: Sequence[str], failed: Sequ
             "mean": fmean(each.named_ttft_share for each in results),
             "p1": quantiles([each.named_ttft_share for each in results], n=100)[0],
         },
-        "decode_ms": fmean(each.phase_s["decode"] + each.phase_s["decode_wait"] for each in undisturbed) * 1e3,
+        "decode_ms": (
+            fmean(each.phase_s["decode"] + each.phase_s["decode_wait"] for each in undisturbed)
+            * 1e3
+        ),
         "known_decode_ms": (_OSL - 1) * STEP_S * 1e3,
-        "mean_phase_ms": {name: round(fmean(values) * 1e3, 4) for name, values in per_request.items()},
+        "mean_phase_ms": {
+            name: round(fmean(values) * 1e3, 4) for name, values in per_request.items()
+        },
     }
 
 
@@ -167,9 +200,17 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=32, help="connections, each with one request at a time")
-    parser.add_argument("--kill-every-s", type=float, default=15.0, help="seconds between two killed workers")
-    parser.add_argument("--realtime", action="store_true", help="let no other process delay client and frontend (root)")
+    parser.add_argument(
+        "--concurrency", type=int, default=32, help="connections, each with one request at a time"
+    )
+    parser.add_argument(
+        "--kill-every-s", type=float, default=15.0, help="seconds between two killed workers"
+    )
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="let no other process delay client and frontend (root)",
+    )
     options = parser.parse_args()
     deployment = Deployment(Options(engine="mock"))
     try:
@@ -180,15 +221,26 @@ def main() -> int:
         found = asyncio.run(measure(deployment, options))
     finally:
         deployment.stop()
-    result = {"what": "phases", "at": datetime.now(UTC).isoformat(timespec="seconds"), **vars(options), **found}
+    result = {
+        "what": "phases",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **vars(options),
+        **found,
+    }
     path = _RESULTS / f"phases-{re.sub('[^0-9]', '', result['at'])[:14]}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{found['requests']} requests, {found['retried']} retried, {found['migrated']} migrated")
     print(f"{found['num_outside']} outside 1 ms or 2%, {len(found['failed'])} failed")
     for what, name in (("client - phases", "difference_ms"), ("GET /live", "live_ms")):
-        print(f"{what}, ms: " + ", ".join(f"{percentile} {ms:.2f}" for percentile, ms in found[name].items()))
+        print(
+            f"{what}, ms: "
+            + ", ".join(f"{percentile} {ms:.2f}" for percentile, ms in found[name].items())
+        )
     print(f"share of TTFT in phases: mean {found['named_ttft_share']['mean']:.4f}")
-    print(f"decode, ms: {found['decode_ms']:.1f}; known: {found['known_decode_ms']:.1f}; written: {path}")
+    print(
+        f"decode, ms: {found['decode_ms']:.1f}; known: {found['known_decode_ms']:.1f}; written:"
+        f" {path}"
+    )
     return 1 if found["num_outside"] or found["failed"] else 0
 
 

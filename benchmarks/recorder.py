@@ -1,9 +1,11 @@
-"""Measures what phases and the flight recorder cost: CPU time per token of a deployment, an event, a second of streams.
+"""Measures what phases and the flight recorder cost: CPU time per token of a deployment, an event,
+a second of streams.
 
-Runs one deployment of mock workers, whose processes switch both off and on again at a signal, and sends it waves of
-requests with and without them in turn: the processes do not differ in anything else. A pair is four waves: with,
-without, without, with. Prints the median of the pairs with its 95% interval, by bootstrap, and whether it is at most
-the bar of 3%. Spans, which are readings of a clock, are taken in both. Other load on the machine widens the interval.
+Runs one deployment of mock workers, whose processes switch both off and on again at a signal, and
+sends it waves of requests with and without them in turn: the processes do not differ in anything
+else. A pair is four waves: with, without, without, with. Prints the median of the pairs with its
+95% interval, by bootstrap, and whether it is at most the bar of 3%. Spans, which are readings of a
+clock, are taken in both. Other load on the machine widens the interval.
 
     python -m benchmarks.recorder [--pairs N] [--point NAME]
 """
@@ -77,7 +79,10 @@ class CountingStream:
 
 
 def main() -> None:
-    """Print what an event costs, and both together. The exit status is 1 if they cost more than the bar."""
+    """Print what an event costs, and both together.
+
+    The exit status is 1 if they cost more than the bar.
+    """
     if sys.argv[1:2] and sys.argv[1] in _SWITCHES:
         _run_switched(sys.argv.pop(1))
         return
@@ -86,8 +91,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pairs", type=int, default=30, help="pairs (default: 30, about 4 minutes)")
-    parser.add_argument("--point", default="paced-128", help="load, of benchmarks.plane (default: paced-128)")
+    parser.add_argument(
+        "--pairs", type=int, default=30, help="pairs (default: 30, about 4 minutes)"
+    )
+    parser.add_argument(
+        "--point", default="paced-128", help="load, of benchmarks.plane (default: paced-128)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="recorder-", dir=MEMORY) as folder:
         asyncio.run(_print_parts(Path(folder)))
@@ -96,14 +105,19 @@ def main() -> None:
         extra = asyncio.run(_measure_pairs(stack, point, args.pairs))
     for name, shares in extra.items():
         low, high = interval(shares, statistics.median)
-        print(f"CPU time per token, {name:14} {statistics.median(shares):+7.1%}, between {low:+.1%} and {high:+.1%}")
+        print(
+            f"CPU time per token, {name:14} {statistics.median(shares):+7.1%}, between {low:+.1%}"
+            f" and {high:+.1%}"
+        )
     cost = statistics.median(extra["all processes"])
     print(f"bar: at most {BAR:.0%} of all processes: {'held' if cost <= BAR else 'missed'}")
     raise SystemExit(0 if cost <= BAR else 1)
 
 
 def _run_switched(process: str) -> None:
-    """Run a frontend or worker that records nothing and divides no request into phases between two signals."""
+    """Run a frontend or worker that records nothing and divides no request into phases between two
+    signals.
+    """
     from dynamo_trtllm.frontend.http import request_context
     from dynamo_trtllm.frontend.process.main import main as run_frontend
     from dynamo_trtllm.observability import metrics
@@ -131,7 +145,9 @@ def _run_switched(process: str) -> None:
 
 
 async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, list[float]]:
-    """Return by measure how much more CPU time each pair took with phases and recordings, as a share."""
+    """Return by measure how much more CPU time each pair took with phases and recordings, as a
+    share.
+    """
     extra: dict[str, list[float]] = {each: [] for each in _MEASURES}
     host, port = stack.url.removeprefix("http://").split(":")
     streams = await asyncio.gather(
@@ -146,7 +162,10 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
         _switch(stack, _ON)
         with_it.append(await _wave(stack, streams, point))
         for each, names in _MEASURES.items():
-            costs = [sum(cpu_s[name] for cpu_s in waves for name in names) for waves in (with_it, without)]
+            costs = [
+                sum(cpu_s[name] for cpu_s in waves for name in names)
+                for waves in (with_it, without)
+            ]
             extra[each].append(costs[0] / costs[1] - 1)
         sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
     for _, writer in streams:
@@ -155,7 +174,10 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
 
 
 async def _wave(stack: Stack, streams: Sequence[Connection], point: Point) -> dict[str, float]:
-    """Send a request on each connection, all at once. Return the CPU seconds of each process until all have ended."""
+    """Send a request on each connection, all at once.
+
+    Return the CPU seconds of each process until all have ended.
+    """
     meter = ProcessMeter(stack.pids)
     meter.start()
     await asyncio.gather(*(_chat(*connection, point) for connection in streams))
@@ -166,7 +188,9 @@ async def _wave(stack: Stack, streams: Sequence[Connection], point: Point) -> di
 async def _chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, point: Point) -> None:
     text = " ".join(random.choices(WORDS, k=point.isl))
     messages = [{"role": "user", "content": text}]
-    body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": point.osl, "stream": True})
+    body = json.dumps(
+        {"model": MODEL, "messages": messages, "max_tokens": point.osl, "stream": True}
+    )
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write((head + body).encode())
     await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")

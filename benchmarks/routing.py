@@ -7,35 +7,39 @@
     python -m benchmarks.routing replay --trace conversation_trace.jsonl.gz
     python -m benchmarks.routing indexes
 
-index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
-a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
-a conversation with one instance. The prefix hashes of the prompt are measured separately.
+index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how
+long the look-up of a prompt takes: one that no instance has, one that shares a system prompt with
+all instances, and one that also shares a conversation with one instance. The prefix hashes of the
+prompt are measured separately.
 
-select: how long the selection of a pair takes with --router-mode round-robin, least-loaded and kv. The prefix hashes of
-the prompt, which kv needs, have a column of their own. Prompts have 8,192 tokens; each is a conversation that one
-instance has in its cache. The last column is how long a report of a worker's load takes.
+select: how long the selection of a pair takes with --router-mode round-robin, least-loaded and kv.
+The prefix hashes of the prompt, which kv needs, have a column of their own. Prompts have 8,192
+tokens; each is a conversation that one instance has in its cache. The last column is how long a
+report of a worker's load takes.
 
-modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a deployment of mock
-workers: four for prefill, one of which has a quarter of the speed of the others, and two for decode. With --documents
-N, all have the same speed, prompts begin with one of N documents of 1,000 words, and a worker can cache a quarter of
-them.
+modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a
+deployment of mock workers: four for prefill, one of which has a quarter of the speed of the others,
+and two for decode. With --documents N, all have the same speed, prompts begin with one of N
+documents of 1,000 words, and a worker can cache a quarter of them.
 
-frontends: the same for several frontends, each of which knows the requests of the others only from the reports of the
-workers. Simulated, with prefill workers that compute one prompt after the other and are busy for 80% of the time.
-"held" is least-loaded with frontends that hold their prompts while each worker has 0.4 s to compute, and send them in
-the order of arrival to a worker that has less. It shows what a later selection would gain.
+frontends: the same for several frontends, each of which knows the requests of the others only from
+the reports of the workers. Simulated, with prefill workers that compute one prompt after the other
+and are busy for 80% of the time. "held" is least-loaded with frontends that hold their prompts
+while each worker has 0.4 s to compute, and send them in the order of arrival to a worker that has
+less. It shows what a later selection would gain.
 
-replay: prefix hits and the time to first token with each --router-mode, of the requests of a trace in Mooncake's
-format, scaled down, or of a generated one. It starts mock workers, as many for decode as for prefill. The modes
-dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock workers; its wheels are installed from PyPI
-into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of an oracle that knows
-each worker's cache and sends each prompt to the one that has most of it. "of one cache" compares them with one cache as
-large as those of all workers together. In both, each prompt is computed at once. Answers of Dynamo do not say what
-prefill workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what the engine found in
-its cache, and prompts with other salts found nothing.
+replay: prefix hits and the time to first token with each --router-mode, of the requests of a trace
+in Mooncake's format, scaled down, or of a generated one. It starts mock workers, as many for decode
+as for prefill. The modes dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock
+workers; its wheels are installed from PyPI into --dynamo-folder if they are not there. "of oracle"
+compares the cached tokens with those of an oracle that knows each worker's cache and sends each
+prompt to the one that has most of it. "of one cache" compares them with one cache as large as those
+of all workers together. In both, each prompt is computed at once. Answers of Dynamo do not say what
+prefill workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what
+the engine found in its cache, and prompts with other salts found nothing.
 
-indexes: how long it takes after bursts of requests until two frontends know the same of the workers' prefix caches. The
-second one loses some updates, and then asks for snapshots.
+indexes: how long it takes after bursts of requests until two frontends know the same of the
+workers' prefix caches. The second one loses some updates, and then asks for snapshots.
 """
 
 from __future__ import annotations
@@ -78,63 +82,97 @@ from .routing_replay import measure_indexes, measure_replay
 
 _LOOKUPS = 2000
 _SELECTIONS = 10_000
-_WARM_UP = 500  # calls that are not counted: the interpreter specializes the code, and memory is mapped
+# calls that are not counted: the interpreter specializes the code, and memory is mapped
+_WARM_UP = 500
 _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
 _REPORT_S = 0.05  # between reports to one frontend
 _BROADCAST_S = 0.25
 _TOKENS_PER_S = 20_000.0  # of a simulated worker
-# A simulated worker with so many prompt tokens to compute gets no prompt that was held. They take two steps of 0.2 s.
+# A simulated worker with so many prompt tokens to compute gets no prompt that was held. They take
+# two steps of 0.2 s.
 _FULL_TOKENS = 8000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.routing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.routing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True)
     index = commands.add_parser("index", help="look-ups and updates of the index of prefix caches")
-    index.add_argument("--blocks", type=int, default=1_000_000, help="blocks of all instances together")
+    index.add_argument(
+        "--blocks", type=int, default=1_000_000, help="blocks of all instances together"
+    )
     index.add_argument("--instances", type=int, default=1000)
     index.add_argument("--prompt-tokens", type=int, default=8192)
     index.add_argument("--block-tokens", type=int, nargs="+", default=[16, 32, 64])
     index.set_defaults(run=measure_index)
     selection = commands.add_parser("select", help="the selection of workers")
     selection.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000, 2500])
-    selection.add_argument("--blocks", type=int, default=1_000_000, help="in the caches of all instances together")
+    selection.add_argument(
+        "--blocks", type=int, default=1_000_000, help="in the caches of all instances together"
+    )
     selection.set_defaults(run=measure_select)
-    modes = commands.add_parser("modes", help="the time to first token, with workers of different speed")
+    modes = commands.add_parser(
+        "modes", help="the time to first token, with workers of different speed"
+    )
     modes.add_argument("--rate", type=float, default=8.0, help="requests per second (Poisson)")
     modes.add_argument("--requests", type=int, default=400)
     modes.add_argument("--modes", nargs="+", default=["round-robin", "random", "least-loaded"])
     modes.add_argument(
-        "--documents", type=int, default=0, help="with which prompts begin; 0: none, and unequal workers"
+        "--documents",
+        type=int,
+        default=0,
+        help="with which prompts begin; 0: none, and unequal workers",
     )
     modes.set_defaults(run=measure_modes)
-    frontends = commands.add_parser("frontends", help="the time to first token with several frontends, simulated")
+    frontends = commands.add_parser(
+        "frontends", help="the time to first token with several frontends, simulated"
+    )
     frontends.add_argument("--seconds", type=float, default=60.0, help="simulated time per cell")
     frontends.set_defaults(run=measure_frontends)
     _add_replay(
         commands.add_parser("replay", help="prefix hits and the time to first token of a trace"),
-        commands.add_parser("indexes", help="how soon two frontends know the same of the workers' prefix caches"),
+        commands.add_parser(
+            "indexes", help="how soon two frontends know the same of the workers' prefix caches"
+        ),
     )
     arguments = parser.parse_args()
     arguments.run(arguments)
 
 
 def _add_replay(replay: argparse.ArgumentParser, indexes: argparse.ArgumentParser) -> None:
-    replay.add_argument("--trace", type=Path, help="JSON lines, may end with .gz; default: a generated trace")
-    replay.add_argument("--modes", nargs="+", default=["kv", "least-loaded", "round-robin"], help="see above")
+    replay.add_argument(
+        "--trace", type=Path, help="JSON lines, may end with .gz; default: a generated trace"
+    )
+    replay.add_argument(
+        "--modes", nargs="+", default=["kv", "least-loaded", "round-robin"], help="see above"
+    )
     replay.add_argument("--rounds", type=int, default=1, help="how often each mode runs, in turn")
-    replay.add_argument("--dynamo-folder", type=Path, default=dynamo.default_folder(), help="for Dynamo's wheels")
-    replay.add_argument("--records", type=Path, help="append one JSON line per request to this file")
+    replay.add_argument(
+        "--dynamo-folder", type=Path, default=dynamo.default_folder(), help="for Dynamo's wheels"
+    )
+    replay.add_argument(
+        "--records", type=Path, help="append one JSON line per request to this file"
+    )
     indexes.add_argument("--bursts", type=int, default=10)
     for parser, requests in ((replay, 1200), (indexes, 400)):
-        parser.add_argument("--requests", type=int, default=requests, help="of a trace: about so many, of all its time")
+        parser.add_argument(
+            "--requests",
+            type=int,
+            default=requests,
+            help="of a trace: about so many, of all its time",
+        )
         parser.add_argument("--rate", type=float, default=16.0, help="requests per second")
         parser.add_argument("--workers", type=int, default=4, help="of each role")
-        parser.add_argument("--prefill-tokens", type=int, default=80, help="that a worker computes in 20 ms")
-        parser.add_argument("--cache-blocks", type=int, default=1000, help="of 32 tokens, of each prefill worker")
+        parser.add_argument(
+            "--prefill-tokens", type=int, default=80, help="that a worker computes in 20 ms"
+        )
+        parser.add_argument(
+            "--cache-blocks", type=int, default=1000, help="of 32 tokens, of each prefill worker"
+        )
     replay.set_defaults(run=measure_replay)
     indexes.set_defaults(run=measure_indexes)
 
@@ -147,15 +185,25 @@ def measure_select(arguments: argparse.Namespace) -> None:
     for count in arguments.instances:
         times = _selection_times(CachingFleet(count, arguments.blocks, 32, 8192), count)
         cells = [[each[len(each) * share // 100] for share in (50, 95, 99)] for each in times]
-        print(f"{count:9}", "".join(f"{p50:20.1f} {p95:6.1f} {p99:9.1f}" for p50, p95, p99 in cells), flush=True)
+        print(
+            f"{count:9}",
+            "".join(f"{p50:20.1f} {p95:6.1f} {p99:9.1f}" for p50, p95, p99 in cells),
+            flush=True,
+        )
 
 
 def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
     fleet.read_updates()
     breakers, view, rnd = PairBreakers(), fleet.view.model("model"), random.Random(1)
-    by_load, by_cost, prompts = Placement("least-loaded"), Placement("kv", fleet.known), _prompts(fleet.conversations)
+    by_load, by_cost, prompts = (
+        Placement("least-loaded"),
+        Placement("kv", fleet.known),
+        _prompts(fleet.conversations),
+    )
     reports = [
-        LoadReport(turn % count, turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0)
+        LoadReport(
+            turn % count, turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0
+        )
         for turn in range(1, count + _WARM_UP + _SELECTIONS)
     ]
     for report in reports[:count]:
@@ -163,15 +211,22 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
         by_cost.loads.on_report(report, 1.0)
     return [
         _times(lambda turn: select(view, "model", turn, breakers), _SELECTIONS),
-        _times(lambda turn: by_load.select(view, prompts[turn % len(prompts)], breakers, 1.0), _SELECTIONS),
-        _times(lambda turn: by_cost.select(view, prompts[turn % len(prompts)], breakers, 1.0), _SELECTIONS),
+        _times(
+            lambda turn: by_load.select(view, prompts[turn % len(prompts)], breakers, 1.0),
+            _SELECTIONS,
+        ),
+        _times(
+            lambda turn: by_cost.select(view, prompts[turn % len(prompts)], breakers, 1.0),
+            _SELECTIONS,
+        ),
         _times(lambda turn: PromptHashes(prompts[turn % len(prompts)].request).of(32), _SELECTIONS),
         _times(lambda turn: by_load.loads.on_report(reports[turn], 1.0), len(reports) - _WARM_UP),
     ]
 
 
 class CachingFleet:
-    """Instances whose caches have the same system prompt, and the first 100 of them a conversation each.
+    """Instances whose caches have the same system prompt, and the first 100 of them a conversation
+    each.
 
     `known` has their blocks after `read_updates`. `conversations` are prompts.
     """
@@ -179,10 +234,15 @@ class CachingFleet:
     def __init__(self, instances: int, blocks: int, block_tokens: int, prompt_tokens: int) -> None:
         """`blocks`: of all instances together."""
         rnd = random.Random(block_tokens)
-        self.system = token_ids(rnd.randrange(1 << 17) for _ in range(min(_SYSTEM_TOKENS, prompt_tokens // 2)))
+        self.system = token_ids(
+            rnd.randrange(1 << 17) for _ in range(min(_SYSTEM_TOKENS, prompt_tokens // 2))
+        )
         shared = prefix_hashes(self.system, block_tokens, 0)
         length = block_tokens * (prompt_tokens // block_tokens - len(shared))
-        chats = [token_ids(rnd.randrange(1 << 17) for _ in range(length)) for _ in range(min(instances, 100))]
+        chats = [
+            token_ids(rnd.randrange(1 << 17) for _ in range(length))
+            for _ in range(min(instances, 100))
+        ]
         self.conversations = [(self.system + each)[:prompt_tokens] for each in chats]
         self.known, self.view, self.num_blocks = KnownPrefixes(), ClusterView(), 0
         self._updates: list[bytes] = []
@@ -190,7 +250,10 @@ class CachingFleet:
             instance = _instance(number, block_tokens)
             self.known.add_instance(instance)
             self.view.add(instance)
-            own = [*shared, *(prefix_hashes(chats[number], block_tokens, shared[-1]) if number < 100 else ())]
+            own = [
+                *shared,
+                *(prefix_hashes(chats[number], block_tokens, shared[-1]) if number < 100 else ()),
+            ]
             own += (rnd.getrandbits(64) for _ in range(blocks // instances - len(own)))
             self._updates += _snapshot(number, own, block_tokens)
             self.num_blocks += len(own)
@@ -203,11 +266,13 @@ class CachingFleet:
 class SimulatedFrontends:
     """Frontends that send prompts to prefill workers, in simulated time.
 
-    A frontend gets a worker's load when the worker has computed a prompt of it, at most every 50 ms, and with the
-    broadcasts of the worker.
+    A frontend gets a worker's load when the worker has computed a prompt of it, at most every 50
+    ms, and with the broadcasts of the worker.
     """
 
-    def __init__(self, count: int, rates: Mapping[int, float], *, by_load: bool, holds: bool = False) -> None:
+    def __init__(
+        self, count: int, rates: Mapping[int, float], *, by_load: bool, holds: bool = False
+    ) -> None:
         """Start without requests.
 
         Args:
@@ -225,7 +290,9 @@ class SimulatedFrontends:
         self._num_sent = [0] * count
         self._view = ModelView().including(_instance(1 << 20, 32))
         for worker in rates:
-            self._view = self._view.including(msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL))
+            self._view = self._view.including(
+                msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL)
+            )
         self._breakers = PairBreakers()
         self._free_at = dict.fromkeys(rates, 0.0)
         self._num_reports = 0
@@ -276,7 +343,14 @@ class SimulatedFrontends:
                 full.add(worker)
         return frozenset(full)
 
-    def _send(self, frontend: int, view: ModelView, request: GenerateRequest, arrived_at: float, now: float) -> None:
+    def _send(
+        self,
+        frontend: int,
+        view: ModelView,
+        request: GenerateRequest,
+        arrived_at: float,
+        now: float,
+    ) -> None:
         placement, count = self._frontends[frontend], len(request.token_ids)
         selection: WorkerSelection | None = None
         if self._by_load:
@@ -340,24 +414,36 @@ def measure_index(arguments: argparse.Namespace) -> None:
 
 
 def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> None:
-    fleet = CachingFleet(arguments.instances, arguments.blocks, block_tokens, arguments.prompt_tokens)
+    fleet = CachingFleet(
+        arguments.instances, arguments.blocks, block_tokens, arguments.prompt_tokens
+    )
     before, begun_s = _resident_bytes(), time.process_time()
     fleet.read_updates()
     spent_s, size = time.process_time() - begun_s, (_resident_bytes() - before) / fleet.num_blocks
     rnd, system = random.Random(1), fleet.system
-    unknown = [token_ids(rnd.randrange(1 << 17) for _ in range(arguments.prompt_tokens)) for _ in range(100)]
+    unknown = [
+        token_ids(rnd.randrange(1 << 17) for _ in range(arguments.prompt_tokens))
+        for _ in range(100)
+    ]
     prompts = unknown, [system + each[len(system) :] for each in unknown], fleet.conversations
     asked = _prompts(unknown)  # made before, because a copy of a prompt takes as long as its hashes
     hashing = _times(lambda turn: asked[turn % 100].of(block_tokens), 100, warm_up=0)
-    print(f"{block_tokens:5} {fleet.num_blocks / spent_s:16,.0f} {size:12.0f} {hashing[50]:10.1f}  ", end="")
+    print(
+        f"{block_tokens:5} {fleet.num_blocks / spent_s:16,.0f} {size:12.0f} {hashing[50]:10.1f}  ",
+        end="",
+    )
     for each in prompts:
         times = _lookups(fleet.known, _prompts(each), block_tokens)
         print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}", end="")
     print(flush=True)
 
 
-def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens: int) -> list[float]:
-    """Return the times of look-ups that find the candidates and read their overlaps, in us, sorted."""
+def _lookups(
+    known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens: int
+) -> list[float]:
+    """Return the times of look-ups that find the candidates and read their overlaps, in us,
+    sorted.
+    """
     for prompt in prompts:
         prompt.of(block_tokens)
 
@@ -370,7 +456,9 @@ def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens
 
 
 def _times(call: Callable[[int], object], count: int, *, warm_up: int = _WARM_UP) -> list[float]:
-    """Return the CPU times of `count` calls with the numbers after the first `warm_up`, in us, sorted."""
+    """Return the CPU times of `count` calls with the numbers after the first `warm_up`, in us,
+    sorted.
+    """
     times = []
     for turn in range(warm_up + count):
         begun_ns = time.thread_time_ns()
@@ -380,12 +468,15 @@ def _times(call: Callable[[int], object], count: int, *, warm_up: int = _WARM_UP
 
 
 def _prompts(prompts: Iterable[Sequence[int]]) -> list[PromptHashes]:
-    return [PromptHashes(_request([*ids, 0])) for ids in prompts]  # the last token is never in a cache
+    # the last token is never in a cache
+    return [PromptHashes(_request([*ids, 0])) for ids in prompts]
 
 
 def _request(ids: Sequence[int]) -> GenerateRequest:
     sampling = Sampling(max_tokens=1)
-    return GenerateRequest(request_id="r", model="model", token_ids=token_ids(ids), sampling=sampling, deadline=0.0)
+    return GenerateRequest(
+        request_id="r", model="model", token_ids=token_ids(ids), sampling=sampling, deadline=0.0
+    )
 
 
 def _instance(number: int, block_tokens: int) -> Instance:
@@ -397,20 +488,31 @@ def _instance(number: int, block_tokens: int) -> Instance:
         subject=f"s{number}",
         role=Role.PREFILL if number % 2 else Role.DECODE,
         engine="mock",
-        card=ModelDeploymentCard(name="model", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony"),
-        layout=KvLayout(dtype="fp8", block_tokens=block_tokens, num_layers=1, num_kv_heads=1, head_dim=1),
+        card=ModelDeploymentCard(
+            name="model", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony"
+        ),
+        layout=KvLayout(
+            dtype="fp8", block_tokens=block_tokens, num_layers=1, num_kv_heads=1, head_dim=1
+        ),
         publishes_kv_events=True,
     )
 
 
 def _snapshot(number: int, hashes: Sequence[int], block_tokens: int) -> list[bytes]:
     """Return encoded updates with all blocks of an instance."""
-    parts = [hashes[begin : begin + MAX_UPDATE_BLOCKS] for begin in range(0, len(hashes), MAX_UPDATE_BLOCKS)]
+    parts = [
+        hashes[begin : begin + MAX_UPDATE_BLOCKS]
+        for begin in range(0, len(hashes), MAX_UPDATE_BLOCKS)
+    ]
     first = KvCacheUpdate(instance_id=number, number=0, block_tokens=block_tokens, cleared=True)
     return [
         encode(
             msgspec.structs.replace(
-                first, number=index, cleared=not index, stored=pack_hashes(part), snapshot=len(parts) - index
+                first,
+                number=index,
+                cleared=not index,
+                stored=pack_hashes(part),
+                snapshot=len(parts) - index,
             )
         )
         for index, part in enumerate(parts)

@@ -1,4 +1,7 @@
-"""Measures the time to first token with each --router-mode, with mock workers. Part of `benchmarks.routing`."""
+"""Measures the time to first token with each --router-mode, with mock workers.
+
+Part of `benchmarks.routing`.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,32 @@ _RUNNING_PROMPTS = 4  # for which a worker has space besides
 
 
 class RoutedWorkers(LaunchedDeployment):
-    """Four prefill workers and two decode workers of the mock engine. One is slow, or all cache a few documents."""
+    """Four prefill workers and two decode workers of the mock engine.
+
+    One is slow, or all cache a few documents.
+    """
 
     def __init__(self, mode: str, documents: int) -> None:
         self._mode = mode
         self._cached_documents = documents // 4
         slowest = 100 if documents else 25
-        self._prefill_tokens = {"prefill-1": slowest, "prefill-2": 100, "prefill-3": 100, "prefill-4": 100}  # per step
-        super().__init__(workers=(*self._prefill_tokens, "decode-1", "decode-2"), model="mock", ready_s=120.0)
+        # per step
+        self._prefill_tokens = {
+            "prefill-1": slowest,
+            "prefill-2": 100,
+            "prefill-3": 100,
+            "prefill-4": 100,
+        }
+        super().__init__(
+            workers=(*self._prefill_tokens, "decode-1", "decode-2"), model="mock", ready_s=120.0
+        )
 
     def description(self) -> dict[str, Any]:
-        frontend = {"http-host": "127.0.0.1", "http-port": self.http_port, "router-mode": self._mode}
+        frontend = {
+            "http-host": "127.0.0.1",
+            "http-port": self.http_port,
+            "router-mode": self._mode,
+        }
         return {
             "namespace": self.namespace,
             "services": self.services(),
@@ -35,14 +53,29 @@ class RoutedWorkers(LaunchedDeployment):
         }
 
     def _worker(self, name: str) -> dict[str, Any]:
-        arguments = {"step_s": 0.02, "prefill_tokens_per_step": self._prefill_tokens.get(name, 8192)}
-        flags = {"model": "mock", "engine": "mock", "override-engine-args": arguments, "system-port": 0}
+        arguments = {
+            "step_s": 0.02,
+            "prefill_tokens_per_step": self._prefill_tokens.get(name, 8192),
+        }
+        flags = {
+            "model": "mock",
+            "engine": "mock",
+            "override-engine-args": arguments,
+            "system-port": 0,
+        }
         if self._cached_documents:
             flags["publish-kv-events"] = arguments["enable_prefix_caching"] = True
             if name in self._prefill_tokens:
-                arguments["kv_cache_blocks"] = _DOCUMENT_BLOCKS * (self._cached_documents + _RUNNING_PROMPTS)
+                arguments["kv_cache_blocks"] = _DOCUMENT_BLOCKS * (
+                    self._cached_documents + _RUNNING_PROMPTS
+                )
         env = {NAME_VARIABLE: name}
-        return {"name": name, "disaggregation_mode": name.partition("-")[0], "flags": flags, "env": env}
+        return {
+            "name": name,
+            "disaggregation_mode": name.partition("-")[0],
+            "flags": flags,
+            "env": env,
+        }
 
 
 def measure_modes(arguments: argparse.Namespace) -> None:
@@ -51,7 +84,9 @@ def measure_modes(arguments: argparse.Namespace) -> None:
     numbers = range(arguments.requests)
     if arguments.documents:
         starts = [f"{number} " + "word " * 1000 for number in range(arguments.documents)]
-        prompts = tuple(f"{rnd.choice(starts)} {number} " + "more " * rnd.randint(5, 50) for number in numbers)
+        prompts = tuple(
+            f"{rnd.choice(starts)} {number} " + "more " * rnd.randint(5, 50) for number in numbers
+        )
     else:
         prompts = tuple(f"{number} " + "word " * rnd.randint(50, 1500) for number in numbers)
     print("mode           ok  failed  TTFT ms p50       p99  ITL ms p99")
@@ -75,6 +110,7 @@ def measure_modes(arguments: argparse.Namespace) -> None:
         ttft, itl = result["ttft_ms"], result["itl_ms"]
         failed = sum(result["errors"].values())
         print(
-            f"{mode:12} {result['ok']:4} {failed:7} {ttft['p50']:12.1f} {ttft['p99']:9.1f} {itl['p99']:11.1f}",
+            f"{mode:12} {result['ok']:4} {failed:7} {ttft['p50']:12.1f} {ttft['p99']:9.1f}"
+            f" {itl['p99']:11.1f}",
             flush=True,
         )

@@ -3,10 +3,10 @@
     python -m benchmarks.routing_processes worker ...
     python -m benchmarks.routing_processes frontend ...
 
-worker: the mock engine writes down what its prefix cache had of each prompt. The file that the environment variable
-REUSED_FILE names gets a line per prompt: its tokens, and those in the cache. Its answers have text from the second
-token on, as those of Dynamo's decode workers, which make the first token again. frontend: some updates of prefix caches
-are lost.
+worker: the mock engine writes down what its prefix cache had of each prompt. The file that the
+environment variable REUSED_FILE names gets a line per prompt: its tokens, and those in the cache.
+Its answers have text from the second token on, as those of Dynamo's decode workers, which make the
+first token again. frontend: some updates of prefix caches are lost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from dynamo_trtllm.worker import main as worker
 
 REUSED_FILE = "REUSED_FILE"
 _LOST = 20  # one of so many updates
-_MESSAGE = 200008  # <|message|> of the Harmony format: the token after it is the first one with text
+# <|message|> of the Harmony format: the token after it is the first one with text
+_MESSAGE = 200008
 
 
 class WritingManager(BlockManager):
     """A block manager that writes down what it reuses."""
 
-    def reserve(self, table: BlockTable, prompt: TokenIds | None, salt: str | None, num_blocks: int) -> bool:
+    def reserve(
+        self, table: BlockTable, prompt: TokenIds | None, salt: str | None, num_blocks: int
+    ) -> bool:
         """See `BlockManager.reserve`."""
         is_reserved = super().reserve(table, prompt, salt, num_blocks)
         if is_reserved:

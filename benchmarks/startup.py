@@ -1,9 +1,10 @@
-"""Measures how long a frontend takes to answer /live and to serve its first model, and which imports take the time.
+"""Measures how long a frontend takes to answer /live and to serve its first model, and which
+imports take the time.
 
     python -m benchmarks.startup --repeat 3
 
-Starts etcd, NATS, a frontend and then a mock worker with a Harmony model on free ports. Prints the seconds since the
-start of the frontend, and since the registration of the worker.
+Starts etcd, NATS, a frontend and then a mock worker with a Harmony model on free ports. Prints the
+seconds since the start of the frontend, and since the registration of the worker.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ class LoggedProcess:
             self._lines.append((time.monotonic(), line.decode(errors="replace")))
 
     def wait_for_line(self, pattern: str) -> tuple[float, re.Match[str]]:
-        """Wait for a log line that matches. Return its time and the match. Exit with the log if the process ends."""
+        """Wait for a log line that matches.
+
+        Return its time and the match. Exit with the log if the process ends.
+        """
         matches: list[tuple[float, re.Match[str]]] = []
 
         def search() -> bool:
-            matches.extend((at, match) for at, line in self._lines if (match := re.search(pattern, line)))
+            matches.extend(
+                (at, match) for at, line in self._lines if (match := re.search(pattern, line))
+            )
             return bool(matches) or self.process.poll() is not None
 
         wait_until(search)
@@ -102,7 +108,10 @@ def http_request(port: int, method: str, path: str, body: object = None) -> tupl
 
 @contextmanager
 def start_servers() -> Iterator[dict[str, str]]:
-    """Start etcd and NATS for the context. Yield the environment for processes that connect to them."""
+    """Start etcd and NATS for the context.
+
+    Yield the environment for processes that connect to them.
+    """
     with scratch_folder("dynamo-startup-") as folder:
         etcd = wait_for(start_etcd(folder / "etcd"))
         nats = wait_for(start_nats(folder / "nats"))
@@ -119,19 +128,32 @@ def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
     frontend = LoggedProcess("dynamo_trtllm.frontend", [f"--http-port={port}"], env)
     timings = {}
     try:
-        timings["/live answers"] = wait_until(lambda: http_request(port, "GET", "/live")[0] == 200) - frontend.begun
+        timings["/live answers"] = (
+            wait_until(lambda: http_request(port, "GET", "/live")[0] == 200) - frontend.begun
+        )
         timings["requests are taken"] = (
-            wait_until(lambda: "loading" not in http_request(port, "GET", "/health")[1]) - frontend.begun
+            wait_until(lambda: "loading" not in http_request(port, "GET", "/health")[1])
+            - frontend.begun
         )
         timings["MiB, no model"] = frontend.rss_mib()
         worker = LoggedProcess("dynamo_trtllm", ["--engine", "mock", "--model", MODEL], env)
         try:
             registered, _ = worker.wait_for_line("serving as instance")
             timings["worker: start to registration"] = registered - worker.begun
-            timings["registration: seen"] = frontend.wait_for_line("worker .* registered: model")[0] - registered
-            timings["registration: model served"] = frontend.wait_for_line("model .* is ready")[0] - registered
-            body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-            answered = wait_until(lambda: http_request(port, "POST", "/v1/chat/completions", body)[0] == 200)
+            timings["registration: seen"] = (
+                frontend.wait_for_line("worker .* registered: model")[0] - registered
+            )
+            timings["registration: model served"] = (
+                frontend.wait_for_line("model .* is ready")[0] - registered
+            )
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "hello"}],
+                "max_tokens": 4,
+            }
+            answered = wait_until(
+                lambda: http_request(port, "POST", "/v1/chat/completions", body)[0] == 200
+            )
             timings["registration: first answer"] = answered - registered
             timings["MiB, one model"] = frontend.rss_mib()
         finally:
@@ -142,7 +164,9 @@ def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
 
 
 def imports(module: str) -> Counter[str]:
-    """Return the import time of each package in milliseconds, without its imports of other packages."""
+    """Return the import time of each package in milliseconds, without its imports of other
+    packages.
+    """
     command = [sys.executable, "-X", "importtime", "-c", f"import {module}"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spent: Counter[str] = Counter()
@@ -160,8 +184,20 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--repeat", type=int, default=3, metavar="N", help="number of starts of which medians are shown (default: 3)")
-    add("--http-port", type=int, default=18080, metavar="PORT", help="port of the frontend (default: 18080)")
+    add(
+        "--repeat",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of starts of which medians are shown (default: 3)",
+    )
+    add(
+        "--http-port",
+        type=int,
+        default=18080,
+        metavar="PORT",
+        help="port of the frontend (default: 18080)",
+    )
     args = parser.parse_args()
     with start_servers() as env:
         runs = [timeline(env, args.http_port) for _ in range(args.repeat)]

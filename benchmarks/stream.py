@@ -27,7 +27,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     planned_s: float  # when it should have been sent; latencies count from here
     sent_s: float = 0.0
     status: int = 0  # HTTP; 0: no answer
-    error: str = ""  # "", the code of the server's error, or connect, cut (the connection ended), timeout, no_end
+    # "", the code of the server's error, or connect, cut (the connection ended), timeout, no_end
+    error: str = ""
     first_s: float | None = None  # first event with text
     last_s: float | None = None
     end_s: float = 0.0
@@ -37,9 +38,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     text: str | None = None  # content, with keep_text
     finish: str | None = None
-    phase_s: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by phase and part, with `x-dynamo-stats`
+    # seconds by phase and part, with `x-dynamo-stats`
+    phase_s: dict[str, float] = msgspec.field(default_factory=dict)
     server_ttft_s: float = 0.0  # as the frontend measures it, with `x-dynamo-stats`
-    gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))  # between reads with text
+    # between reads with text
+    gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))
 
     @property
     def is_ok(self) -> bool:
@@ -64,7 +67,10 @@ class StreamConnection(asyncio.Protocol):
         return connection
 
     async def exchange(self, request: bytes, record: RequestRecord, timeout_s: float) -> None:
-        """Send one request and fill `record` until the response ends. Errors are stored in the record."""
+        """Send one request and fill `record` until the response ends.
+
+        Errors are stored in the record.
+        """
         self._record, self._rest, self._body, self._ended = record, b"", bytearray(), False
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
@@ -86,10 +92,11 @@ class StreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # --- asyncio.Protocol ------------------------------------------------------------------------------
+    # --- asyncio.Protocol -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = cast("asyncio.Transport", transport), True  # uvloop's transport is no subclass
+        # uvloop's transport is no subclass
+        self._transport, self.is_open = cast("asyncio.Transport", transport), True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
@@ -104,7 +111,7 @@ class StreamConnection(asyncio.Protocol):
             self._end("bad_http")
             self.close()
 
-    # --- httptools -------------------------------------------------------------------------------------
+    # --- httptools --------------------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
         assert self._record is not None
@@ -119,7 +126,9 @@ class StreamConnection(asyncio.Protocol):
             return
         now = time.perf_counter()
         *events, self._rest = (self._rest + body).split(b"\n\n")
-        with_text = sum(self._take(event[len(_DATA) :], record) for event in events if event.startswith(_DATA))
+        with_text = sum(
+            self._take(event[len(_DATA) :], record) for event in events if event.startswith(_DATA)
+        )
         if not with_text:
             return
         if record.last_s is None:
@@ -140,7 +149,7 @@ class StreamConnection(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self.close()
 
-    # --- events ----------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def _take(self, event: bytes, record: RequestRecord) -> bool:
         """Read one event. Return whether it has text."""
@@ -157,14 +166,23 @@ class StreamConnection(asyncio.Protocol):
         match event:
             case {"error": {"code": code}}:
                 record.error = str(code)
-            case {"usage": {"completion_tokens": int(completion), "prompt_tokens": int(prompt), **rest}}:
+            case {
+                "usage": {
+                    "completion_tokens": int(completion),
+                    "prompt_tokens": int(prompt),
+                    **rest,
+                }
+            }:
                 record.output_tokens, record.prompt_tokens = completion, prompt
                 match rest.get("prompt_tokens_details"):
                     case {"cached_tokens": int(cached)}:
                         record.cached_tokens = cached
         match event.get("dynamo_trtllm"):
             case {"phase_s": {**phases}, "part_s": {**parts}, "ttft_s": float(ttft_s)}:
-                record.phase_s, record.server_ttft_s = cast("dict[str, float]", phases | parts), ttft_s
+                record.phase_s, record.server_ttft_s = (
+                    cast("dict[str, float]", phases | parts),
+                    ttft_s,
+                )
 
     def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:
@@ -187,7 +205,8 @@ def _error_code(body: bytes) -> str:
         match orjson.loads(body):
             case {"error": {"code": str(code)}}:
                 return code
-            case {"error": {"code": int(code)}} | {"code": int(code)}:  # servers without error codes
+            # servers without error codes
+            case {"error": {"code": int(code)}} | {"code": int(code)}:
                 return f"http_{code}"
     except orjson.JSONDecodeError:
         pass

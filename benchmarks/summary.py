@@ -21,7 +21,10 @@ _RESAMPLES = 1000
 
 
 class LoadSummary(TypedDict):
-    """Results of one load. Times are in milliseconds, rates are per second of the measured window."""
+    """Results of one load.
+
+    Times are in milliseconds, rates are per second of the measured window.
+    """
 
     ok: int
     errors: dict[str, int]
@@ -36,9 +39,11 @@ class LoadSummary(TypedDict):
     itl_ms: dict[str, float]  # between reads with text
     tpot_ms: dict[str, float]  # mean gap between tokens, per request
     e2e_ms: dict[str, float]
-    # cpu_s, cores, cpu_ms_per_1k_tokens, cpu_ms_per_request; except for the client also rss_mib, at the end
+    # cpu_s, cores, cpu_ms_per_1k_tokens, cpu_ms_per_request; except for the client also rss_mib, at
+    # the end
     processes: dict[str, dict[str, float]]
-    client_cores: float  # of the busiest client process; near 1 the client is the bottleneck; 0: not measured
+    # of the busiest client process; near 1 the client is the bottleneck; 0: not measured
+    client_cores: float
 
 
 class ProcessMeter:
@@ -52,17 +57,24 @@ class ProcessMeter:
         self._before = {name: _cpu_by_pid(root) for name, root in self._roots.items()}
 
     def costs(self, *, wall_s: float, tokens: int, requests: int) -> dict[str, dict[str, float]]:
-        """Return the CPU time since `start`, and the memory now, by name. See LoadSummary.processes."""
+        """Return the CPU time since `start`, and the memory now, by name.
+
+        See LoadSummary.processes.
+        """
         costs = {}
         for name, root in self._roots.items():
             before = self._before[name]
             cpu_s = sum(now - before.get(pid, 0.0) for pid, now in _cpu_by_pid(root).items())
             costs[name] = cost(cpu_s, wall_s=wall_s, tokens=tokens, requests=requests)
-            costs[name]["rss_mib"] = sum(process.memory_info().rss for process in _alive(root)) / (1 << 20)
+            costs[name]["rss_mib"] = sum(process.memory_info().rss for process in _alive(root)) / (
+                1 << 20
+            )
         return costs
 
 
-def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int = 1) -> list[float]:
+def interval(
+    values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int = 1
+) -> list[float]:
     """Return the 95% interval of a statistic, by bootstrap over the values."""
     if not values:
         return [math.nan, math.nan]
@@ -100,7 +112,11 @@ def _cpu_by_pid(root: psutil.Process) -> dict[int, float]:
 
 
 def summarize(
-    records: Sequence[RequestRecord], *, wall_s: float, osl: int, processes: dict[str, dict[str, float]]
+    records: Sequence[RequestRecord],
+    *,
+    wall_s: float,
+    osl: int,
+    processes: dict[str, dict[str, float]],
 ) -> LoadSummary:
     """Return the summary of these requests. `osl` is max_tokens of every request."""
     good = [record for record in records if record.is_ok]
@@ -139,14 +155,19 @@ def _quantiles(seconds: Iterable[float]) -> dict[str, float]:
     values = sorted(seconds)
     if not values:
         return {}
-    return {name: values[min(len(values) - 1, int(q * len(values)))] * 1e3 for name, q in QUANTILES.items()}
+    return {
+        name: values[min(len(values) - 1, int(q * len(values)))] * 1e3
+        for name, q in QUANTILES.items()
+    }
 
 
 def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the milliseconds of each phase and part, and the percentage of TTFT that lies in phases.
+    """Return the milliseconds of each phase and part, and the percentage of TTFT that lies in
+    phases.
 
-    TTFT by the frontend ends with the first token, by the client with the first text: a part of a character is no text.
-    The client's begins when it has sent the request, which may be later than planned. Empty if no request has phases.
+    TTFT by the frontend ends with the first token, by the client with the first text: a part of a
+    character is no text. The client's begins when it has sent the request, which may be later than
+    planned. Empty if no request has phases.
     """
     known = [record for record in records if record.is_ok and record.phase_s]
     if not known:
@@ -154,7 +175,11 @@ def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[st
     names = sorted({name for record in known for name in record.phase_s})
     phases = [record.phase_s for record in known]
     named_s = [
-        sum(seconds for name, seconds in each.items() if name not in AFTER_FIRST_TOKEN and "." not in name)
+        sum(
+            seconds
+            for name, seconds in each.items()
+            if name not in AFTER_FIRST_TOKEN and "." not in name
+        )
         for each in phases
     ]
     ttft_s = {
@@ -162,26 +187,37 @@ def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[st
         "client": [(record.first_s or record.end_s) - record.sent_s for record in known],
     }
     shares = {
-        who: [100 * named / ttft for named, ttft in zip(named_s, times, strict=True)] for who, times in ttft_s.items()
+        who: [100 * named / ttft for named, ttft in zip(named_s, times, strict=True)]
+        for who, times in ttft_s.items()
     }
     return {
         "phase_ms": {
-            name: {"mean": _mean(each.get(name, 0.0) * 1e3 for each in phases)}
-            | _quantiles(each.get(name, 0.0) for each in phases)
+            name: (
+                {"mean": _mean(each.get(name, 0.0) * 1e3 for each in phases)}
+                | _quantiles(each.get(name, 0.0) for each in phases)
+            )
             for name in names
         },
-        "named_ttft_percent": {who: {"mean": _mean(each), "lowest": min(each)} for who, each in shares.items()},
+        "named_ttft_percent": {
+            who: {"mean": _mean(each), "lowest": min(each)} for who, each in shares.items()
+        },
     }
 
 
 def table(summary: LoadSummary) -> str:
     """Return the summary as text."""
     lines = [
-        f"{summary['ok']} requests in {summary['wall_s']:.1f} s, {summary['requests_per_s']:.1f} requests/s, "
-        f"{summary['tokens_per_s']:.0f} tokens/s, {summary['events_per_token']:.2f} events per token",
+        (
+            f"{summary['ok']} requests in {summary['wall_s']:.1f} s,"
+            f" {summary['requests_per_s']:.1f} requests/s, {summary['tokens_per_s']:.0f} tokens/s,"
+            f" {summary['events_per_token']:.2f} events per token"
+        ),
     ]
     if summary["errors"]:
-        lines.append("errors: " + ", ".join(f"{code} {count}" for code, count in sorted(summary["errors"].items())))
+        lines.append(
+            "errors: "
+            + ", ".join(f"{code} {count}" for code, count in sorted(summary["errors"].items()))
+        )
     if summary["wrong_length"]:
         lines.append(f"{summary['wrong_length']} answers ended early")
     lines.append(f"{'ms':<8}" + "".join(f"{name:>10}" for name in QUANTILES))
@@ -196,9 +232,11 @@ def table(summary: LoadSummary) -> str:
     for name, spent in summary["processes"].items():
         memory = f", {spent['rss_mib']:.0f} MiB" if "rss_mib" in spent else ""
         lines.append(
-            f"{name}: {spent['cores']:.2f} cores, {spent['cpu_ms_per_1k_tokens']:.1f} ms CPU per 1,000 tokens, "
-            f"{spent['cpu_ms_per_request']:.2f} per request{memory}"
+            f"{name}: {spent['cores']:.2f} cores, {spent['cpu_ms_per_1k_tokens']:.1f} ms CPU per"
+            f" 1,000 tokens, {spent['cpu_ms_per_request']:.2f} per request{memory}"
         )
     if summary["client_cores"] > BUSY_CORES:
-        lines.append(f"a client process used {summary['client_cores']:.0%} of a core: raise --processes")
+        lines.append(
+            f"a client process used {summary['client_cores']:.0%} of a core: raise --processes"
+        )
     return "\n".join(lines) + "\n"

@@ -1,3 +1,5 @@
-"""Disaggregated serving of large language models: prefill and decode run in separate worker processes."""
+"""Disaggregated serving of large language models: prefill and decode run in separate worker
+processes.
+"""
 
 __version__ = "0.1.0"

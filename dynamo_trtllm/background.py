@@ -1,7 +1,8 @@
-"""Own the background tasks of a process and report when one ends; run work on a thread; wait for the first of several.
+"""Own the background tasks of a process and report when one ends; run work on a thread; wait for
+the first of several.
 
-A task that serves one model or one pair of workers handles its own failures. A task started here serves the whole
-process: when it ends, `/ready` gives the reason and the process exits.
+A task that serves one model or one pair of workers handles its own failures. A task started here
+serves the whole process: when it ends, `/ready` gives the reason and the process exits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """Tasks of one event loop. `on_failure` is called once, with the reason, when the first task ends."""
+    """Tasks of one event loop.
+
+    `on_failure` is called once, with the reason, when the first task ends.
+    """
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
         self.failure: DynamoError | None = None
@@ -34,7 +38,10 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` in a task and return the task. It counts as failed if it ends before `cancel` or `release`."""
+        """Run `work` in a task and return the task.
+
+        It counts as failed if it ends before `cancel` or `release`.
+        """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -52,7 +59,10 @@ class BackgroundTasks:
         await cancel_all([task])
 
     async def until_failed(self) -> None:
-        """Raise the exception of the first failed task. One that is not a DynamoError becomes InternalError."""
+        """Raise the exception of the first failed task.
+
+        One that is not a DynamoError becomes InternalError.
+        """
         await self._failed.wait()
         if self.failure is not None:
             raise self.failure
@@ -66,7 +76,9 @@ class BackgroundTasks:
         if isinstance(error, DynamoError):  # the process logs it when it exits
             failure, reason = error, f"background task {name} failed: {error.message}"
         else:
-            reason = f"background task {name} " + ("ended" if error is None else f"failed: {error!r}")
+            reason = f"background task {name} " + (
+                "ended" if error is None else f"failed: {error!r}"
+            )
             log.error("%s", reason, exc_info=error)
             failure = InternalError(f"{reason}; see the log")
             failure.__cause__ = error
@@ -86,7 +98,9 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
 
 
 async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
-    """Return the result of the coroutine that ends first, or raise its error. The others are cancelled.
+    """Return the result of the coroutine that ends first, or raise its error.
+
+    The others are cancelled.
 
     Returns None when `timeout_s` seconds have passed.
     """
@@ -100,7 +114,8 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = N
 
 
 MAX_THREADS: Final = min(4, os.cpu_count() or 1)
-_THREADS: Final = ThreadPoolExecutor(MAX_THREADS, "in-thread")  # few: each that tokenizes takes 32 to 110 MiB
+# few: each that tokenizes takes 32 to 110 MiB
+_THREADS: Final = ThreadPoolExecutor(MAX_THREADS, "in-thread")
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
@@ -120,5 +135,6 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
             running.exception()  # marks it as retrieved, so asyncio does not log it
         raise
     finally:
-        # An error refers to this frame and the task to the error. Such a cycle would keep the arguments in memory.
+        # An error refers to this frame and the task to the error. Such a cycle would keep the
+        # arguments in memory.
         del running, call

@@ -1,4 +1,6 @@
-"""Remove stale records of a deployment from etcd and JetStream (`python -m dynamo_trtllm.clear_namespace`)."""
+"""Remove stale records of a deployment from etcd and JetStream (`python -m
+dynamo_trtllm.clear_namespace`).
+"""
 
 from dynamo_trtllm.config.parser import run_module
 

@@ -1,6 +1,8 @@
-"""Predict from fitted coefficients how long an engine's steps take, and how long a prompt takes until its first token.
+"""Predict from fitted coefficients how long an engine's steps take, and how long a prompt takes
+until its first token.
 
-A worker fits the coefficients (see `worker.cost_fit`) and sends them with its load, so that every frontend can predict.
+A worker fits the coefficients (see `worker.cost_fit`) and sends them with its load, so that every
+frontend can predict.
 """
 
 from __future__ import annotations
@@ -20,16 +22,25 @@ _DECODE_KNOTS: Final = (0, 32, 128)  # requests; between them, the time of a dec
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 4096)  # prompt tokens
 _KI: Final = 1 / 1024
 _MI: Final = 1 / (1 << 20)
-DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))  # coefficients that are slopes of adjacent segments
+# coefficients that are slopes of adjacent segments
+DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))
 PREFILL_SEGMENTS: Final = range(1, 1 + len(_PREFILL_KNOTS))
 
 
 def _slopes(name: str, knots: Sequence[int]) -> list[str]:
-    return [f"{name}_{low}_to_{high}" for low, high in zip(knots, (*knots[1:], "more"), strict=True)]
+    return [
+        f"{name}_{low}_to_{high}" for low, high in zip(knots, (*knots[1:], "more"), strict=True)
+    ]
 
 
 DECODE_TERMS: Final = ("step", *_slopes("requests", _DECODE_KNOTS), "context_ki", "sqrt_requests")
-PREFILL_TERMS: Final = ("step", *_slopes("tokens", _PREFILL_KNOTS), "decode_requests", "context_ki", "attention_mi")
+PREFILL_TERMS: Final = (
+    "step",
+    *_slopes("tokens", _PREFILL_KNOTS),
+    "decode_requests",
+    "context_ki",
+    "attention_mi",
+)
 FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
@@ -52,7 +63,9 @@ class StepSample(NamedTuple):
 
 
 def _segments(value: float, knots: Sequence[int]) -> list[float]:
-    """Return how much of `value` lies after each knot and before the next, so that each part has a slope of its own."""
+    """Return how much of `value` lies after each knot and before the next, so that each part has a
+    slope of its own.
+    """
     parts = [0.0] * len(knots)
     for at in reversed(range(len(knots))):
         if value > knots[at]:
@@ -64,22 +77,29 @@ def _segments(value: float, knots: Sequence[int]) -> list[float]:
 def decode_features(requests: float, context_tokens: float) -> Features:
     """Return the values on which a step without prompt tokens depends.
 
-    The root stands for what grows more slowly with each further request, such as the experts of a layer that are used.
+    The root stands for what grows more slowly with each further request, such as the experts of a
+    layer that are used.
     """
     return 1.0, *_segments(requests, _DECODE_KNOTS), context_tokens * _KI, math.sqrt(requests)
 
 
-def prefill_features(decode_requests: float, context_tokens: float, tokens: float, attention_pairs: float) -> Features:
-    """Return the values on which a step with prompt tokens depends. The parameters are those of `StepSample`."""
+def prefill_features(
+    decode_requests: float, context_tokens: float, tokens: float, attention_pairs: float
+) -> Features:
+    """Return the values on which a step with prompt tokens depends.
+
+    The parameters are those of `StepSample`.
+    """
     parts = _segments(tokens, _PREFILL_KNOTS)
     return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
 
 
 def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
-    """Return the values on which the time of a prefill or aggregated call until its first token depends.
+    """Return the values on which the time of a prefill or aggregated call until its first token
+    depends.
 
-    The coefficient of the running step says how much of it a call waits for: about half on average, and more where the
-    engine schedules the next step before it ends.
+    The coefficient of the running step says how much of it a call waits for: about half on average,
+    and more where the engine schedules the next step before it ends.
 
     Args:
         prompt_tokens: of the call.
@@ -90,7 +110,9 @@ def first_token_features(prompt_tokens: float, running_s: float, steps_s: float)
 
 
 def kv_transfer_features(prompt_tokens: float) -> Features:
-    """Return the values on which the time of a decode call until its first token depends: it fetches the KV."""
+    """Return the values on which the time of a decode call until its first token depends: it
+    fetches the KV.
+    """
     return 1.0, prompt_tokens * _KI
 
 
@@ -98,7 +120,10 @@ _MOST = 1e6  # of a coefficient that is not damaged, in seconds
 
 
 class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The coefficients of one kind of time, and how far predictions with them were off. A reader checks `is_valid`."""
+    """The coefficients of one kind of time, and how far predictions with them were off.
+
+    A reader checks `is_valid`.
+    """
 
     coefficients: tuple[float, ...]
     low: float  # nine of ten measured times were between `low` and `high` times the predicted one
@@ -106,7 +131,9 @@ class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_samples: Count  # 0: the coefficients are a prior from the configuration
 
     def is_valid(self, num_terms: int) -> bool:
-        """Return True if it has so many coefficients, and none is negative, too large or not a number."""
+        """Return True if it has so many coefficients, and none is negative, too large or not a
+        number.
+        """
         return (
             len(self.coefficients) == num_terms
             and all(0 <= each <= _MOST for each in self.coefficients)
@@ -127,8 +154,12 @@ def linear_decode_fit(base_s: float, request_s: float = 0.0, context_token_s: fl
     return Fit((base_s, *slopes, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
 
 
-def linear_prefill_fit(base_s: float, token_s: float, request_s: float = 0.0, context_token_s: float = 0.0) -> Fit:
-    """Return a prior for steps with prompt tokens: a time per step and prompt token, and as for decode steps."""
+def linear_prefill_fit(
+    base_s: float, token_s: float, request_s: float = 0.0, context_token_s: float = 0.0
+) -> Fit:
+    """Return a prior for steps with prompt tokens: a time per step and prompt token, and as for
+    decode steps.
+    """
     slopes = [token_s] * len(_PREFILL_KNOTS)
     return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
 
@@ -138,7 +169,10 @@ _MOST_TICKS: Final = (1 << 21) - 1
 
 
 class Prediction(NamedTuple):
-    """A predicted time in seconds. Nine of ten measured times are expected between `low_s` and `high_s`."""
+    """A predicted time in seconds.
+
+    Nine of ten measured times are expected between `low_s` and `high_s`.
+    """
 
     seconds: float
     low_s: float
@@ -148,7 +182,9 @@ class Prediction(NamedTuple):
     def of(cls, fit: Fit, features: Features) -> Prediction | None:
         """Return the prediction of a fit. None: the time is not finite."""
         seconds = fit.predict(features)
-        return cls(seconds, seconds * fit.low, seconds * fit.high) if math.isfinite(seconds) else None
+        return (
+            cls(seconds, seconds * fit.low, seconds * fit.high) if math.isfinite(seconds) else None
+        )
 
     @classmethod
     def total(cls, parts: Sequence[Prediction | None]) -> Prediction | None:
@@ -181,7 +217,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     decode: Fit | None = None  # of steps without prompt tokens
     prefill: Fit | None = None  # of steps with prompt tokens
-    first_token: Fit | None = None  # of prefill and aggregated calls until it, from the predicted time of their steps
+    # of prefill and aggregated calls until it, from the predicted time of their steps
+    first_token: Fit | None = None
     step_tokens: Count = 0  # most prompt tokens of one step
     kv_transfer: Fit | None = None  # of decode calls until their first token
 
@@ -192,10 +229,17 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def token_s(self) -> float:
-        """Seconds per prompt token in a full step; without these, per request in a decode step of 32. 0: not known."""
+        """Seconds per prompt token in a full step; without these, per request in a decode step of
+        32. 0: not known.
+        """
         if self.prefill is not None and self.step_tokens:
-            return self.prefill.predict(prefill_features(0, 0, self.step_tokens, 0.0)) / self.step_tokens
-        return 0.0 if self.decode is None else self.decode.predict(decode_features(32, 32 * 1024)) / 32
+            return (
+                self.prefill.predict(prefill_features(0, 0, self.step_tokens, 0.0))
+                / self.step_tokens
+            )
+        return (
+            0.0 if self.decode is None else self.decode.predict(decode_features(32, 32 * 1024)) / 32
+        )
 
     def fits(self) -> dict[str, tuple[Sequence[str], Fit | None]]:
         """Return by name what the coefficients of a fit stand for, and the fit."""
@@ -206,8 +250,11 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             "kv_transfer": (KV_TRANSFER_TERMS, self.kv_transfer),
         }
 
-    def prefill_steps_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> tuple[float, float] | None:
-        """Return the predicted time of the step that runs, and of those after it until the first token of a prompt.
+    def prefill_steps_s(
+        self, new_tokens: int, cached_tokens: int, work: EngineWork
+    ) -> tuple[float, float] | None:
+        """Return the predicted time of the step that runs, and of those after it until the first
+        token of a prompt.
 
         Prompts are computed in the order of arrival, as many tokens per step as fit.
 
@@ -219,11 +266,17 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Returns:
             None: it is not known yet.
         """
-        fit, decoding, context, queued = self.prefill, work.decode_requests, work.context_tokens, work.queued_tokens
+        fit, decoding, context, queued = (
+            self.prefill,
+            work.decode_requests,
+            work.context_tokens,
+            work.queued_tokens,
+        )
         if fit is None or not self.step_tokens:
             return None
         others, running_s = work.queued_requests, 0.0
-        running = min(queued // (others + 1), self.step_tokens)  # tokens in the step: of a request that has begun
+        # tokens in the step: of a request that has begun
+        running = min(queued // (others + 1), self.step_tokens)
         if running > 0:
             running_s = fit.predict(prefill_features(decoding, context, running, 0.0))
             queued -= running
@@ -232,7 +285,9 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         steps, rest = divmod(queued + max(1, new_tokens), self.step_tokens)
         seconds = 0.0
         if steps:
-            seconds = steps * fit.predict(prefill_features(decoding, context, self.step_tokens, 0.0))
+            seconds = steps * fit.predict(
+                prefill_features(decoding, context, self.step_tokens, 0.0)
+            )
         if rest:
             seconds += fit.predict(prefill_features(decoding, context, rest, 0.0))
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
@@ -240,15 +295,21 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             pairs += queued * (queued / others) / 2
         return running_s, seconds + fit.coefficients[-1] * pairs * _MI
 
-    def predict_first_token(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> Prediction | None:
-        """Predict the time of a prefill or aggregated call until its first token, with its time in the queue."""
+    def predict_first_token(
+        self, new_tokens: int, cached_tokens: int, work: EngineWork
+    ) -> Prediction | None:
+        """Predict the time of a prefill or aggregated call until its first token, with its time in
+        the queue.
+        """
         steps_s = self.prefill_steps_s(new_tokens, cached_tokens, work)
         if steps_s is None or self.first_token is None:
             return None
         return Prediction.of(self.first_token, first_token_features(new_tokens, *steps_s))
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
-        """Predict the time of a decode call until its first token: it fetches the KV of the prompt."""
+        """Predict the time of a decode call until its first token: it fetches the KV of the
+        prompt.
+        """
         if self.kv_transfer is None:
             return None
         return Prediction.of(self.kv_transfer, kv_transfer_features(prompt_tokens))

@@ -1,8 +1,8 @@
 """Define every error that crosses a package boundary, as one class tree with stable codes.
 
-A code is part of the wire format and a metric label, so it never changes. An error is `retryable` if another worker may
-succeed with the same request; a retry is possible until the first token is sent. `http_server/errors.py` maps codes to
-HTTP statuses.
+A code is part of the wire format and a metric label, so it never changes. An error is `retryable`
+if another worker may succeed with the same request; a retry is possible until the first token is
+sent. `http_server/errors.py` maps codes to HTTP statuses.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CLASSES: Final[dict[str, type[DynamoError]]] = {}  # of the tree, by code
 class DynamoError(Exception):
     """Base of all errors. The message says what is wrong and what to do.
 
-    Message and field may quote client input. Each is shortened in its middle, to MESSAGE_CHARS and FIELD_CHARS
-    characters. Passwords in addresses are masked.
+    Message and field may quote client input. Each is shortened in its middle, to MESSAGE_CHARS and
+    FIELD_CHARS characters. Passwords in addresses are masked.
     """
 
     code: ClassVar[str] = "error"
@@ -35,21 +35,27 @@ class DynamoError(Exception):
         message = mask_credentials(shorten(message, MESSAGE_CHARS))
         super().__init__(message)
         self.message = message
-        self.field = field and shorten(field, FIELD_CHARS)  # the request or configuration field at fault, if any
+        # the request or configuration field at fault, if any
+        self.field = field and shorten(field, FIELD_CHARS)
 
 
 CLASSES[DynamoError.code] = DynamoError
 
 
 class ConfigError(DynamoError, code="config"):
-    """The configuration is invalid. The process prints the error in one line and exits with status 2."""
+    """The configuration is invalid.
+
+    The process prints the error in one line and exits with status 2.
+    """
 
 
 class InternalError(DynamoError, code="internal"):
-    """An unexpected exception, converted by a catch-all: worker service, HTTP handlers, pair probes, renderers."""
+    """An unexpected exception, converted by a catch-all: worker service, HTTP handlers, pair
+    probes, renderers.
+    """
 
 
-# --- the caller's fault --------------------------------------------------------------------------------
+# --- the caller's fault ---------------------------------------------------------------------------
 
 
 class RequestError(DynamoError, code="request"):
@@ -96,7 +102,7 @@ class Cancelled(RequestError, code="cancelled"):
     """A client cancelled this response by its id."""
 
 
-# --- come back later -----------------------------------------------------------------------------------
+# --- come back later ------------------------------------------------------------------------------
 
 
 class CapacityError(DynamoError, code="capacity"):
@@ -115,7 +121,7 @@ class NoInstances(CapacityError, code="no_instances"):
     """The model has no usable worker for a phase of the request."""
 
 
-# --- request plane -------------------------------------------------------------------------------------
+# --- request plane --------------------------------------------------------------------------------
 
 
 class PlaneError(DynamoError, code="plane"):
@@ -135,7 +141,10 @@ class Disconnected(PlaneError, code="disconnected", retryable=True):
 
 
 class WorkerDied(Disconnected):
-    """The worker received the call, and then its process ended or lost its connection. Not raised if it hangs."""
+    """The worker received the call, and then its process ended or lost its connection.
+
+    Not raised if it hangs.
+    """
 
 
 class DeadlineExceeded(PlaneError, code="deadline"):
@@ -154,7 +163,7 @@ class VersionMismatch(PlaneError, code="version_mismatch", retryable=True):
     """The wire versions of frontend and worker differ by more than 1."""
 
 
-# --- KV transfer: the frontend repeats the prefill call once -------------------------------------------
+# --- KV transfer: the frontend repeats the prefill call once --------------------------------------
 
 
 class KvTransferError(DynamoError, code="handoff", retryable=True):
@@ -181,7 +190,7 @@ class NonFiniteKv(TransferFailed, code="non_finite_kv"):
     """The received KV contains NaN or infinity."""
 
 
-# --- engine --------------------------------------------------------------------------------------------
+# --- engine ---------------------------------------------------------------------------------------
 
 
 class EngineError(DynamoError, code="engine"):
@@ -205,11 +214,17 @@ class MigrationFailed(EngineError, code="not_migratable"):
 
 
 class QueryOfDeath(EngineError, code="query_of_death"):
-    """Two workers ended while they ran this request, or an earlier one with the same prompt. It is not tried again."""
+    """Two workers ended while they ran this request, or an earlier one with the same prompt.
+
+    It is not tried again.
+    """
 
 
 class NonFinite(EngineError, code="non_finite", retryable=True):
-    """The model's output for this request is NaN or infinite. Other requests of the engine continue."""
+    """The model's output for this request is NaN or infinite.
+
+    Other requests of the engine continue.
+    """
 
 
 class EngineFailed(EngineError, code="engine_failed", retryable=True):
@@ -217,10 +232,16 @@ class EngineFailed(EngineError, code="engine_failed", retryable=True):
 
 
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
-    """Return the error for a code and message from the wire. An unknown code becomes `InternalError`."""
+    """Return the error for a code and message from the wire.
+
+    An unknown code becomes `InternalError`.
+    """
     return CLASSES.get(code, InternalError)(message, field=field)
 
 
 def install_hint(extra: str) -> str:
-    """Return, for an error text, how to install an optional dependency. The package is not on a package index."""
+    """Return, for an error text, how to install an optional dependency.
+
+    The package is not on a package index.
+    """
     return f"run pip install -e '.[{extra}]' in a checkout of dynamo_trtllm"

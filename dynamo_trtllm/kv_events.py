@@ -1,8 +1,10 @@
-"""Define the events of a worker's prefix cache, and publish its changes: which prompt prefixes can be reused there.
+"""Define the events of a worker's prefix cache, and publish its changes: which prompt prefixes can
+be reused there.
 
-Engines name KV blocks by hashes of their own. The publisher replaces them with prefix hashes, which frontends compute
-from a prompt's tokens, too. Updates contain neither tokens nor text. They are numbered per worker. A reader that is new
-or that missed an update asks the worker with the control verb `ResyncKvEvents` to publish everything again.
+Engines name KV blocks by hashes of their own. The publisher replaces them with prefix hashes, which
+frontends compute from a prompt's tokens, too. Updates contain neither tokens nor text. They are
+numbered per worker. A reader that is new or that missed an update asks the worker with the control
+verb `ResyncKvEvents` to publish everything again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ _EARLY_S = 0.001  # a timer of uvloop may end so much before its time
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
-    """One full KV block. `hash` is the engine's own name of it, of up to 64 bits; it depends on all tokens before."""
+    """One full KV block.
+
+    `hash` is the engine's own name of it, of up to 64 bits; it depends on all tokens before.
+    """
 
     hash: int
     token_ids: TokenIds
@@ -46,8 +51,10 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Consecutive blocks can be reused from now on."""
 
     blocks: tuple[KvBlock, ...]  # in the order of the prompt
-    parent: int | None = None  # hash of the block before the first one; None: the prompt begins with it
-    cache_group: int = 0  # attention window in tokens of the layers that share the blocks; 0: all layers
+    # hash of the block before the first one; None: the prompt begins with it
+    parent: int | None = None
+    # attention window in tokens of the layers that share the blocks; 0: all layers
+    cache_group: int = 0
     dp_rank: int = 0  # attention-DP rank
     cache_salt: str | None = None  # of the requests that can reuse them
 
@@ -71,9 +78,9 @@ OnKvEvents: TypeAlias = Callable[[Sequence[KvEvent]], None]
 class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Changes of one worker's prefix cache since its update before, or a part of a snapshot.
 
-    A reader applies the changes in this order: forget all blocks if `cleared`, remove `removed`, add `stored`. Only a
-    reader that is out of sync applies snapshots, from their first part on, which is `cleared`. After the last part it
-    is in sync.
+    A reader applies the changes in this order: forget all blocks if `cleared`, remove `removed`,
+    add `stored`. Only a reader that is out of sync applies snapshots, from their first part on,
+    which is `cleared`. After the last part it is in sync.
     """
 
     instance_id: Number
@@ -86,12 +93,17 @@ class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def kv_events_subject(namespace: str) -> str:
-    """Return the request-plane subject at which all workers of a namespace publish `KvCacheUpdate`."""
+    """Return the request-plane subject at which all workers of a namespace publish
+    `KvCacheUpdate`.
+    """
     return f"{namespace}.kv_events"
 
 
 def root_hash(cache_salt: str | None) -> int:
-    """Return the hash that a prompt's first block continues. Each salt has its own, so that tenants never match."""
+    """Return the hash that a prompt's first block continues.
+
+    Each salt has its own, so that tenants never match.
+    """
     if not cache_salt:
         return 0
     return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
@@ -100,8 +112,8 @@ def root_hash(cache_salt: str | None) -> int:
 def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
     """Return the hash of each full block and of all tokens before it, of 64 bits.
 
-    Two prompts with equal hashes are treated as equal. This only decides where a request runs: engines find KV by
-    their own keys.
+    Two prompts with equal hashes are treated as equal. This only decides where a request runs:
+    engines find KV by their own keys.
 
     Args:
         ids: tokens that follow `parent`.
@@ -134,12 +146,13 @@ class _KnownBlock(NamedTuple):
 class KvEventPublisher:
     """Publishes the changes of one worker's prefix cache as prefix hashes, without waiting.
 
-    Blocks of layers with a sliding window are not published: the engine reuses a prefix only as far as the layers with
-    the largest window have it. The ranks of attention DP count as one cache. A block whose parent was never stored has
-    no prefix hash, and is skipped.
+    Blocks of layers with a sliding window are not published: the engine reuses a prefix only as far
+    as the layers with the largest window have it. The ranks of attention DP count as one cache. A
+    block whose parent was never stored has no prefix hash, and is skipped.
 
-    After lost events, all blocks are cleared. Blocks that stay in the cache, such as those of a system prompt, are not
-    stored again. When a block that follows them is stored, they are published again.
+    After lost events, all blocks are cleared. Blocks that stay in the cache, such as those of a
+    system prompt, are not stored again. When a block that follows them is stored, they are
+    published again.
 
     Args:
         instance_id: id of the worker.
@@ -151,10 +164,12 @@ class KvEventPublisher:
         self._publish = publish
         self._window = 0  # the largest one seen
         self._block_tokens = 0
-        self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # rank -> engine's name -> block
+        # rank -> engine's name -> block
+        self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
         self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # likewise
         self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
-        self._changes: dict[int, bool] = {}  # prefix hash -> True: stored, False: removed; since the last update
+        # prefix hash -> True: stored, False: removed; since the last update
+        self._changes: dict[int, bool] = {}
         self._cleared = False  # before `_changes`
         self._is_resync_due = False
         self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
@@ -204,7 +219,10 @@ class KvEventPublisher:
         for index, block in enumerate(event.blocks):
             if prefix is None or len(block.token_ids) != self._block_tokens:
                 if not self.num_skipped:
-                    _log.info("KV blocks are not published: the block before them is unknown, or they differ in size")
+                    _log.info(
+                        "KV blocks are not published: the block before them is unknown, or they"
+                        " differ in size"
+                    )
                 self.num_skipped += len(event.blocks) - index
                 return
             (prefix,) = prefix_hashes(block.token_ids, self._block_tokens, prefix)
@@ -212,9 +230,12 @@ class KvEventPublisher:
             parent = block.hash
 
     def _prefix_of(self, rank: int, name: int) -> int | None:
-        """Return the prefix hash of a block that another one follows; None if it was never stored."""
+        """Return the prefix hash of a block that another one follows; None if it was never
+        stored.
+        """
         known, was_cleared = self._known[rank], self._was_cleared[rank]
-        chain: list[tuple[int, _KnownBlock]] = []  # blocks that were cleared, from this one to the begin of the prompt
+        # blocks that were cleared, from this one to the begin of the prompt
+        chain: list[tuple[int, _KnownBlock]] = []
         at: int | None = name
         while at is not None and at not in known:
             block = was_cleared.pop(at, None)
@@ -239,7 +260,10 @@ class KvEventPublisher:
             self._changes[block.prefix] = True
 
     def _is_indexed(self, window: int) -> bool:
-        """Return True for blocks of the layers with the largest window so far. A larger one replaces the others."""
+        """Return True for blocks of the layers with the largest window so far.
+
+        A larger one replaces the others.
+        """
         window = window or sys.maxsize
         if window > self._window:
             if self._known:
@@ -273,7 +297,8 @@ class KvEventPublisher:
             if self._due_at <= time_s:
                 return
             self._timer.cancel()
-        self._due_at = time_s  # a timer of uvloop does not have its time if that is less than 0.5 ms away
+        # a timer of uvloop does not have its time if that is less than 0.5 ms away
+        self._due_at = time_s
         self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
 
     def _flush(self) -> None:
@@ -284,12 +309,17 @@ class KvEventPublisher:
                 self._flush_at(now + _INTERVAL_S)
                 return
             self._unsent.popleft()
-        self._flush_at(min(self._idle_at, self._resync_at) if self._is_resync_due else self._idle_at)
+        self._flush_at(
+            min(self._idle_at, self._resync_at) if self._is_resync_due else self._idle_at
+        )
 
     def _encode_pending(self, now: float) -> bool:
-        """Encode the changes, then the snapshot if one is due. Return True if there is an update to send.
+        """Encode the changes, then the snapshot if one is due.
 
-        If nothing has changed for some time, it is an empty one, whose number shows readers whether they missed one.
+        Return True if there is an update to send.
+
+        If nothing has changed for some time, it is an empty one, whose number shows readers whether
+        they missed one.
         """
         self._encode_changes()
         if self._is_resync_due and now >= self._resync_at:
@@ -321,7 +351,9 @@ class KvEventPublisher:
     def _encode(self, **changes: Any) -> None:
         """Number an update with these fields, and queue it."""
         number, block_tokens = self._next, self._block_tokens
-        update = KvCacheUpdate(instance_id=self._instance_id, number=number, block_tokens=block_tokens, **changes)
+        update = KvCacheUpdate(
+            instance_id=self._instance_id, number=number, block_tokens=block_tokens, **changes
+        )
         self._next += 1
         self._unsent.append(encode(update))
 

@@ -1,7 +1,8 @@
-"""Define and encode the values that processes exchange: requests, chunks, KV transfer parameters, instances, verbs.
+"""Define and encode the values that processes exchange: requests, chunks, KV transfer parameters,
+instances, verbs.
 
-They are msgspec structs, encoded as MessagePack with token ids packed as 32-bit little-endian integers. Decoding skips
-unknown fields, so an older process can read what a newer one sends.
+They are msgspec structs, encoded as MessagePack with token ids packed as 32-bit little-endian
+integers. Decoding skips unknown fields, so an older process can read what a newer one sends.
 """
 
 from __future__ import annotations
@@ -48,17 +49,20 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
 WIRE_VERSION = 3
 """Version of the messages between frontends and workers. Neighboring versions work together.
 
-2: the worker replies to a ping with a report of the shared streams. 3: a frame may be the id of one token.
+2: the worker replies to a ping with a report of the shared streams. 3: a frame may be the id of one
+token.
 """
 
 
 def wire_mismatch(theirs: int) -> str:
-    """Return the reason why a peer of wire version `theirs` can't work with this process; "" when it can."""
+    """Return the reason why a peer of wire version `theirs` can't work with this process; "" when
+    it can.
+    """
     if abs(theirs - WIRE_VERSION) <= 1:
         return ""
     return (
-        f"wire versions {theirs} (peer) and {WIRE_VERSION} (this process) differ by more than 1; upgrade the side with "
-        "the lower one"
+        f"wire versions {theirs} (peer) and {WIRE_VERSION} (this process) differ by more than 1;"
+        " upgrade the side with the lower one"
     )
 
 
@@ -87,21 +91,31 @@ class FinishReason(StrEnum):
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One allowed form of structured output: `prefix`, then a content in the form of another field, then the end."""
+    """One allowed form of structured output: `prefix`, then a content in the form of another field,
+    then the end.
+    """
 
-    json_schema: str  # JSON Schema as JSON text; "{}": any JSON object; "": another field has the form
+    # JSON Schema as JSON text; "{}": any JSON object; "": another field has the form
+    json_schema: str
     regex: str = ""  # the whole content matches it
     grammar: str = ""  # EBNF as in llama.cpp and xgrammar, with the start rule `root`
-    prefix: str = msgspec.field(default="", name="literal")  # text before the JSON, control tokens as text
+    # text before the JSON, control tokens as text
+    prefix: str = msgspec.field(default="", name="literal")
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Structured output. Text is free up to `trigger`; after it, the output takes one of the forms and ends."""
+    """Structured output.
+
+    Text is free up to `trigger`; after it, the output takes one of the forms and ends.
+    """
 
     alternatives: tuple[OutputFormat, ...]  # at least one
-    trigger: str = msgspec.field(default="", name="after")  # control tokens as text; "": from the first token on
-    trigger_ids: TokenIds = msgspec.field(default_factory=token_ids, name="after_ids")  # `trigger`, encoded
-    # Stop tokens that may not end the free text: an output without its trigger would have no answer.
+    # control tokens as text; "": from the first token on
+    trigger: str = msgspec.field(default="", name="after")
+    # `trigger`, encoded
+    trigger_ids: TokenIds = msgspec.field(default_factory=token_ids, name="after_ids")
+    # Stop tokens that may not end the free text: an output without its trigger would have no
+    # answer.
     unfinished_ids: tuple[TokenId, ...] = ()
     # Another trigger with forms of its own. The one that comes first in the output counts.
     otherwise: StructuredOutput | None = None
@@ -120,7 +134,10 @@ _Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORI
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters and stop conditions of a request. The frontend has validated them. Temperature 0: greedy."""
+    """Sampling parameters and stop conditions of a request.
+
+    The frontend has validated them. Temperature 0: greedy.
+    """
 
     max_tokens: Count
     min_tokens: Count = 0
@@ -137,12 +154,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: Int64 | None = None
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False  # continue after the model's own stop tokens
-    logprobs: _NumLogprobs | None = None  # number of alternatives per token; None: no log-probabilities
+    # number of alternatives per token; None: no log-probabilities
+    logprobs: _NumLogprobs | None = None
     prompt_logprobs: _NumLogprobs | None = None  # the same for the tokens of the prompt
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log) of one token and of the most likely alternatives. NaN: the prompt's first token.
+    """Log-probability (natural log) of one token and of the most likely alternatives.
+
+    NaN: the prompt's first token.
 
     Readers expect any number, because an engine may report infinity.
     """
@@ -160,11 +180,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: PositiveCount
     num_kv_heads: PositiveCount
     head_dim: PositiveCount
-    tensor_parallel_size: PositiveCount = 1  # may differ; an engine that needs it equal also puts it into `kv_compat`
+    # may differ; an engine that needs it equal also puts it into `kv_compat`
+    tensor_parallel_size: PositiveCount = 1
 
 
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters with which a decode engine fetches one request's KV from the prefill engine that holds it.
+    """Parameters with which a decode engine fetches one request's KV from the prefill engine that
+    holds it.
 
     `engine_state` is in the format of the engine kind `engine`. Only the two engines read it.
     """
@@ -187,7 +209,9 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One call: one phase of a request whose prompt is tokenized and whose fields are valid for the model's card."""
+    """One call: one phase of a request whose prompt is tokenized and whose fields are valid for the
+    model's card.
+    """
 
     request_id: str
     model: str
@@ -195,25 +219,34 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: Sampling
     deadline: EpochSeconds
     phase: Phase = Phase.AGGREGATED
-    kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")  # set exactly when phase is DECODE
-    # number of the last `token_ids` that are output tokens of another worker, which failed after it sent them
+    # set exactly when phase is DECODE
+    kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
+    # number of the last `token_ids` that are output tokens of another worker, which failed after it
+    # sent them
     num_resumed_output_tokens: Count = msgspec.field(default=0, name="resumed_tokens")
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
-    cache_salt: str | None = None  # the prefix cache is shared only among requests with the same salt
-    priority: _Priority = 0  # lower values leave an engine's queue earlier; needs the feature "priority"
-    dp_rank: _DpRank | None = None  # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
+    # the prefix cache is shared only among requests with the same salt
+    cache_salt: str | None = None
+    # lower values leave an engine's queue earlier; needs the feature "priority"
+    priority: _Priority = 0
+    # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
+    dp_rank: _DpRank | None = None
     prefill_dp_rank: _DpRank | None = None  # the same of the prefill worker
     relax_dp_rank: bool = False  # other ranks may run it if that one is full
-    conversation_id: str | None = None  # a hint: an engine may run requests of one conversation on one rank
+    # a hint: an engine may run requests of one conversation on one rank
+    conversation_id: str | None = None
     traceparent: str | None = None  # header of the client: engines may add spans to its trace
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Time per phase of one call, in seconds, by the worker's clock: adjacent intervals that begin with the call."""
+    """Time per phase of one call, in seconds, by the worker's clock: adjacent intervals that begin
+    with the call.
+    """
 
     queue_s: Seconds = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: Seconds = 0.0
-    kv_transfer_s: Seconds = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
+    # decode call: until the KV is in its blocks
+    kv_transfer_s: Seconds = msgspec.field(default=0.0, name="handoff_s")
     # Decode call: from then to its first step.
     decode_queue_s: Seconds = msgspec.field(default=0.0, name="decode_wait_s")
     # Further phases by name, and as "phase.part" what a phase consists of or waits for.
@@ -226,21 +259,25 @@ class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output tokens of one call. Exactly one chunk, the last one of a stream, has `finish_reason`.
 
-    An engine sends one chunk per step; a receiver may merge several. `gc=False`: chunks form no cycles, and a busy
-    frontend holds many.
+    An engine sends one chunk per step; a receiver may merge several. `gc=False`: chunks form no
+    cycles, and a busy frontend holds many.
     """
 
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the next prompt tokens; such a chunk has no other field
+    # of the next prompt tokens; such a chunk has no other field
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     # set exactly when finish_reason is KV_TRANSFER
     kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
-    stats: PhaseTimings | None = None  # set on the terminal chunk, and on the first one if it is known by then
+    # set on the terminal chunk, and on the first one if it is known by then
+    stats: PhaseTimings | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the chunk has only tokens and their log-probabilities, as nearly all chunks have."""
+        """Return whether the chunk has only tokens and their log-probabilities, as nearly all
+        chunks have.
+        """
         if self.finish_reason is not None or self.kv_params is not None or self.stats is not None:
             return False
         return not self.prompt_logprobs
@@ -257,7 +294,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling values of a model for fields that a request leaves out. None: the API's default.
 
-    Names and meanings are those of generation_config.json (Hugging Face). The bounds are those of a request.
+    Names and meanings are those of generation_config.json (Hugging Face). The bounds are those of a
+    request.
     """
 
     temperature: _Temperature | None = None
@@ -268,14 +306,19 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     def given(self) -> dict[str, float]:
         """Return the values that are set, by name."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
 
 
 MOST_VOCABULARY: Final = 1 << 24
 
 
 class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Description of a model with which a frontend renders prompts and parses outputs. Equal on all its workers."""
+    """Description of a model with which a frontend renders prompts and parses outputs.
+
+    Equal on all its workers.
+    """
 
     name: str  # the served name, which clients send as `model`
     context_length: PositiveCount  # tokens, prompt plus output
@@ -286,7 +329,8 @@ class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
     # names of request features that the engine does not support, see EngineInfo
     unsupported_features: tuple[str, ...] = msgspec.field(default=(), name="refuses")
-    files: Mapping[str, str] = {}  # file name -> sha256; frontends fetch the content with the control verb `file`
+    # file name -> sha256; frontends fetch the content with the control verb `file`
+    files: Mapping[str, str] = {}
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
@@ -303,9 +347,12 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     card: ModelDeploymentCard
     layout: KvLayout
     limits: Limits = Limits()
-    kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")  # equal on prefill and decode
-    can_aggregate: bool = msgspec.field(default=False, name="serves_whole")  # a decode worker that can also prefill
-    supported_features: tuple[str, ...] = ()  # see EngineInfo; older workers ignore these fields of a request
+    # equal on prefill and decode
+    kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
+    # a decode worker that can also prefill
+    can_aggregate: bool = msgspec.field(default=False, name="serves_whole")
+    # see EngineInfo; older workers ignore these fields of a request
+    supported_features: tuple[str, ...] = ()
     keeps_unfetched_kv: bool = False  # see EngineInfo; older frontends leave such KV to its timeout
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
@@ -314,7 +361,10 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The load of one worker at one moment. Of two reports, the one with the higher number is newer."""
+    """The load of one worker at one moment.
+
+    Of two reports, the one with the higher number is newer.
+    """
 
     instance_id: Number
     number: Number  # counts from 1
@@ -327,9 +377,13 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cost: CostModel | None = None  # in broadcasts only
 
     def work(self, *, decodes: bool, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
-        """Return what a new request finds, with prompt tokens and requests that came since the report."""
+        """Return what a new request finds, with prompt tokens and requests that came since the
+        report.
+        """
         running, context = (self.running, self.context_tokens) if decodes else (0, 0)
-        return EngineWork(running, context, self.queued_prefill_tokens + more_tokens, self.waiting + more_requests)
+        return EngineWork(
+            running, context, self.queued_prefill_tokens + more_tokens, self.waiting + more_requests
+        )
 
 
 class ReleaseOutcome(StrEnum):
@@ -361,11 +415,15 @@ class FileChunk(msgspec.Struct, frozen=True):
 
 
 class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
-    """Reserve a decode slot for a request before its prefill call. The reply is empty, or the error Overloaded."""
+    """Reserve a decode slot for a request before its prefill call.
+
+    The reply is empty, or the error Overloaded.
+    """
 
     reservation_id: str
     expires_at: EpochSeconds  # by the sender's clock
-    left_s: Seconds = 0.0  # seconds until then: clocks of two machines may differ. 0: an older sender
+    # seconds until then: clocks of two machines may differ. 0: an older sender
+    left_s: Seconds = 0.0
 
 
 class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):
@@ -375,13 +433,19 @@ class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """Ask a worker whose KV transfers keep failing to drain and exit. Its supervisor then restarts it."""
+    """Ask a worker whose KV transfers keep failing to drain and exit.
+
+    Its supervisor then restarts it.
+    """
 
     reason: str
 
 
 class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
-    """Ask a worker to publish all blocks of its prefix cache again, see `kv_events`. The reply is empty."""
+    """Ask a worker to publish all blocks of its prefix cache again, see `kv_events`.
+
+    The reply is empty.
+    """
 
 
 Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart | ResyncKvEvents
@@ -426,5 +490,6 @@ def decode(data: bytes | memoryview, wanted: type[T]) -> T:
         decoder = _decoders[wanted] = msgspec.msgpack.Decoder(wanted, dec_hook=_unpack)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as exc:  # the last: nested too deeply
+    # the last: nested too deeply
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as exc:
         raise BadFrame(f"not a {getattr(wanted, '__name__', wanted)}: {exc}") from exc

@@ -1,8 +1,8 @@
 """Define the types of the numbers that processes exchange, each with its range.
 
-Fields of messages and records have one of these types. When msgspec decodes a message, it rejects values out of range,
-also NaN, which fails every comparison. So all decoded numbers are finite and fit into timers, counters and the integers
-of libraries.
+Fields of messages and records have one of these types. When msgspec decodes a message, it rejects
+values out of range, also NaN, which fails every comparison. So all decoded numbers are finite and
+fit into timers, counters and the integers of libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
 # Any other whole number: an id, a number of bytes, an address, or a number in order.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_INT64)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-MOST_INT64 - 1, le=MOST_INT64)]
-UInt64: TypeAlias = Annotated[int, Meta(ge=0)]  # MessagePack has no larger ones, and msgspec no larger bound
+# MessagePack has no larger ones, and msgspec no larger bound
+UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]

@@ -6,8 +6,9 @@ import re
 
 MASK = "***"
 
-# Control characters of ASCII and Latin-1, line and paragraph separators, invisible and bidirectional formatting
-# characters, lone surrogates, and tags: each can end a line, move the cursor or reorder what a terminal shows.
+# Control characters of ASCII and Latin-1, line and paragraph separators, invisible and
+# bidirectional formatting characters, lone surrogates, and tags: each can end a line, move the
+# cursor or reorder what a terminal shows.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
@@ -18,7 +19,9 @@ _PORT = re.compile(r"(\d{1,5}/?)?")
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with each character that could break or reorder a line escaped, for example as `\\u2028`."""
+    """Return `text` with each character that could break or reorder a line escaped, for example as
+    `\\u2028`.
+    """
     if text.isascii() and text.isprintable():  # nearly all: ten times as fast as the pattern
         return text
     return _UNSAFE.sub(_escaped, text)
@@ -35,7 +38,9 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def mask_credentials(text: str) -> str:
-    """Return `text` with user and password of each address masked and the content of PEM blocks removed."""
+    """Return `text` with user and password of each address masked and the content of PEM blocks
+    removed.
+    """
     if "@" in text:
         text = _WORD.sub(_without_credentials, text)
     return _PEM.sub(rf"\1 {MASK} ", text) if "-----BEGIN " in text else text
@@ -51,11 +56,14 @@ def _without_credentials(match: re.Match[str]) -> str:
 
 
 def mask_address(value: str) -> str:
-    """Return an address setting with user and password masked, even if it is not a valid address."""
+    """Return an address setting with user and password masked, even if it is not a valid
+    address.
+    """
     scheme, separator, rest = value.rpartition("://")
     if "@" in value:
         scheme, separator, _ = value.partition("://") if separator else ("", "", "")
         return f"{scheme}{separator}{MASK}@{value.rpartition('@')[2]}"
     host, colon, port = rest.partition(":")
     is_address = rest.startswith("[") or not colon or "," in rest or _PORT.fullmatch(port)
-    return value if is_address else f"{scheme}{separator}{host}:{MASK}"  # a password without its `@host`
+    # a password without its `@host`
+    return value if is_address else f"{scheme}{separator}{host}:{MASK}"

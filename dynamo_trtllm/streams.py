@@ -1,7 +1,9 @@
-"""Define the protocol by which the output of a request passes from hop to hop, and adapt it to async generators.
+"""Define the protocol by which the output of a request passes from hop to hop, and adapt it to
+async generators.
 
-Engines and the worker service implement `Generator`. A token takes the same path whether it is the first, a middle one
-or the last: the hop that has it calls `on_event` of the next one, on the event loop.
+Engines and the worker service implement `Generator`. A token takes the same path whether it is the
+first, a middle one or the last: the hop that has it calls `on_event` of the next one, on the event
+loop.
 """
 
 from __future__ import annotations
@@ -14,25 +16,44 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, ReleaseOutcome, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    KvTransferParams,
+    PhaseTimings,
+    ReleaseOutcome,
+    token_ids,
+)
 
 log = logging.getLogger(__name__)
 
 _KEPT_CHUNKS = 32_768  # of 200 bytes
 
 StreamEvent: TypeAlias = Chunk | DynamoError
-"""A chunk, or the error that ended the stream. An error or a chunk with `finish_reason` is terminal."""
+"""A chunk, or the error that ended the stream.
+
+An error or a chunk with `finish_reason` is terminal.
+"""
 
 OnEvent: TypeAlias = Callable[[StreamEvent], None]
-"""A callback that receives the events of one stream on the event loop. It must not block and must not raise."""
+"""A callback that receives the events of one stream on the event loop.
+
+It must not block and must not raise.
+"""
 
 
 OnChunk: TypeAlias = Callable[[Chunk], bool]
-"""A callback that receives the chunks of one stream. It returns False to end the stream before its last chunk."""
+"""A callback that receives the chunks of one stream.
+
+It returns False to end the stream before its last chunk.
+"""
 
 
 class _TokenChunks(dict[int, Chunk]):
-    """The chunk of each token, made at its first use. Streams share them, so their ids must not change."""
+    """The chunk of each token, made at its first use.
+
+    Streams share them, so their ids must not change.
+    """
 
     def __missing__(self, token_id: int) -> Chunk:
         if len(self) >= _KEPT_CHUNKS:
@@ -49,18 +70,24 @@ class StreamHandle(Protocol):
     def cancel(self) -> None:
         """End the stream and free what its source holds for it. No event follows. Idempotent.
 
-        After the end of a prefill call this aborts the KV transfer that its last chunk offered, if it is pending.
+        After the end of a prefill call this aborts the KV transfer that its last chunk offered, if
+        it is pending.
         """
 
     def stop(self) -> bool:
-        """Ask the source to end the stream soon. Its terminal event follows: an error, or KV that was computed by then.
+        """Ask the source to end the stream soon.
 
-        Return False if the source can't do this, or if a cancel frees its KV. In both cases the caller calls `cancel`.
+        Its terminal event follows: an error, or KV that was computed by then.
+
+        Return False if the source can't do this, or if a cancel frees its KV. In both cases the
+        caller calls `cancel`.
         """
 
     @property
     def holds_kv(self) -> bool:
-        """True from the end of a prefill call until its KV was fetched or aborted, or has expired."""
+        """True from the end of a prefill call until its KV was fetched or aborted, or has
+        expired.
+        """
 
 
 class KvHolder(Protocol):
@@ -79,8 +106,8 @@ class Generator(Protocol):
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """Start a stream. Pass any number of chunks to `on_event`, then exactly one terminal event.
 
-        The first event comes after this has returned, so the caller always has the handle. Rejected requests end with
-        an error event, too: this raises only for a bug.
+        The first event comes after this has returned, so the caller always has the handle. Rejected
+        requests end with an error event, too: this raises only for a bug.
         """
 
 
@@ -95,7 +122,8 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         DynamoError: the error that ended the stream.
         Exception: an exception of `on_chunk`, which cancels the stream.
     """
-    future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()  # True: ended by the stream itself
+    # True: ended by the stream itself
+    future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()
 
     def on_event(event: StreamEvent) -> None:
         if future is None or future.done():
@@ -120,11 +148,14 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
     finally:
         if not is_received:
             handle.cancel()  # nothing happens if the stream has ended in an error
-        future = None  # its error refers to this frame: a cycle that would keep the request in memory
+        # its error refers to this frame: a cycle that would keep the request in memory
+        future = None
 
 
 async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of a stream and raise its error. Consume with `aclosing`: closing cancels the stream.
+    """Yield the chunks of a stream and raise its error.
+
+    Consume with `aclosing`: closing cancels the stream.
 
     For programs that embed an engine, and for tests.
     """
@@ -137,7 +168,9 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
                 try:
                     raise event
                 finally:
-                    del event  # its traceback refers to this frame: a cycle that would keep the request in memory
+                    # its traceback refers to this frame: a cycle that would keep the request in
+                    # memory
+                    del event
             has_ended = event.finish_reason is not None
             yield event
     finally:
@@ -146,12 +179,19 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
 
 
 def unexpected_error(exc: Exception, stream: str) -> DynamoError:
-    """Log an exception that is a bug, and return the error that ends its stream. `stream`: its name, for the log."""
+    """Log an exception that is a bug, and return the error that ends its stream.
+
+    `stream`: its name, for the log.
+    """
     if isinstance(exc, MemoryError):
         log.error("request failed: %s: out of memory", stream)  # a traceback would take more memory
-        return Overloaded("the process is out of memory for this request; try again later or send a shorter one")
+        return Overloaded(
+            "the process is out of memory for this request; try again later or send a shorter one"
+        )
     log.error("request failed: %s", stream, exc_info=exc)
-    error = InternalError(f"an unexpected error ended the request: {type(exc).__name__}; see the log")
+    error = InternalError(
+        f"an unexpected error ended the request: {type(exc).__name__}; see the log"
+    )
     error.__cause__ = exc
     return error
 
@@ -176,13 +216,21 @@ class Stream:
         return self._on_event is None
 
     def emit(self, event: StreamEvent) -> None:
-        """Pass an event on. Events after the end are dropped; KV that such an event offers is freed."""
+        """Pass an event on.
+
+        Events after the end are dropped; KV that such an event offers is freed.
+        """
         on_event = self._on_event
         if on_event is None:
-            if isinstance(event, Chunk) and event.kv_params is not None and self._kv_holder is not None:
+            if (
+                isinstance(event, Chunk)
+                and event.kv_params is not None
+                and self._kv_holder is not None
+            ):
                 self._kv_holder.release(event.kv_params.transfer_id, ReleaseOutcome.ABORTED)
             return
-        if not isinstance(event, Chunk) or event.finish_reason is not None:  # tests the class of most events first
+        # tests the class of most events first
+        if not isinstance(event, Chunk) or event.finish_reason is not None:
             self._on_event = None
             if isinstance(event, Chunk) and event.kv_params is not None:
                 self._transfer_id = event.kv_params.transfer_id
@@ -213,14 +261,22 @@ class Stream:
     @property
     def holds_kv(self) -> bool:
         """See `StreamHandle.holds_kv`."""
-        return bool(self._transfer_id) and self._kv_holder is not None and self._kv_holder.is_pending(self._transfer_id)
+        return (
+            bool(self._transfer_id)
+            and self._kv_holder is not None
+            and self._kv_holder.is_pending(self._transfer_id)
+        )
 
     def _close(self, last: StreamEvent | None) -> None:
-        """Free what the stream holds. Called once, before the terminal event `last` is passed on; None: cancelled."""
+        """Free what the stream holds.
+
+        Called once, before the terminal event `last` is passed on; None: cancelled.
+        """
 
 
 class TaskStream(Stream):
-    """A stream that runs some of its work, such as the fetch of its KV, as a task: one task at a time.
+    """A stream that runs some of its work, such as the fetch of its KV, as a task: one task at a
+    time.
 
     Args:
         on_event: receives the events.
@@ -230,15 +286,21 @@ class TaskStream(Stream):
 
     __slots__ = ("_context", "_task", "_tasks", "_work")
 
-    def __init__(self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None) -> None:
+    def __init__(
+        self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None
+    ) -> None:
         super().__init__(on_event, kv_holder)
-        self._context = contextvars.copy_context()  # of log lines: an engine's step runs in another one
+        # of log lines: an engine's step runs in another one
+        self._context = contextvars.copy_context()
         self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
         self._work: Coroutine[Any, Any, StreamEvent | None] | None = None
 
     def run(self, work: Coroutine[Any, Any, StreamEvent | None], name: str) -> None:
-        """Await `work` in a task and emit what it returns; its error ends the stream. A cancel cancels the task."""
+        """Await `work` in a task and emit what it returns; its error ends the stream.
+
+        A cancel cancels the task.
+        """
         self._work = work
         task = self._task = asyncio.get_running_loop().create_task(
             self._await_work(work), name=name, context=self._context
@@ -256,14 +318,16 @@ class TaskStream(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
             event = unexpected_error(exc, task.get_name() if task else "-")
-        task, self._task = self._task, None  # so that the end of the stream does not cancel this task, which is done
+        # so that the end of the stream does not cancel this task, which is done
+        task, self._task = self._task, None
         try:
             if task is not None and self.has_ended:  # by a cancel that the work did not see
                 self._free()
             if event is not None:
                 self.emit(event)
         finally:
-            event = None  # its traceback refers to this frame: a cycle that would keep the request in memory
+            # its traceback refers to this frame: a cycle that would keep the request in memory
+            event = None
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -285,14 +349,18 @@ class TaskStream(Stream):
         if self._task is None:
             self._free()
         else:
-            self._task.cancel()  # `_free` follows when it has ended, because it may write to the request's memory
+            # `_free` follows when it has ended, because it may write to the request's memory
+            self._task.cancel()
 
     def _free(self) -> None:
         """Free what the stream holds. Called once; no task of the stream runs."""
 
 
 class QueueClock:
-    """The times for which the first request of a queue lacked something, by what it lacked. All others wait with it."""
+    """The times for which the first request of a queue lacked something, by what it lacked.
+
+    All others wait with it.
+    """
 
     def __init__(self) -> None:
         self._waited: dict[str, float] = {}

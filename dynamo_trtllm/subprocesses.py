@@ -1,4 +1,5 @@
-"""Run child processes that end with this process: start them, keep them running, and stop all in order.
+"""Run child processes that end with this process: start them, keep them running, and stop all in
+order.
 
 The module also creates scratch folders, which are deleted even if this process is killed.
 """
@@ -27,8 +28,9 @@ log = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 10.0  # a process that is stuck in a driver does not end before the driver returns
 
-# A separate interpreter runs this and then becomes the child. So no Python code runs between fork and exec, which would
-# be unsafe in a process with threads. The check of getppid is needed because the parent may die before prctl.
+# A separate interpreter runs this and then becomes the child. So no Python code runs between fork
+# and exec, which would be unsafe in a process with threads. The check of getppid is needed because
+# the parent may die before prctl.
 _WRAPPER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -40,11 +42,12 @@ if os.getppid() == int(sys.argv[1]):
 def spawn(
     argv: Sequence[str], *, env: Mapping[str, str] | None = None, **streams: int | IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Start a program in its own process group, so that a Ctrl-C reaches only this process, which then stops the child.
+    """Start a program in its own process group, so that a Ctrl-C reaches only this process, which
+    then stops the child.
 
-    On Linux, the child gets SIGKILL when the *thread* that called `spawn` ends (PR_SET_PDEATHSIG). So call it from the
-    main thread, or from a thread that lives as long as the process. On other systems a child may outlive its parent,
-    and grandchildren may on all systems.
+    On Linux, the child gets SIGKILL when the *thread* that called `spawn` ends (PR_SET_PDEATHSIG).
+    So call it from the main thread, or from a thread that lives as long as the process. On other
+    systems a child may outlive its parent, and grandchildren may on all systems.
 
     Args:
         argv: program and arguments.
@@ -56,7 +59,9 @@ def spawn(
     """
     program = shutil.which(argv[0])
     if program is None:
-        raise ConfigError(f"program {argv[0]!r} is not installed or not executable; install it or add it to PATH")
+        raise ConfigError(
+            f"program {argv[0]!r} is not installed or not executable; install it or add it to PATH"
+        )
     command = [os.path.abspath(program), *argv[1:]]
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
@@ -64,13 +69,18 @@ def spawn(
     return subprocess.Popen(command, env=env, process_group=0, **options)
 
 
-# It retries because processes that write into the folder end at the same time and may still write for a moment.
-_CLEAR_UP = 'read -r _; for _ in 1 2 3 4 5 6 7 8 9; do rm -rf -- "$0" 2>/dev/null && exit; sleep 0.1; done'
+# It retries because processes that write into the folder end at the same time and may still write
+# for a moment.
+_CLEAR_UP = (
+    'read -r _; for _ in 1 2 3 4 5 6 7 8 9; do rm -rf -- "$0" 2>/dev/null && exit; sleep 0.1; done'
+)
 
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Create a temporary folder. It is deleted at the end of the context, or when this process ends or is killed.
+    """Create a temporary folder.
+
+    It is deleted at the end of the context, or when this process ends or is killed.
 
     Needs a POSIX shell.
 
@@ -81,11 +91,15 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         temporary = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     except OSError as exc:
         raise ConfigError(
-            f"no temporary folder can be created: {exc}; free space, or set TMPDIR to another folder"
+            f"no temporary folder can be created: {exc}; free space, or set TMPDIR to another"
+            " folder"
         ) from exc
     with temporary as folder:
-        # in its own process group, so that a Ctrl-C or a kill of this process's group does not reach it
-        janitor = subprocess.Popen(["sh", "-c", _CLEAR_UP, folder], stdin=subprocess.PIPE, process_group=0)
+        # in its own process group, so that a Ctrl-C or a kill of this process's group does not
+        # reach it
+        janitor = subprocess.Popen(
+            ["sh", "-c", _CLEAR_UP, folder], stdin=subprocess.PIPE, process_group=0
+        )
         try:
             yield Path(folder)
         finally:
@@ -101,7 +115,8 @@ class Child:
     """
 
     stop_rank = 0  # a supervisor stops children of a lower rank first
-    is_status_2_final = True  # exit status 2 means an invalid configuration, so that a restart can't help
+    # exit status 2 means an invalid configuration, so that a restart can't help
+    is_status_2_final = True
     is_ready = False  # has answered that it is ready; the owner sets this
     last_line = ""  # of its output, if this process reads it
 
@@ -109,7 +124,8 @@ class Child:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
         self._exit_status = wait_for_exit(process)
-        self.is_terminating = False  # `terminate` was called, so that an end of the process is expected
+        # `terminate` was called, so that an end of the process is expected
+        self.is_terminating = False
         self.pid = process.pid
 
     @property
@@ -128,7 +144,10 @@ class Child:
             self._process.terminate()
 
     async def stop(self) -> None:
-        """Send SIGTERM, then `kill` after the stop time-out. Return when the process has ended. Idempotent."""
+        """Send SIGTERM, then `kill` after the stop time-out.
+
+        Return when the process has ended. Idempotent.
+        """
         self.terminate()
         try:
             async with asyncio.timeout(self._stop_timeout_s):
@@ -138,7 +157,10 @@ class Child:
             await self.ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group. A process that survives it for KILL_TIMEOUT_S counts as ended."""
+        """Send SIGKILL to the process group.
+
+        A process that survives it for KILL_TIMEOUT_S counts as ended.
+        """
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -148,16 +170,21 @@ class Child:
 
     def _give_up(self) -> None:
         if not self.has_ended:
-            text = "process %d still runs %g s after SIGKILL, probably stuck in a driver; no longer waiting for it"
+            text = (
+                "process %d still runs %g s after SIGKILL, probably stuck in a driver; no longer"
+                " waiting for it"
+            )
             log.error(text, self.pid, KILL_TIMEOUT_S)
             self._exit_status.set_result(-signal.SIGKILL)
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """Return a future of the exit status. Before it is set, the rest of the child's process group is killed.
+    """Return a future of the exit status.
 
-    Remaining processes of an engine would hold the GPU that the next child needs. A thread waits for the process,
-    because this works on every system without a child watcher.
+    Before it is set, the rest of the child's process group is killed.
+
+    Remaining processes of an engine would hold the GPU that the next child needs. A thread waits
+    for the process, because this works on every system without a child watcher.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
@@ -168,8 +195,10 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
     def wait() -> None:
         with suppress(ChildProcessError):  # other code has reaped the process
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, so that its group id is not reused
-        with suppress(ProcessLookupError, PermissionError):  # the group is empty (PermissionError on macOS)
+            # a zombie, so that its group id is not reused
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        # the group is empty (PermissionError on macOS)
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         try:
@@ -208,16 +237,24 @@ class RunFailed(Exception):
 
 
 def decide(
-    config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_status_2_final: bool = True
+    config: RestartConfig,
+    status: int,
+    restarts: Sequence[float],
+    now: float,
+    *,
+    is_status_2_final: bool = True,
 ) -> tuple[str, float]:
-    """Decide whether to restart a process that has ended. Return the text for the log and the pause before, in seconds.
+    """Decide whether to restart a process that has ended.
+
+    Return the text for the log and the pause before, in seconds.
 
     Args:
         config: limits of restarts.
         status: exit status of the process, as in subprocess.
         restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
         now: current time in seconds.
-        is_status_2_final: Exit status 2 means an invalid configuration, as it does for programs of this package.
+        is_status_2_final: Exit status 2 means an invalid configuration, as it does for programs of
+            this package.
 
     Raises:
         RunFailed: the process must not be restarted, so all processes must be stopped.
@@ -227,10 +264,18 @@ def decide(
         raise RunFailed(ended, BAD_CONFIG)
     recent = len([time for time in restarts if now - time < config.window_s])
     if recent >= config.max_restarts:
-        raise RunFailed(f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit")
+        raise RunFailed(
+            f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit"
+        )
     pause_s = config.pause_s * 2 ** (recent - 1) if recent else 0.0
     when = f" in {pause_s:g} s" if pause_s else ""
-    return f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in {config.window_s:g} s)", pause_s
+    return (
+        (
+            f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in"
+            f" {config.window_s:g} s)"
+        ),
+        pause_s,
+    )
 
 
 class _Stopped(Exception):
@@ -238,7 +283,9 @@ class _Stopped(Exception):
 
 
 class Supervisor:
-    """Supervisor of the children of this process. Create it on the event loop and run it once, in the main thread.
+    """Supervisor of the children of this process.
+
+    Create it on the event loop and run it once, in the main thread.
 
     Args:
         config: limits of restarts.
@@ -261,7 +308,9 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, work: Coroutine[Any, Any, None]) -> dict[str, int]:
-        """Run until `stop` is called, or SIGINT or SIGTERM arrives, or a failure. Then no child is left.
+        """Run until `stop` is called, or SIGINT or SIGTERM arrives, or a failure.
+
+        Then no child is left.
 
         A second signal kills the children at once.
 
@@ -282,11 +331,13 @@ class Supervisor:
             async with asyncio.TaskGroup() as self._group:
                 self._group.create_task(work, name="start of programs")
                 await self._stopping.wait()
-                await self._stop_children()  # the tasks still run, because children need them while they drain
+                # the tasks still run, because children need them while they drain
+                await self._stop_children()
                 raise _Stopped  # ends the rest of the group
         except* (RunFailed, ConfigError) as group:
             failure = _first(group)
-            if isinstance(failure, RunFailed):  # the caller shows it only after the stop, which may take long
+            # the caller shows it only after the stop, which may take long
+            if isinstance(failure, RunFailed):
                 self._say(f"stopping all processes: {failure}")
         except* _Stopped:
             pass
@@ -296,18 +347,25 @@ class Supervisor:
             raise failure
         return {name: await child.ended() for name, child in self._children.items()}
 
-    def keep(self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None = None) -> None:
+    def keep(
+        self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None = None
+    ) -> None:
         """Start a program, and restart it whenever it ends. Call this during `run`.
 
         Args:
             name: name of the program, for log lines.
-            running: returns the context of one run. It starts a child, does what the child needs while it runs, and
-                cleans up when the child has ended. If it is cancelled during the start, it leaves no child behind.
+            running: returns the context of one run. It starts a child, does what the child needs
+                while it runs, and cleans up when the child has ended. If it is cancelled during the
+                start, it leaves no child behind.
             before_restart: prepares each restart; it gets the last child and its exit status.
         """
-        self._group.create_task(self._keep(name, running, before_restart), name=f"supervisor of {name}")
+        self._group.create_task(
+            self._keep(name, running, before_restart), name=f"supervisor of {name}"
+        )
 
-    async def _keep(self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None) -> None:
+    async def _keep(
+        self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None
+    ) -> None:
         restarts: list[float] = []
         while not self.is_stopping:
             async with running() as child:
@@ -320,7 +378,9 @@ class Supervisor:
                 continue
             now, is_final = time.monotonic(), child.is_status_2_final
             try:
-                text, pause_s = decide(self._config, status, restarts, now, is_status_2_final=is_final)
+                text, pause_s = decide(
+                    self._config, status, restarts, now, is_status_2_final=is_final
+                )
             except RunFailed as exc:
                 hint = f"; last line: {child.last_line}" if child.last_line else ""
                 raise RunFailed(f"{name} {exc}{hint}", exc.exit_status) from None

@@ -1,4 +1,6 @@
-"""Convert the text input of a tool to the arguments of a function with one string parameter, and back."""
+"""Convert the text input of a tool to the arguments of a function with one string parameter, and
+back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def arguments_of(text: str) -> str:
 
 
 def text_of(arguments: str) -> str | None:
-    """Return the input for the arguments of the function; None if they are not an object with the input as a string."""
+    """Return the input for the arguments of the function; None if they are not an object with the
+    input as a string.
+    """
     try:
         found = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -42,7 +46,8 @@ def text_of(arguments: str) -> str | None:
 def input_of(arguments: str) -> str:
     """Return the input for the arguments of the function.
 
-    Other arguments are returned unchanged: without structured output, a model may write only the text.
+    Other arguments are returned unchanged: without structured output, a model may write only the
+    text.
     """
     text = text_of(arguments)
     return arguments if text is None else text

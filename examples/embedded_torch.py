@@ -1,9 +1,10 @@
 """Run a worker inside your own program, on its event loop and beside its other tasks.
 
-    python examples/embedded_torch.py --etcd-endpoints http://localhost:2379 --nats-server nats://localhost:4222
-    dynamo-trtllm frontend --http-port 8000
+    python examples/embedded_torch.py --etcd-endpoints http://localhost:2379 --nats-server
+    nats://localhost:4222 dynamo-trtllm frontend --http-port 8000
 
-Then send requests for the model `embedded` to the frontend. SIGTERM or Ctrl-C drains the worker and exits.
+Then send requests for the model `embedded` to the frontend. SIGTERM or Ctrl-C drains the worker and
+exits.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ async def run(config: WorkerConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     async with asyncio.TaskGroup() as group:
         other = group.create_task(other_work())
-        await worker.serve()  # until worker.stop(); raises if the engine fails, which cancels the group
+        # until worker.stop(); raises if the engine fails, which cancels the group
+        await worker.serve()
         other.cancel()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--etcd-endpoints", default="http://localhost:2379")
     parser.add_argument("--nats-server", default="nats://localhost:4222")
     parser.add_argument("--namespace", default="dynamo")

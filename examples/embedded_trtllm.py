@@ -1,12 +1,13 @@
 """Run a TensorRT-LLM worker from your own launch script, on one node or several.
 
-    python examples/embedded_trtllm.py --model-path /models/gpt-oss-120b --disaggregation-mode decode
+    python examples/embedded_trtllm.py --model-path /models/gpt-oss-120b --disaggregation-mode
+    decode
 
-The script accepts every flag and environment variable of `dynamo-trtllm worker`. On several nodes, start it with
-`examples/llmapi_launch.sh`.
+The script accepts every flag and environment variable of `dynamo-trtllm worker`. On several nodes,
+start it with `examples/llmapi_launch.sh`.
 
-The `__main__` guard at the end is needed. An engine on several GPUs starts a process per GPU, and each of them imports
-this file again. Without the guard each process would start another engine.
+The `__main__` guard at the end is needed. An engine on several GPUs starts a process per GPU, and
+each of them imports this file again. Without the guard each process would start another engine.
 """
 
 from __future__ import annotations

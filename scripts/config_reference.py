@@ -1,4 +1,5 @@
-"""Writes docs/reference-configuration.md from the configuration models: `python -m scripts.config_reference`.
+"""Writes docs/reference-configuration.md from the configuration models: `python -m
+scripts.config_reference`.
 
 A test compares the page with this output.
 """
@@ -30,7 +31,12 @@ from dynamo_trtllm.config.commands import (
     StatusConfig,
     VersionConfig,
 )
-from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
+from dynamo_trtllm.config.deployment import (
+    DeploymentConfig,
+    RestartConfig,
+    ServicesConfig,
+    WorkerSpec,
+)
 from dynamo_trtllm.config.dynamo_variables import FRONTEND, VARIABLES, VLLM, WORKER, Variable
 from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, flags_of
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -63,7 +69,12 @@ PROGRAMS = (
     Program("Terminal client", "chat", ChatConfig, "dynamo_trtllm.chat"),
     Program("Status", "status", StatusConfig),
     Program("Explain", "explain", ExplainConfig),
-    Program("Clear a namespace", "clear-namespace", ClearNamespaceConfig, "dynamo_trtllm.clear_namespace"),
+    Program(
+        "Clear a namespace",
+        "clear-namespace",
+        ClearNamespaceConfig,
+        "dynamo_trtllm.clear_namespace",
+    ),
     Program("Version", "version", VersionConfig),
     Program("Completion", "completion", CompletionConfig),
 )
@@ -96,7 +107,9 @@ def page() -> str:
     rows = [(f"`{CONSOLE} {command.name}`", command.summary) for command in COMMANDS.values()]
     parts = [_HEAD, table(("command", "what it does"), rows)]
     for program in PROGRAMS:
-        typed = f"`{CONSOLE} {program.command}`" + (f" or `python -m {program.module}`" if program.module else "")
+        typed = f"`{CONSOLE} {program.command}`" + (
+            f" or `python -m {program.module}`" if program.module else ""
+        )
         parts += [f"## {program.title}\n", f"{typed}\n", *_program(program.model)]
     parts += ["## Deployment file\n", _DEPLOYMENT_HEAD]
     for section in DEPLOYMENT:
@@ -177,7 +190,10 @@ def _program(model: type[Config]) -> Iterator[str]:
     for group in GROUPS:
         if members := [flag for flag in flags if flag.group == group]:
             yield f"### {group[0].upper()}{group[1:]}\n"
-            rows = [_flag(flag, model.model_fields[flag.field], descriptions[flag.field]) for flag in members]
+            rows = [
+                _flag(flag, model.model_fields[flag.field], descriptions[flag.field])
+                for flag in members
+            ]
             yield table(("flag", "variable", "default", "what it is for"), rows)
 
 
@@ -221,7 +237,9 @@ def _default(info: FieldInfo) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Draws the pictures of README and docs, and writes the README's figures: `python -m scripts.figures`.
+"""Draws the pictures of README and docs, and writes the README's figures: `python -m
+scripts.figures`.
 
-Both come from benchmarks/results. Each picture is written twice, for a light and for a dark page. A test compares the
-README's figures with the results.
+Both come from benchmarks/results. Each picture is written twice, for a light and for a dark page. A
+test compares the README's figures with the results.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ THEMES = {
     },
 }
 POINTS = {"paced-32": "32 streams", "paced-128": "128 streams", "paced-256": "256 streams"}
-# The open-loop runs on two GPUs, in the order of the tables: name of the row, end of the file's name, topology in it.
+# The open-loop runs on two GPUs, in the order of the tables: name of the row, end of the file's
+# name, topology in it.
 TWO_GPUS = (
     ("2A", "2A-and-vllm-router", "2A"),
     ("vLLM's servers and vllm-router, blocks of 16", "2A-and-vllm-router", "vllm-router:1P1D"),
@@ -96,7 +98,11 @@ def comparable(runs: list[dict[str, Any]], point: str) -> dict[str, float]:
     found = {}
     for side, name in sides.items():
         value = median_of(runs, point, side, cpu("frontend"))
-        events = [run["events_per_text_token"] for run in runs if (run["point"], run["side"]) == (point, side)]
+        events = [
+            run["events_per_text_token"]
+            for run in runs
+            if (run["point"], run["side"]) == (point, side)
+        ]
         if value is None or round(median(events), 2) < VALID_EVENTS_PER_TOKEN:
             return {}
         found[name] = value
@@ -113,7 +119,11 @@ def readme_figures() -> dict[str, str]:
     together = open_loop_cell("2A-and-vllm-router", "2A", 4.0)
     return {
         "cpu": f"{min(ratios):.2f} to {max(ratios):.2f}",
-        "cpu-run": f"{len(days)} runs of {days[0]['at'][:10]}" if len(days) > 1 else f"run of {days[0]['at'][:10]}",
+        "cpu-run": (
+            f"{len(days)} runs of {days[0]['at'][:10]}"
+            if len(days) > 1
+            else f"run of {days[0]['at'][:10]}"
+        ),
         "pause": f"{failover['pause_s']:.1f} s",
         "goodput": f"{goodput(split):.0f} %",
         "goodput-aggregated": f"{goodput(together):.0f} %",
@@ -160,11 +170,22 @@ def open_loop_rows() -> Iterator[tuple[list[str], dict[str, Any]]]:
 
 def open_loop_table() -> str:
     """Return a table of the open-loop runs on two GPUs."""
-    head = ["requests/s", "deployment", "vLLM", "TTFT p50 / p99", "TPOT p50 / p90", "worst gap p50 / p99"]
+    head = [
+        "requests/s",
+        "deployment",
+        "vLLM",
+        "TTFT p50 / p99",
+        "TPOT p50 / p90",
+        "worst gap p50 / p99",
+    ]
     head += ["TPOT ≤ 20", "gap ≤ 100"]
     lines = [head, ["---"] * len(head)]
     for line, cell in open_loop_rows():
-        for name, low, high in (("ttft_ms", "p50", "p99"), ("tpot_ms", "p50", "p90"), ("worst_gap_ms", "p50", "p99")):
+        for name, low, high in (
+            ("ttft_ms", "p50", "p99"),
+            ("tpot_ms", "p50", "p90"),
+            ("worst_gap_ms", "p50", "p99"),
+        ):
             digits = 1 if name == "tpot_ms" else 0
             line.append(f"{cell[name][low]:,.{digits}f} / {cell[name][high]:,.{digits}f}")
         line.append(f"{cell['goodput_percent']['ttft_2s_tpot_20ms']:.0f} %")
@@ -175,7 +196,13 @@ def open_loop_table() -> str:
 def kv_transfer_table() -> str:
     """Return a table of the phases of our own pairs in the open-loop runs on two GPUs."""
     names = ("handoff", "handoff.post", "handoff.read", "handoff.notice", "prefill", "submit")
-    head = ["requests/s", "deployment", "vLLM", "`handoff` p50 / p99", *(f"`{name}`" for name in names[1:])]
+    head = [
+        "requests/s",
+        "deployment",
+        "vLLM",
+        "`handoff` p50 / p99",
+        *(f"`{name}`" for name in names[1:]),
+    ]
     lines = [head, ["---"] * len(head)]
     for line, cell in open_loop_rows():
         phases = cell.get("phase_ms", {})
@@ -192,12 +219,19 @@ def ratio_table() -> str:
     for bar in BARS:
         ratios = []
         for run in beside_dynamo():
-            ours, theirs = (median_of(run["runs"], bar.point, side, bar.measure) for side in ("ours", bar.against))
+            ours, theirs = (
+                median_of(run["runs"], bar.point, side, bar.measure)
+                for side in ("ours", bar.against)
+            )
             if ours is not None and theirs:
                 ratios.append(ours / theirs)
         if ratios:
             met = sum(ratio <= bar.most for ratio in ratios)
-            outcome = "reached" if met == len(ratios) else f"**missed** in {len(ratios) - met} of {len(ratios)}"
+            outcome = (
+                "reached"
+                if met == len(ratios)
+                else f"**missed** in {len(ratios) - met} of {len(ratios)}"
+            )
             against = "" if bar.against == "dynamo fastokens" else " (Dynamo's default tokenizer)"
             shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
             lines.append([bar.what + against, f"`{bar.point}`", shown, f"{bar.most:g}", outcome])
@@ -218,11 +252,18 @@ def point_table() -> str:
         "fe MiB": "frontend, MiB",
     }
     columns = [(names[name], measure) for name, _, measure in COLUMNS if name in names]
-    lines = [["point", "side", *(title for title, _ in columns), "events per token"], ["---"] * (len(columns) + 3)]
+    lines = [
+        ["point", "side", *(title for title, _ in columns), "events per token"],
+        ["---"] * (len(columns) + 3),
+    ]
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
         values = [median_of(runs, point, side, measure) or 0.0 for _, measure in columns]
         cells = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values]
-        events = median(run["events_per_text_token"] for run in runs if (run["point"], run["side"]) == (point, side))
+        events = median(
+            run["events_per_text_token"]
+            for run in runs
+            if (run["point"], run["side"]) == (point, side)
+        )
         lines.append([f"`{point}`", side, *cells, f"{events:.2f}"])
     return markdown(lines)
 
@@ -235,7 +276,9 @@ def markdown(lines: list[list[str]]) -> str:
 def with_figures(text: str, figures: dict[str, str]) -> str:
     """Return a page's text with figures in its marked places."""
     for name, value in figures.items():
-        text, count = re.subn(rf"(<!-- {name} -->).*?(<!-- / -->)", rf"\g<1>{value}\g<2>", text, flags=re.DOTALL)
+        text, count = re.subn(
+            rf"(<!-- {name} -->).*?(<!-- / -->)", rf"\g<1>{value}\g<2>", text, flags=re.DOTALL
+        )
         if not count:
             raise SystemExit(f"figures: no place is marked {name}")
     return text
@@ -245,14 +288,18 @@ def with_figures(text: str, figures: dict[str, str]) -> str:
 def chart(name: str, theme: str, height: float) -> Iterator[tuple[Axes, Colors]]:
     """Yield axes in the colors of a theme, and save the chart."""
     colors = THEMES[theme]
-    rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11})
+    rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11}
+    )
     figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.add_subplot()
     axes.tick_params(colors=colors["dim"], length=0)
     for side in axes.spines.values():
         side.set_visible(False)
     yield axes, colors
-    figure.savefig(IMAGES / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(
+        IMAGES / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None, "Creator": None}
+    )
 
 
 def draw_cpu(theme: str) -> None:
@@ -260,22 +307,40 @@ def draw_cpu(theme: str) -> None:
     runs = fullest()["runs"]
     pairs = {label: pair for point, label in POINTS.items() if (pair := comparable(runs, point))}
     with chart("cpu", theme, 2.6) as (axes, colors):
-        for row, (side, color) in enumerate((("dynamo_trtllm", "accent"), ("NVIDIA Dynamo", "soft"))):
+        for row, (side, color) in enumerate(
+            (("dynamo_trtllm", "accent"), ("NVIDIA Dynamo", "soft"))
+        ):
             places = [place + row * 0.36 for place in range(len(pairs))]
-            bars = axes.barh(places, [pair[side] for pair in pairs.values()], 0.34, color=colors[color], label=side)
+            bars = axes.barh(
+                places,
+                [pair[side] for pair in pairs.values()],
+                0.34,
+                color=colors[color],
+                label=side,
+            )
             axes.bar_label(bars, fmt="%.0f", padding=4, color=colors["ink"])
         axes.set_yticks([place + 0.18 for place in range(len(pairs))], list(pairs))
         axes.invert_yaxis()
         axes.set_xticks([])
-        axes.set_title("CPU time of the frontend per token, in µs", color=colors["ink"], loc="left", pad=24)
-        axes.legend(frameon=False, labelcolor=colors["ink"], ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 1.0))
+        axes.set_title(
+            "CPU time of the frontend per token, in µs", color=colors["ink"], loc="left", pad=24
+        )
+        axes.legend(
+            frameon=False,
+            labelcolor=colors["ink"],
+            ncols=2,
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+        )
 
 
 def draw_goodput(theme: str) -> None:
     """Draw how many requests keep the limits, by deployment and rate, on two GPUs."""
     rates = (2.0, 4.0)
     with chart("goodput", theme, 3.2) as (axes, colors):
-        for column, (label, color) in enumerate(zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True)):
+        for column, (label, color) in enumerate(
+            zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True)
+        ):
             heights = [goodput(open_loop_cell(*BARS_OF_GOODPUT[label], rate)) for rate in rates]
             places = [place + column * 0.26 for place in range(len(rates))]
             bars = axes.bar(places, heights, 0.24, color=colors[color], label=label)
@@ -286,7 +351,13 @@ def draw_goodput(theme: str) -> None:
         axes.set_ylim(0, 112)
         title = "Requests with a first token within 2 s and no gap above 100 ms, in %"
         axes.set_title(title, color=colors["ink"], loc="left", pad=24)
-        axes.legend(frameon=False, labelcolor=colors["ink"], ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 1.0))
+        axes.legend(
+            frameon=False,
+            labelcolor=colors["ink"],
+            ncols=3,
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+        )
 
 
 def draw_failover(theme: str) -> None:
@@ -298,10 +369,17 @@ def draw_failover(theme: str) -> None:
         total += len(text)
         characters.append(total)
     with chart("failover", theme, 2.8) as (axes, colors):
-        axes.step([at for at, _ in events], characters, where="post", color=colors["accent"], linewidth=2.5)
+        axes.step(
+            [at for at, _ in events],
+            characters,
+            where="post",
+            color=colors["accent"],
+            linewidth=2.5,
+        )
         axes.axvline(killed, color=colors["ink"], linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"kill -9 of the decode worker\n{failover['pause_s']:.1f} s until another one continues",
+            f"kill -9 of the decode worker\n{failover['pause_s']:.1f} s until another one"
+            " continues",
             (killed, total * 0.8),
             xytext=(8, 0),
             textcoords="offset points",
@@ -324,8 +402,14 @@ def pages() -> dict[Path, dict[str, str]]:
     """Return the figures of each page, by the names of their marked places."""
     return {
         README: readme_figures(),
-        ROOT / "docs" / "performance-gpu.md": {"open-loop": open_loop_table(), "kv-transfer": kv_transfer_table()},
-        ROOT / "docs" / "performance.md": {"dynamo-ratios": ratio_table(), "dynamo-points": point_table()},
+        ROOT / "docs" / "performance-gpu.md": {
+            "open-loop": open_loop_table(),
+            "kv-transfer": kv_transfer_table(),
+        },
+        ROOT / "docs" / "performance.md": {
+            "dynamo-ratios": ratio_table(),
+            "dynamo-points": point_table(),
+        },
     }
 
 

@@ -1,4 +1,5 @@
-"""Writes the tables of preflight rules in docs/preflight.md and docs/vllm.md: `python -m scripts.preflight_reference`.
+"""Writes the tables of preflight rules in docs/preflight.md and docs/vllm.md: `python -m
+scripts.preflight_reference`.
 
 A test compares the pages with this output.
 """
@@ -30,7 +31,10 @@ def page(name: str) -> str:
     """
     text = (DOCS / name).read_text(encoding="utf-8")
     for section in PAGES[name]:
-        rows = [(f"`{rule.name}`", rule.severity, f"`{rule.field}`", rule.why, rule.fix) for rule in section.rules]
+        rows = [
+            (f"`{rule.name}`", rule.severity, f"`{rule.field}`", rule.why, rule.fix)
+            for rule in section.rules
+        ]
         written = table(("rule", "severity", "field", "why", "fix"), rows)
         heading = rf"^#+ {re.escape(section.title)}\n"
         found = re.search(rf"{heading}(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)

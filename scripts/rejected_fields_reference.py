@@ -1,4 +1,5 @@
-"""Writes the table of rejected fields in docs/api-fields.md: `python -m scripts.rejected_fields_reference`.
+"""Writes the table of rejected fields in docs/api-fields.md: `python -m
+scripts.rejected_fields_reference`.
 
 A test compares the page with this output.
 """
@@ -43,7 +44,11 @@ def page() -> str:
     """Return the page with the table in its marked place."""
     written = "\n" + table(("field", "of", "reason, or what to send instead"), list(rows()))
     text = PAGE.read_text(encoding="utf-8")
-    return re.sub(r"(?s)(<!-- rejected-fields -->).*?(<!-- / -->)", lambda found: found[1] + written + found[2], text)
+    return re.sub(
+        r"(?s)(<!-- rejected-fields -->).*?(<!-- / -->)",
+        lambda found: found[1] + written + found[2],
+        text,
+    )
 
 
 if __name__ == "__main__":

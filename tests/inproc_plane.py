@@ -1,4 +1,6 @@
-"""Implement the request plane in one process: the same plane as over NATS, with a dictionary as transport."""
+"""Implement the request plane in one process: the same plane as over NATS, with a dictionary as
+transport.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,20 @@ from collections.abc import Callable
 
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
-from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive, Unsubscribe, no_listener, no_reply
+from dynamo_trtllm.request_plane.transport import (
+    OnDisconnect,
+    Receive,
+    Unsubscribe,
+    no_listener,
+    no_reply,
+)
 
 
 class InprocTransport:
-    """A `Transport` within this process. It delivers in order, in the next iteration of the event loop."""
+    """A `Transport` within this process.
+
+    It delivers in order, in the next iteration of the event loop.
+    """
 
     max_message_bytes = 1 << 20
     is_writing = False

@@ -18,12 +18,18 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.router.view import ModelView
 
-CARD = ModelDeploymentCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")
+CARD = ModelDeploymentCard(
+    name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template"
+)
 LAYOUT = KvLayout(dtype="float32", block_tokens=16, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
-def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = Role.DECODE) -> Instance:
-    endpoint = EndpointId(namespace, "prefill" if role is Role.PREFILL else "tensorrt_llm", "generate")
+def make_instance(
+    instance_id: int, *, namespace: str = "dynamo", role: Role = Role.DECODE
+) -> Instance:
+    endpoint = EndpointId(
+        namespace, "prefill" if role is Role.PREFILL else "tensorrt_llm", "generate"
+    )
     return Instance(
         id=instance_id,
         namespace=namespace,
@@ -39,12 +45,16 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
 
 
 def model_view(
-    prefill: Iterable[Instance] = (), decode: Iterable[Instance] = (), aggregated: Iterable[Instance] = ()
+    prefill: Iterable[Instance] = (),
+    decode: Iterable[Instance] = (),
+    aggregated: Iterable[Instance] = (),
 ) -> ModelView:
     return reduce(ModelView.including, (*prefill, *decode, *aggregated), ModelView())
 
 
-def make_transfer_params(transfer_id: str, *, prefill_instance_id: int = 1, ttl_s: float = 60.0) -> KvTransferParams:
+def make_transfer_params(
+    transfer_id: str, *, prefill_instance_id: int = 1, ttl_s: float = 60.0
+) -> KvTransferParams:
     """Return KV transfer parameters with one token, whose KV does not exist."""
     return KvTransferParams(
         version=1,

@@ -11,7 +11,9 @@ from tests.waiting import SOON_S
 
 
 class KvIndex:
-    """An index that a reader builds from KV events: the blocks that can be reused, by hash, with the one before."""
+    """An index that a reader builds from KV events: the blocks that can be reused, by hash, with
+    the one before.
+    """
 
     def __init__(self, block_tokens: int = 32) -> None:
         self.block_tokens = block_tokens
@@ -28,7 +30,9 @@ class KvIndex:
                     self.blocks[block.hash] = (parent, tuple(block.token_ids), event.cache_salt)
                     parent = block.hash
             elif isinstance(event, BlocksRemoved):
-                self.removed += sum(self.blocks.pop(each, None) is not None for each in event.hashes)
+                self.removed += sum(
+                    self.blocks.pop(each, None) is not None for each in event.hashes
+                )
             else:
                 self.blocks.clear()
         self.changed.set()

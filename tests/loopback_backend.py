@@ -19,7 +19,14 @@ from dynamo_trtllm.kv_transfer.base import (
     require_cpu,
     require_sizes,
 )
-from dynamo_trtllm.kv_transfer.checksums import NOTHING, ChecksumMode, Checksums, combined, ended, results
+from dynamo_trtllm.kv_transfer.checksums import (
+    NOTHING,
+    ChecksumMode,
+    Checksums,
+    combined,
+    ended,
+    results,
+)
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
 from dynamo_trtllm.messages import encode
@@ -45,20 +52,29 @@ class LoopbackBackend(TcpBackend):
         await super().start(on_fetched)
         self._open[self._id] = self
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None
+    ) -> bytes:
         await super().publish(transfer_id, regions, ready=ready)
         sizes_bytes = [region.num_bytes for region in regions]
         method = self.checksums.method(regions)
         return encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
-        """Read a transfer, see `TransferBackend.read`. `timeout_s` does not include the time of the copies."""
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
+        """Read a transfer, see `TransferBackend.read`.
+
+        `timeout_s` does not include the time of the copies.
+        """
         facts = decode_offer(_LoopbackOffer, offer, transfer_id, self.name)
         require_cpu(to.regions, self.name)
         require_sizes(transfer_id, facts.sizes_bytes, to.regions)
         publisher = self._open.get(facts.backend_id)
         if publisher is None:
-            raise TransferFailed(f"KV transfer {transfer_id}: its prefill engine is not in this process or is closed")
+            raise TransferFailed(
+                f"KV transfer {transfer_id}: its prefill engine is not in this process or is closed"
+            )
         is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
         ours = theirs = NOTHING
         try:
@@ -75,7 +91,9 @@ class LoopbackBackend(TcpBackend):
                     if to.on_region is not None:
                         to.on_region(index)
         except TimeoutError as exc:
-            raise TransferTimeout(f"KV transfer {transfer_id}: the KV was not ready within {timeout_s:g} s") from exc
+            raise TransferTimeout(
+                f"KV transfer {transfer_id}: the KV was not ready within {timeout_s:g} s"
+            ) from exc
         publisher._entry(transfer_id)
         asyncio.get_running_loop().call_soon(publisher._on_fetched, transfer_id)
 
@@ -94,7 +112,9 @@ class LoopbackBackend(TcpBackend):
     def _entry(self, transfer_id: str) -> PublishedRegions:
         entry = self._published.get(transfer_id)
         if entry is None:
-            raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
+            raise TransferFailed(
+                f"KV transfer {transfer_id} is no longer published by its prefill worker"
+            )
         return entry
 
     async def aclose(self) -> None:

@@ -1,4 +1,6 @@
-"""Implement discovery in one process: several `MemoryDiscovery` share a `FakeEtcd`, as processes share etcd."""
+"""Implement discovery in one process: several `MemoryDiscovery` share a `FakeEtcd`, as processes
+share etcd.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ class FakeEtcd:
         return {key: record for key, record in self._records.items() if key.startswith(prefix)}
 
     def subscribe(self, prefix: str) -> asyncio.Queue[_Change | None]:
-        """Return a queue of later changes under a prefix. It is unbounded, so its owner must read it or unsubscribe."""
+        """Return a queue of later changes under a prefix.
+
+        It is unbounded, so its owner must read it or unsubscribe.
+        """
         queue: asyncio.Queue[_Change | None] = asyncio.Queue()
         self._watchers.append((prefix, queue))
         return queue

@@ -75,7 +75,9 @@ class MemoryTransport(asyncio.Transport):
 class MemoryClient:
     """A client that is connected to an app."""
 
-    def __init__(self, app: Handler, peer: tuple[str, int] = PEER, server: HttpServer | None = None) -> None:
+    def __init__(
+        self, app: Handler, peer: tuple[str, int] = PEER, server: HttpServer | None = None
+    ) -> None:
         """`server`: of `app`, if it has other clients, too."""
         if server is None:
             server = HttpServer(app, LIMITS, shutdown_s=0.0)
@@ -161,9 +163,14 @@ async def _feed(client: MemoryClient, scope: Any, receive: Any) -> None:
     target = scope.get("raw_path") or quote(scope["path"]).encode()
     if scope.get("query_string"):
         target += b"?" + scope["query_string"]
-    lines = [scope["method"].encode() + b" " + target + b" HTTP/1.1", *(b"%b: %b" % pair for pair in headers)]
+    lines = [
+        scope["method"].encode() + b" " + target + b" HTTP/1.1",
+        *(b"%b: %b" % pair for pair in headers),
+    ]
     client.send(b"\r\n".join([*lines, b"", b""]))
-    while (message := await receive())["type"] == "http.request" and not client.transport.is_closing():
+    while (message := await receive())[
+        "type"
+    ] == "http.request" and not client.transport.is_closing():
         if body := message.get("body", b""):
             client.send(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
         if is_chunked and not message.get("more_body", False):

@@ -1,4 +1,6 @@
-"""Find every number of a message type by its annotations, and make messages in which one number is bad."""
+"""Find every number of a message type by its annotations, and make messages in which one number is
+bad.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,13 @@ def _struct(info: inspect.StructType, values: dict[str, Any]) -> Any:
     return named if info.tag is None else {str(info.tag_field): info.tag} | named
 
 
-def _with_bad_number(info: inspect.Type, path: str, within: tuple[type, ...]) -> Iterator[tuple[str, object, Any]]:
-    """Yield the path of each number, each bad number, and a message with it. `within`: the structs around `info`."""
+def _with_bad_number(
+    info: inspect.Type, path: str, within: tuple[type, ...]
+) -> Iterator[tuple[str, object, Any]]:
+    """Yield the path of each number, each bad number, and a message with it.
+
+    `within`: the structs around `info`.
+    """
     match info:
         case inspect.IntType() | inspect.FloatType():
             for number in BAD_NUMBERS:
@@ -118,7 +125,9 @@ def _with_bad_number(info: inspect.Type, path: str, within: tuple[type, ...]) ->
                 yield from _with_bad_number(each, path, within)
         case inspect.StructType() if info.cls not in within:
             for field in info.fields:
-                inner = _with_bad_number(field.type, f"{path}.{info.cls.__name__}.{field.name}", (*within, info.cls))
+                inner = _with_bad_number(
+                    field.type, f"{path}.{info.cls.__name__}.{field.name}", (*within, info.cls)
+                )
                 for *found, bad in inner:
                     values = {each.name: _good(each.type, 1) for each in info.fields}
                     yield *found, _struct(info, values | {field.name: bad})

@@ -1,7 +1,8 @@
-"""A folder of wheels that have only metadata, made from tests/data/requirements, from which pip and uv can resolve.
+"""A folder of wheels that have only metadata, made from tests/data/requirements, from which pip and
+uv can resolve.
 
-It has the supported releases of TensorRT-LLM and vLLM, and all packages that this project needs. A requirement of a
-package that the folder does not have is left out: any version would satisfy it.
+It has the supported releases of TensorRT-LLM and vLLM, and all packages that this project needs. A
+requirement of a package that the folder does not have is left out: any version would satisfy it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def write_index(folder: Path, own: Mapping[str, Any]) -> None:
         for version, requires in versions.items():
             write_wheel(folder, name, version, _of(known, requires))
     for release in RELEASES:
-        requires = [*release["requires_dist"], *(text for texts in release["via"].values() for text in texts)]
+        requires = [
+            *release["requires_dist"],
+            *(text for texts in release["via"].values() for text in texts),
+        ]
         write_wheel(folder, release["name"], release["version"], _of(known, requires))
     requires = list(own["dependencies"])
     extras = ("trtllm", "vllm", "torch", "local")
@@ -56,7 +60,9 @@ def write_index(folder: Path, own: Mapping[str, Any]) -> None:
 
 
 def _of(known: set[str], requirements: Iterable[str]) -> list[str]:
-    """Return the requirements of known packages, without their extras, which the wheels do not have."""
+    """Return the requirements of known packages, without their extras, which the wheels do not
+    have.
+    """
     found = []
     for requirement in map(Requirement, requirements):
         if canonicalize_name(requirement.name) in known:
@@ -65,7 +71,9 @@ def _of(known: set[str], requirements: Iterable[str]) -> list[str]:
     return found
 
 
-def write_wheel(folder: Path, name: str, version: str, requires: Iterable[str], extras: Iterable[str] = ()) -> None:
+def write_wheel(
+    folder: Path, name: str, version: str, requires: Iterable[str], extras: Iterable[str] = ()
+) -> None:
     """Write a wheel without modules."""
     base = f"{name.replace('-', '_')}-{version}"
     info = f"{base}.dist-info"
@@ -74,7 +82,9 @@ def write_wheel(folder: Path, name: str, version: str, requires: Iterable[str], 
     lines += [f"Requires-Dist: {text}" for text in requires]
     files = {
         f"{info}/METADATA": "\n".join(lines) + "\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(folder / f"{base}-py3-none-any.whl", "w") as wheel:
@@ -83,7 +93,9 @@ def write_wheel(folder: Path, name: str, version: str, requires: Iterable[str], 
 
 
 def write_image(folder: Path, release: Mapping[str, Any]) -> None:
-    """Write the metadata of what an image of a release has, as Python finds it in a folder of installed packages."""
+    """Write the metadata of what an image of a release has, as Python finds it in a folder of
+    installed packages.
+    """
     for name, version in release["image"].items():
         _write_installed(folder, name, version)
     _write_installed(folder, release["name"], release["version"], release["requires_dist"])
@@ -100,22 +112,39 @@ def _write_installed(folder: Path, name: str, version: str, requires: Iterable[s
 
 def pip_environment() -> dict[str, str]:
     """Return the environment without settings for pip and uv of this machine."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "PYTHONPATH"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PIP_", "UV_", "PYTHONPATH"))
+    }
     return kept | NO_PIP_CONFIGURATION
 
 
 def resolve_with_pip(index: Path, *wanted: str) -> dict[str, str]:
     """Return the versions that pip chooses. Raise NoSolution."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-index",
+    ]
     command += ["--find-links", str(index), "--report", "-", *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, env=pip_environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=pip_environment(), check=False
+    )
     if done.returncode != 0:
         raise NoSolution(done.stderr)
     chosen = [entry["metadata"] for entry in json.loads(done.stdout)["install"]]
     return {canonicalize_name(metadata["name"]): metadata["version"] for metadata in chosen}
 
 
-def resolve_with_uv(index: Path, *wanted: str, constraints: Mapping[str, str] = {}) -> dict[str, str]:
+def resolve_with_uv(
+    index: Path, *wanted: str, constraints: Mapping[str, str] = {}
+) -> dict[str, str]:
     """Return the versions that uv chooses. Raise NoSolution.
 
     Args:
@@ -125,7 +154,15 @@ def resolve_with_uv(index: Path, *wanted: str, constraints: Mapping[str, str] = 
     """
     pinned = index / "constraints.txt"
     pinned.write_text("".join(f"{name}=={version}\n" for name, version in constraints.items()))
-    command = [str(ROOT / "scripts" / "uv"), "pip", "compile", "-", "--quiet", "--no-annotate", "--no-header"]
+    command = [
+        str(ROOT / "scripts" / "uv"),
+        "pip",
+        "compile",
+        "-",
+        "--quiet",
+        "--no-annotate",
+        "--no-header",
+    ]
     command += ["--python", sys.executable, "--no-cache", "--no-index", "--find-links", str(index)]
     done = subprocess.run(
         [*command, "--constraint", str(pinned)],

@@ -1,6 +1,7 @@
 """Plants wrong assumptions about TensorRT-LLM in the adapter, each of which a contract test finds.
 
-As a plugin of pytest (`-p tests.planted`), replaces the text that the environment variable PLANTED names in one module.
+As a plugin of pytest (`-p tests.planted`), replaces the text that the environment variable PLANTED
+names in one module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _TRTLLM = "dynamo_trtllm.engines.trtllm"
 
 
 class Plant(NamedTuple):
-    """A wrong assumption: text of a module, what it becomes, and the contract test that fails then."""
+    """A wrong assumption: text of a module, what it becomes, and the contract test that fails
+    then.
+    """
 
     topic: str  # of docs/trtllm-verification.md
     assumes: str
@@ -160,7 +163,8 @@ PLANTS = (
         "Statistics",
         "with attention DP a row has the KV blocks of all ranks",
         f"{_TRTLLM}.reports.statistics",
-        'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows)',
+        'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks //'
+        " len(rows)",
         'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) // len(rows)',
         f"{_STATISTICS}_attention_is_data_parallel_then_the_kv_of_all_ranks_counts[1.2.1]",
     ),
@@ -201,7 +205,8 @@ PLANTS = (
         "Classes of errors",
         "an abort raises AssertionError only",
         f"{_TRTLLM}.library",
-        "except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no common base class",
+        "except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no"
+        " common base class",
         "except AssertionError as exc:",
         "contract/test_engine_trtllm_cancellation.py::test_cancel_when_the_abort_raises_then_the_request_ends_by_itself",
     ),
@@ -300,7 +305,9 @@ class _PlantedLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_source(fullname) or ""
-        assert source.count(self._old) == 1, f"{fullname} has the text {source.count(self._old)} times: {self._old}"
+        assert source.count(self._old) == 1, (
+            f"{fullname} has the text {source.count(self._old)} times: {self._old}"
+        )
         return compile(source.replace(self._old, self._new), self.path, "exec")
 
 
@@ -310,7 +317,9 @@ class _Planter:
     def __init__(self, module: str, old: str, new: str) -> None:
         self._module, self._old, self._new = module, old, new
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != self._module:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -10,13 +10,28 @@ WORDS = ('{"', '":', '",', "true", "false", "null", "final", "city", "12", " get
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write tokenizer.json with a token for each byte, for `WORDS` (from 256 on) and for `CONTROL`."""
+    """Write tokenizer.json with a token for each byte, for `WORDS` (from 256 on) and for
+    `CONTROL`.
+    """
     letters = _letters()
     vocab = {letters[byte]: byte for byte in range(256)}
-    vocab |= {"".join(letters[byte] for byte in word.encode()): 256 + at for at, word in enumerate(WORDS)}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    vocab |= {
+        "".join(letters[byte] for byte in word.encode()): 256 + at for at, word in enumerate(WORDS)
+    }
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     added = [{"id": number, "content": text} | flags for text, number in CONTROL.items()]
-    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    decoder = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     file = {
         "added_tokens": added,
         "pre_tokenizer": decoder,
@@ -32,7 +47,14 @@ def spell(ids: list[int]) -> str:
     """Return the text of these token ids."""
     control = {number: text for text, number in CONTROL.items()}
     parts = (
-        bytes([i]) if i < 256 else WORDS[i - 256].encode() if i < 256 + len(WORDS) else control[i].encode() for i in ids
+        (
+            bytes([i])
+            if i < 256
+            else WORDS[i - 256].encode()
+            if i < 256 + len(WORDS)
+            else control[i].encode()
+        )
+        for i in ids
     )
     return b"".join(parts).decode(errors="replace")
 

@@ -13,7 +13,15 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.streams import KvHolder, OnChunk, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream
+from dynamo_trtllm.streams import (
+    KvHolder,
+    OnChunk,
+    OnEvent,
+    StreamEvent,
+    StreamHandle,
+    TaskStream,
+    as_stream,
+)
 
 
 class ChunkStream(TaskStream):
@@ -36,7 +44,8 @@ class ChunkStream(TaskStream):
         async with aclosing(chunks):
             async for chunk in chunks:
                 if chunk.finish_reason is not None:
-                    self._task = None  # the end of the stream must not cancel the generator's cleanup
+                    # the end of the stream must not cancel the generator's cleanup
+                    self._task = None
                     self.emit(chunk)
                     return None
                 self.emit(chunk)
@@ -53,7 +62,9 @@ class ChunkSource(ABC):
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         tasks: set[asyncio.Task[None]] = set()
-        return ChunkStream(self.chunks(request), on_event, tasks, f"stream-{request.request_id}", self.kv_holder)
+        return ChunkStream(
+            self.chunks(request), on_event, tasks, f"stream-{request.request_id}", self.kv_holder
+        )
 
 
 class WorkerCalls:
@@ -66,7 +77,9 @@ class WorkerCalls:
         return self._plane.generate(self._subject, request, on_event)
 
 
-def call_stream(plane: Plane, subject: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+def call_stream(
+    plane: Plane, subject: str, request: GenerateRequest
+) -> AsyncGenerator[Chunk, None]:
     return as_stream(WorkerCalls(plane, subject), request)
 
 
@@ -80,7 +93,9 @@ class PipelineCalls:
         return self._pipeline.generate(request, self._trace, on_event)
 
 
-def pipeline_stream(pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace) -> AsyncGenerator[Chunk, None]:
+def pipeline_stream(
+    pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace
+) -> AsyncGenerator[Chunk, None]:
     return as_stream(PipelineCalls(pipeline, trace), request)
 
 
@@ -93,21 +108,26 @@ class PlayedPipeline(ABC):
     async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         """Pass the chunks to `on_chunk`, which returns False after the last one."""
 
-    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+    ) -> StreamHandle:
         return PlayedStream(partial(self.play, request, trace), on_event, request.request_id)
 
 
 class PlayedStream(TaskStream):
     __slots__ = ()
 
-    def __init__(self, play: Callable[[OnChunk], Awaitable[None]], on_event: OnEvent, name: str) -> None:
+    def __init__(
+        self, play: Callable[[OnChunk], Awaitable[None]], on_event: OnEvent, name: str
+    ) -> None:
         super().__init__(on_event, set())
         self.run(self._play(play), name)
 
     async def _play(self, play: Callable[[OnChunk], Awaitable[None]]) -> StreamEvent | None:
         def on_chunk(chunk: Chunk) -> bool:
             if chunk.finish_reason is not None:
-                self._task = None  # the end of the stream must not cancel what the coroutine does after it
+                # the end of the stream must not cancel what the coroutine does after it
+                self._task = None
             self.emit(chunk)
             return not self.has_ended
 

@@ -11,7 +11,9 @@ import safetensors.numpy
 
 
 def save_tiny_gpt_oss(folder: Path) -> Path:
-    """Save a gpt-oss model with sinks, experts, and alternating sliding (128) and full attention layers."""
+    """Save a gpt-oss model with sinks, experts, and alternating sliding (128) and full attention
+    layers.
+    """
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -37,12 +39,20 @@ def save_tiny_gpt_oss(folder: Path) -> Path:
 
 
 def save_tiny_llama(folder: Path, **sizes: int) -> Path:
-    """Save a Llama model with full attention and two end-of-sequence ids. `sizes` overrides LlamaConfig."""
+    """Save a Llama model with full attention and two end-of-sequence ids.
+
+    `sizes` overrides LlamaConfig.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    usual = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 2048}
+    usual = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    }
     config = LlamaConfig(
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -57,9 +67,15 @@ def save_tiny_llama(folder: Path, **sizes: int) -> Path:
 
 
 def write_tiny_llama(folder: Path) -> Path:
-    """As save_tiny_llama, with other weights, and without the seconds that importing torch and transformers takes."""
+    """As save_tiny_llama, with other weights, and without the seconds that importing torch and
+    transformers takes.
+    """
     hidden, inner, vocabulary, kv = 64, 128, 512, 32
-    shapes = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
+    shapes = {
+        "model.embed_tokens": (vocabulary, hidden),
+        "lm_head": (vocabulary, hidden),
+        "model.norm": (hidden,),
+    }
     for layer in (f"model.layers.{number}." for number in range(2)):
         shapes |= {f"{layer}self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
         shapes |= {f"{layer}self_attn.{name}_proj": (kv, hidden) for name in "kv"}
@@ -68,7 +84,9 @@ def write_tiny_llama(folder: Path) -> Path:
         shapes |= {f"{layer}{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
     chosen = np.random.default_rng(0)
     weights = {
-        f"{name}.weight": (np.ones(shape) if len(shape) == 1 else chosen.normal(0, 0.2, shape)).astype(np.float32)
+        f"{name}.weight": (
+            np.ones(shape) if len(shape) == 1 else chosen.normal(0, 0.2, shape)
+        ).astype(np.float32)
         for name, shape in shapes.items()
     }
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -95,7 +113,9 @@ def write_tiny_llama(folder: Path) -> Path:
 
 
 def save_tiny_llama4(folder: Path, chunk: int) -> Path:
-    """Save a Llama 4 model: chunked attention with `chunk` tokens in the first layer, full in the second."""
+    """Save a Llama 4 model: chunked attention with `chunk` tokens in the first layer, full in the
+    second.
+    """
     import torch
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 

@@ -31,13 +31,19 @@ class TrtllmEngines(NamedTuple):
 @asynccontextmanager
 async def start_engines(package: Any, folder: Path, **args: Any) -> AsyncIterator[TrtllmEngines]:
     args = full_sampler(package) | args
-    engines = [make("trtllm", folder, role, **args) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)]
+    engines = [
+        make("trtllm", folder, role, **args)
+        for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+    ]
     async with started(*engines):
         yield TrtllmEngines(package, *engines)
 
 
 def full_sampler(package: Any) -> dict[str, Any]:
-    """Return the arguments of the sampler that supports all fields of requests. From 1.3 on, none is needed."""
+    """Return the arguments of the sampler that supports all fields of requests.
+
+    From 1.3 on, none is needed.
+    """
     return {"sampler_type": "TRTLLMSampler"} if package.standin.release.LINE < (1, 3) else {}
 
 
@@ -45,7 +51,10 @@ async def check_engines_idle(package: Any) -> None:
     """Check in the fake itself that no engine runs a request or uses a KV block."""
     deadline = time.monotonic() + SOON_S
     while True:
-        left = [(each.running, each.waiting, each.kv_blocks_used) for each in package.standin.core.live_stats()]
+        left = [
+            (each.running, each.waiting, each.kv_blocks_used)
+            for each in package.standin.core.live_stats()
+        ]
         if left == [(0, 0, 0)] * 3 or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Lists the names of TensorRT-LLM's API that the engine uses and that could not be verified, by release.
+"""Lists the names of TensorRT-LLM's API that the engine uses and that could not be verified, by
+release.
 
 `python -m tests.unverified_names` writes them to docs/trtllm-not-read.md.
 """
@@ -19,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "trtllm-not-read.md"
 CLAIM = "# releases: "
 
-# Attributes of results and further methods of LLM that the engine uses. Its start can't check them, because it can't
-# create these objects. tests/contract/test_trtllm_manifest.py checks that the list is complete.
+# Attributes of results and further methods of LLM that the engine uses. Its start can't check them,
+# because it can't create these objects. tests/contract/test_trtllm_manifest.py checks that the list
+# is complete.
 RESULTS: Mapping[str, tuple[str, ...]] = {
     "GenerationResult": ("abort", "outputs", "cached_tokens"),
     "TokenLogprobs": ("logprob", "rank"),
@@ -83,7 +85,9 @@ def calls(table: Mapping[str, tuple[str, ...]]) -> Iterator[Use]:
         for owner, names in table.items():
             for name in names:
                 # manifests contain public names only
-                presence = Presence.NOT_READ if name.startswith("_") else release.presence(owner, name)
+                presence = (
+                    Presence.NOT_READ if name.startswith("_") else release.presence(owner, name)
+                )
                 yield Use(release.name, f"{owner}.{name}", "the engine", presence)
 
 
@@ -93,7 +97,9 @@ def arguments(path: Path, release: ApiManifest) -> Iterator[Use]:
     yield from _keys(translate(Source(read_yaml(path), where), []).values, release, where, "")
 
 
-def _keys(values: Mapping[str, object], release: ApiManifest, where: str, prefix: str) -> Iterator[Use]:
+def _keys(
+    values: Mapping[str, object], release: ApiManifest, where: str, prefix: str
+) -> Iterator[Use]:
     for key, value in values.items():
         presence = schema.find(release, f"{prefix}{key}").presence
         yield Use(release.name, f"{prefix}{key}", where, presence)
@@ -105,13 +111,17 @@ def unverified_names() -> list[Use]:
     """Return all used names that could not be verified, in the order of the releases."""
     by_name = {release.name: release for release in LIBRARY.releases}
     uses = [use for table in (LIBRARY.needed, LIBRARY.optional, RESULTS) for use in calls(table)]
-    uses += [use for path in files() for name in claimed(path) for use in arguments(path, by_name[name])]
+    uses += [
+        use for path in files() for name in claimed(path) for use in arguments(path, by_name[name])
+    ]
     found = [use for use in uses if use.presence is Presence.NOT_READ]
     return sorted(found, key=lambda use: list(by_name).index(use.release))
 
 
 def page() -> str:
-    """Return the content of the page: which names were not read in which releases, then what each manifest lacks."""
+    """Return the content of the page: which names were not read in which releases, then what each
+    manifest lacks.
+    """
     releases = [release.name for release in LIBRARY.releases]
     not_read: dict[tuple[str, str], set[str]] = {}
     for use in unverified_names():
@@ -120,7 +130,9 @@ def page() -> str:
     text = f"{_HEAD}\n{_row(head)}"
     text += _row(["---"] * len(head))
     for (name, where), found in sorted(not_read.items()):
-        text += _row([f"`{name}`", where, *("not read" if release in found else "" for release in releases)])
+        text += _row(
+            [f"`{name}`", where, *("not read" if release in found else "" for release in releases)]
+        )
     text += "\n## What each manifest says that it did not read\n\n"
     for release in LIBRARY.releases:
         unread = ", ".join(f"`{name}`" for name in sorted(release.not_read))

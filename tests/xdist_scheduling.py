@@ -7,7 +7,8 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-# Groups of files, by the beginning of their paths, that share what takes long to start: processes; transformers.
+# Groups of files, by the beginning of their paths, that share what takes long to start: processes;
+# transformers.
 TOGETHER = (
     ("tests/e2e/demo_model/",),
     (  # mock_cluster
@@ -55,31 +56,52 @@ def rank(nodeid: str) -> int:
 
 
 class FolderScheduling(LoadFileScheduling):
-    """Schedules like `--dist loadfile`; a group of TOGETHER counts as one file, and a process may die.
+    """Schedules like `--dist loadfile`; a group of TOGETHER counts as one file, and a process may
+    die.
 
-    pytest-xdist 3.8 gives the test that killed a process to the next one, sends work to a successor that has not
-    collected its tests yet, and waits for ever for a successor that got a file with a single test left.
+    pytest-xdist 3.8 gives the test that killed a process to the next one, sends work to a successor
+    that has not collected its tests yet, and waits for ever for a successor that got a file with a
+    single test left.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((group[0] for group in TOGETHER if nodeid.startswith(group)), super()._split_scope(nodeid))
+        return next(
+            (group[0] for group in TOGETHER if nodeid.startswith(group)),
+            super()._split_scope(nodeid),
+        )
 
     def remove_node(self, node: Any) -> str | None:
-        """Take back what a process did not run. Return the test in which it died, which is not run again."""
-        left = [(unit, nodeid) for unit in self.assigned_work[node].values() for nodeid in unit if not unit[nodeid]]
+        """Take back what a process did not run.
+
+        Return the test in which it died, which is not run again.
+        """
+        left = [
+            (unit, nodeid)
+            for unit in self.assigned_work[node].values()
+            for nodeid in unit
+            if not unit[nodeid]
+        ]
         if not left:
             return super().remove_node(node)
         unit, died_in = left[0]
         unit[died_in] = True
         workload = self.assigned_work[node]
-        self.assigned_work[node] = {scope: unit for scope, unit in workload.items() if not all(unit.values())}
+        self.assigned_work[node] = {
+            scope: unit for scope, unit in workload.items() if not all(unit.values())
+        }
         super().remove_node(node)
         return died_in
 
     def _reschedule(self, node: Any) -> None:
-        """Give files to a process until it knows two tests: it begins one when it knows which comes next."""
+        """Give files to a process until it knows two tests: it begins one when it knows which comes
+        next.
+        """
         if node not in self.registered_collections:
             return
         super()._reschedule(node)
-        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+        while (
+            self.workqueue
+            and not node.shutting_down
+            and self._pending_of(self.assigned_work[node]) < 2
+        ):
             self._assign_work_unit(node)

@@ -1,1 +1,4 @@
-"""Fault injection for a deployment under load, with a verdict on every request. See `scripts/chaos --help`."""
+"""Fault injection for a deployment under load, with a verdict on every request.
+
+See `scripts/chaos --help`.
+"""

@@ -1,4 +1,6 @@
-"""Faults caused from outside: slow clients, greedy clients, corrupting workers, invalid messages, idle connections."""
+"""Faults caused from outside: slow clients, greedy clients, corrupting workers, invalid messages,
+idle connections.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ _GREEDY_STREAMS = 32
 _GREEDY_OSL = 4000  # 125 blocks each, of 1024
 _GREEDY_S = 120.0  # longer than the outage
 _FULL = 0.8  # share of used blocks at which less than one greedy request fits
-_GARBAGE_EVERY_S = 0.5  # each round drops a frame of the newest stream; a stream that loses four ends with an error
+# each round drops a frame of the newest stream; a stream that loses four ends with an error
+_GARBAGE_EVERY_S = 0.5
 _CONNECT_S = 5.0
 _IDLE_CLIENTS = 150  # per port
 _FREE_FILES = 80  # file descriptors left to the process, fewer than its ports accept connections
@@ -73,7 +76,11 @@ async def slow_consumers(context: FaultContext) -> None:
                 self._transport.resume_reading()
 
     wanted = build_load(
-        context.deployment, osl=context.osl, streams=_SLOW_STREAMS, timeout_s=context.hung_s, requests=_SLOW_STREAMS
+        context.deployment,
+        osl=context.osl,
+        streams=_SLOW_STREAMS,
+        timeout_s=context.hung_s,
+        requests=_SLOW_STREAMS,
     )
     context.records += await run_load(wanted, SlowConnection)
 
@@ -124,10 +131,16 @@ async def _attack(context: FaultContext, requests: Sequence[Request], clients: i
 
 
 async def full_kv(context: FaultContext) -> None:
-    """Start clients that need several times the available KV blocks, and disconnect them after the outage."""
+    """Start clients that need several times the available KV blocks, and disconnect them after the
+    outage.
+    """
     deployment = context.deployment
     wanted = build_load(
-        deployment, osl=_GREEDY_OSL, streams=_GREEDY_STREAMS, timeout_s=_GREEDY_S, requests=_GREEDY_STREAMS
+        deployment,
+        osl=_GREEDY_OSL,
+        streams=_GREEDY_STREAMS,
+        timeout_s=_GREEDY_S,
+        requests=_GREEDY_STREAMS,
     )
     greedy = asyncio.create_task(run_load(wanted), name="chaos-greedy")
     try:
@@ -140,20 +153,32 @@ async def full_kv(context: FaultContext) -> None:
 
 async def _wait_full(deployment: Deployment, within_s: float) -> None:
     until_s = time.monotonic() + within_s
-    while (share := max(await asyncio.gather(*(asyncio.to_thread(deployment.kv_share, d) for d in _DECODERS)))) < _FULL:
+    while (
+        share := max(
+            await asyncio.gather(*(asyncio.to_thread(deployment.kv_share, d) for d in _DECODERS))
+        )
+    ) < _FULL:
         if time.monotonic() > until_s:
-            raise NotReady(f"only {share:.0%} of the KV blocks were used after {within_s:g} s: raise --hung-s")
+            raise NotReady(
+                f"only {share:.0%} of the KV blocks were used after {within_s:g} s: raise --hung-s"
+            )
         await asyncio.sleep(0.02)
 
 
 async def dead_transfer(context: FaultContext) -> None:
     """Add a prefill worker whose KV never arrives."""
-    async with corrupting_worker.black_hole() as change, corrupting_worker.register(context.deployment, change):
+    async with (
+        corrupting_worker.black_hole() as change,
+        corrupting_worker.register(context.deployment, change),
+    ):
         await asyncio.sleep(context.outage_s)
 
 
 async def corrupt_kv(context: FaultContext) -> None:
-    """Add a prefill worker whose KV arrives with flipped bits. Raise NotReady if no worker detects it."""
+    """Add a prefill worker whose KV arrives with flipped bits.
+
+    Raise NotReady if no worker detects it.
+    """
     before = await _decoders_total(context, "kv_checksum_mismatches")
     async with (
         corrupting_worker.bit_flipping_relay() as change,
@@ -166,12 +191,17 @@ async def corrupt_kv(context: FaultContext) -> None:
 
 async def _decoders_total(context: FaultContext, counter: str, label: str = "") -> float:
     """Return the sum of a counter over the decode workers."""
-    counts = [await asyncio.to_thread(context.deployment.worker_total, name, counter, label) for name in _DECODERS]
+    counts = [
+        await asyncio.to_thread(context.deployment.worker_total, name, counter, label)
+        for name in _DECODERS
+    ]
     return sum(counts)
 
 
 async def failed_read(context: FaultContext) -> None:
-    """Add a prefill worker whose KV can't be read: its port is closed, or the offer was withdrawn."""
+    """Add a prefill worker whose KV can't be read: its port is closed, or the offer was
+    withdrawn.
+    """
     with corrupting_worker.unreadable_offers() as change:
         async with corrupting_worker.register(context.deployment, change):
             await asyncio.sleep(context.outage_s)
@@ -192,11 +222,16 @@ async def expired_params(context: FaultContext) -> None:
 
 
 async def version_skew(context: FaultContext) -> None:
-    """Add a worker with the next wire version, whose frames are unreadable, and one with a much later version."""
+    """Add a worker with the next wire version, whose frames are unreadable, and one with a much
+    later version.
+    """
     template = await _decode_instance(context)
     number = secrets.randbits(63)
     far = msgspec.structs.replace(
-        template, id=number, subject=records.subject(records.endpoint_of(template), number), wire=WIRE_VERSION + 7
+        template,
+        id=number,
+        subject=records.subject(records.endpoint_of(template), number),
+        wire=WIRE_VERSION + 7,
     )
     record = {records.instance_key(records.endpoint_of(far), number): encode(far)}
     async with (
@@ -209,7 +244,9 @@ async def version_skew(context: FaultContext) -> None:
 
 
 async def bad_record(context: FaultContext) -> None:
-    """Write invalid records: an unreadable key, an empty vocabulary, and two with the id of a live worker."""
+    """Write invalid records: an unreadable key, an empty vocabulary, and two with the id of a live
+    worker.
+    """
     template = await _decode_instance(context)
     endpoint, unknown_id = records.endpoint_of(template), secrets.randbits(63)
     empty = msgspec.structs.replace(
@@ -220,7 +257,8 @@ async def bad_record(context: FaultContext) -> None:
     )
     duplicate = msgspec.structs.replace(template, subject="intruder.generate-1")
     invalid = {
-        records.namespace_prefix(context.deployment.namespace) + "\udcff\udcfe": b"no record",  # not UTF-8
+        # not UTF-8
+        records.namespace_prefix(context.deployment.namespace) + "\udcff\udcfe": b"no record",
         records.instance_key(endpoint, unknown_id): encode(empty),
         records.instance_key(endpoint, unknown_id ^ 1): encode(duplicate),
         records.instance_key(endpoint._replace(endpoint="other"), template.id): encode(duplicate),
@@ -269,7 +307,9 @@ async def file_descriptors(victim: str, context: FaultContext) -> None:
     Raise NotReady if the process does not answer /live, or if it never ran out of file descriptors.
     """
     process = context.deployment.process(victim)
-    listening = [each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+    listening = [
+        each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN
+    ]
     before = process.rlimit(resource.RLIMIT_NOFILE)
     limit = process.num_fds() + _FREE_FILES
     process.rlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
@@ -303,7 +343,10 @@ async def _idle_client(host: str, port: int) -> None:
 
 
 async def _probe(context: FaultContext, victim: str, enough: int) -> int:
-    """Poll /live during the outage, longer on a busy machine. Return the most files that the process had open."""
+    """Poll /live during the outage, longer on a busy machine.
+
+    Return the most files that the process had open.
+    """
     deployment = context.deployment
     process = deployment.process(victim)
     url = f"{deployment.url if victim == FRONTEND else deployment.health_url(victim)}/live"
@@ -312,10 +355,13 @@ async def _probe(context: FaultContext, victim: str, enough: int) -> int:
         try:
             await asyncio.to_thread(fetch, url)
             failures = 0
-        except OSError as exc:  # on a busy machine, a newer connection may replace this one before its request is read
+        # on a busy machine, a newer connection may replace this one before its request is read
+        except OSError as exc:
             failures += 1
             if failures == _FAILED_PROBES:
-                raise NotReady(f"{victim} did not answer /live while idle clients filled its ports: {exc}") from exc
+                raise NotReady(
+                    f"{victim} did not answer /live while idle clients filled its ports: {exc}"
+                ) from exc
         most = max(most, process.num_fds())
         await asyncio.sleep(_PROBE_EVERY_S)
     return most
@@ -358,7 +404,10 @@ def _opened_stream(data: bytes) -> OpenStream | None:
 
 
 def _send_garbage(transport: NatsTransport, subjects: list[str], streams: list[OpenStream]) -> bool:
-    """Send garbage to all workers, and to the frontend if a stream is open. Return whether one was."""
+    """Send garbage to all workers, and to the frontend if a stream is open.
+
+    Return whether one was.
+    """
     for subject in subjects:
         for target in (subject, control_subject(subject)):
             transport.publish(target, secrets.token_bytes(64))

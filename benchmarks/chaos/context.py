@@ -17,7 +17,8 @@ class FaultContext:
     outage_s: float  # how long the fault lasts
     osl: int  # tokens per answer
     hung_s: float  # longest silence of a request
-    records: list[RequestRecord] = field(default_factory=list)  # the fault's own requests, added to the verdict
+    # the fault's own requests, added to the verdict
+    records: list[RequestRecord] = field(default_factory=list)
 
     @property
     def network(self) -> Network:

@@ -1,4 +1,6 @@
-"""Prefill workers that corrupt what they send: the last chunks of a healthy worker, or their own KV."""
+"""Prefill workers that corrupt what they send: the last chunks of a healthy worker, or their own
+KV.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class _ForwardedStream(Stream):
 
 
 class CorruptingService:
-    """A `request_plane.server.Service` that forwards to a healthy worker and changes its last chunks."""
+    """A `request_plane.server.Service` that forwards to a healthy worker and changes its last
+    chunks.
+    """
 
     def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
         self._plane, self._healthy, self._change = plane, healthy, change
@@ -89,7 +93,9 @@ class CorruptingService:
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Forward the end of a KV transfer to the healthy worker."""
         if transfer_id in self._pending:
-            task = asyncio.get_running_loop().create_task(self.control(ReleaseKv(transfer_id, outcome)))
+            task = asyncio.get_running_loop().create_task(
+                self.control(ReleaseKv(transfer_id, outcome))
+            )
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
 
@@ -105,7 +111,9 @@ class CorruptingService:
 
 
 @asynccontextmanager
-async def register(deployment: Deployment, change: ChunkChange, wire: int = WIRE_VERSION) -> AsyncIterator[None]:
+async def register(
+    deployment: Deployment, change: ChunkChange, wire: int = WIRE_VERSION
+) -> AsyncIterator[None]:
     """Register a corrupting worker with this wire version for the duration of the context.
 
     Raise NotReady if no request reached it.
@@ -128,9 +136,11 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
 
         async def make_service(plane: Plane, healthy: Instance, own: Instance) -> Service:
-            # In a thread, because it imports torch for many seconds on a busy machine. The clients of the load run on
-            # this event loop, and would be silent meanwhile.
-            torch_engine = await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.engines.torch.engine")
+            # In a thread, because it imports torch for many seconds on a busy machine. The clients
+            # of the load run on this event loop, and would be silent meanwhile.
+            torch_engine = await asyncio.to_thread(
+                importlib.import_module, "dynamo_trtllm.engines.torch.engine"
+            )
             config = WorkerConfig(
                 model_path=str(await asyncio.to_thread(resolve, own.card.name)),
                 served_model_name=own.card.name,
@@ -165,14 +175,21 @@ def _inject_nan(engine: TorchEngine) -> None:
 
 @asynccontextmanager
 async def _register(
-    deployment: Deployment, make_service: Callable[[Plane, Instance, Instance], Awaitable[Service]], wire: int
+    deployment: Deployment,
+    make_service: Callable[[Plane, Instance, Instance], Awaitable[Service]],
+    wire: int,
 ) -> AsyncIterator[None]:
-    """Register another prefill worker. `make_service` gets the instances of a healthy worker and of the new one."""
+    """Register another prefill worker.
+
+    `make_service` gets the instances of a healthy worker and of the new one.
+    """
     servers = deployment.servers
     async with AsyncExitStack() as stack:
         plane = await NatsPlane.connect(servers["nats"].address)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=servers["etcd"].address), lease_ttl_s=_LEASE_TTL_S)
+        discovery = EtcdDiscovery(
+            ConnectionConfig(etcd_endpoints=servers["etcd"].address), lease_ttl_s=_LEASE_TTL_S
+        )
         stack.push_async_callback(discovery.aclose)
         healthy, *_ = await live_peers(
             discovery, deployment.namespace, model=deployment.options.model, role=Role.DECODE
@@ -190,7 +207,9 @@ async def _register(
 def expire_params(chunk: Chunk) -> Chunk:
     """Return the chunk with KV transfer parameters that expired an hour ago."""
     assert chunk.kv_params is not None
-    kv_params = msgspec.structs.replace(chunk.kv_params, expires_at=chunk.kv_params.expires_at - _AN_HOUR_S)
+    kv_params = msgspec.structs.replace(
+        chunk.kv_params, expires_at=chunk.kv_params.expires_at - _AN_HOUR_S
+    )
     return msgspec.structs.replace(chunk, kv_params=kv_params)
 
 
@@ -200,10 +219,14 @@ def set_unknown_finish_reason(chunk: Chunk) -> Chunk:
 
 
 def _offer(chunk: Chunk) -> dict[str, Any]:
-    """Return the tcp offer in the chunk's KV transfer parameters, which is all of `engine_state` or its `offer`."""
+    """Return the tcp offer in the chunk's KV transfer parameters, which is all of `engine_state` or
+    its `offer`.
+    """
     assert chunk.kv_params is not None
     engine_state: dict[str, Any] = msgspec.msgpack.decode(chunk.kv_params.engine_state)
-    return msgspec.msgpack.decode(engine_state["offer"]) if "offer" in engine_state else engine_state
+    return (
+        msgspec.msgpack.decode(engine_state["offer"]) if "offer" in engine_state else engine_state
+    )
 
 
 def _change_offer(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
@@ -211,8 +234,14 @@ def _change_offer(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
     assert chunk.kv_params is not None
     engine_state = msgspec.msgpack.decode(chunk.kv_params.engine_state)
     offer = _offer(chunk) | changes
-    engine_state = engine_state | {"offer": msgspec.msgpack.encode(offer)} if "offer" in engine_state else offer
-    kv_params = msgspec.structs.replace(chunk.kv_params, engine_state=msgspec.msgpack.encode(engine_state))
+    engine_state = (
+        engine_state | {"offer": msgspec.msgpack.encode(offer)}
+        if "offer" in engine_state
+        else offer
+    )
+    kv_params = msgspec.structs.replace(
+        chunk.kv_params, engine_state=msgspec.msgpack.encode(engine_state)
+    )
     return msgspec.structs.replace(chunk, kv_params=kv_params)
 
 
@@ -220,7 +249,8 @@ def _change_offer(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
 def unreadable_offers() -> Iterator[ChunkChange]:
     """Yield a change that makes offers point in turn at a closed port and at a withdrawn offer."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound but not listening, so connections fail and the port stays reserved
+        # bound but not listening, so connections fail and the port stays reserved
+        closed.bind(("127.0.0.1", 0))
         changes = itertools.cycle(
             [
                 {"host": "127.0.0.1", "port": closed.getsockname()[1]},
@@ -232,7 +262,9 @@ def unreadable_offers() -> Iterator[ChunkChange]:
 
 @asynccontextmanager
 async def black_hole() -> AsyncIterator[ChunkChange]:
-    """Yield a change that makes tcp offers point at a port that accepts connections and never sends data."""
+    """Yield a change that makes tcp offers point at a port that accepts connections and never sends
+    data.
+    """
     writers: list[asyncio.StreamWriter] = []
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

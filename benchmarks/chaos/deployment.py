@@ -22,7 +22,12 @@ _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss", "trtllm": "tiny-gpt-oss"}
 STEP_S = 0.02  # time per token of the mock engine
 ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
     "mock": {"step_s": STEP_S, "kv_cache_blocks": 1024},
-    "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
+    "torch": {
+        "transfer_backend": "tcp",
+        "dtype": "float32",
+        "max_batch_size": 64,
+        "kv_cache_blocks": 1024,
+    },
     "trtllm": {
         "max_batch_size": 64,
         "max_num_tokens": 4096,
@@ -39,7 +44,8 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
 class Options:
     """Settings of the deployment."""
 
-    engine: Literal["mock", "torch", "trtllm"] = "mock"  # trtllm: with the stand-in for TensorRT-LLM in tests/fakes
+    # trtllm: with the stand-in for TensorRT-LLM in tests/fakes
+    engine: Literal["mock", "torch", "trtllm"] = "mock"
     stall_timeout_s: float = 5.0  # of the frontend
     worker_stall_timeout_s: float = 10.0
     lease_ttl_s: float = 5.0
@@ -65,7 +71,10 @@ class Deployment(LaunchedDeployment):
         self.options = options
         self.network: Network | None = None
         super().__init__(
-            workers=options.workers, model=options.model, ready_s=_READY_S, starts_servers=options.is_launcher_victim
+            workers=options.workers,
+            model=options.model,
+            ready_s=_READY_S,
+            starts_servers=options.is_launcher_victim,
         )
 
     def _start_nats(self, folder: Path) -> Server:
@@ -75,9 +84,16 @@ class Deployment(LaunchedDeployment):
         return self.network.workers
 
     def services(self) -> dict[str, str]:
-        """Return the addresses for the launcher's file. With a network, workers get NATS from their environment."""
+        """Return the addresses for the launcher's file.
+
+        With a network, workers get NATS from their environment.
+        """
         addresses = super().services()
-        return addresses if self.network is None else addresses | {"nats": self.network.frontend_address}
+        return (
+            addresses
+            if self.network is None
+            else addresses | {"nats": self.network.frontend_address}
+        )
 
     def stop(self) -> list[str]:
         leftovers = super().stop()
@@ -111,11 +127,16 @@ class Deployment(LaunchedDeployment):
             "ticket-ttl-s": options.ticket_ttl_s,
             "system-port": 0,
         }
-        env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1", "PYTHONPATH": _worker_path(options.engine)}
+        env = {
+            NAME_VARIABLE: name,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": _worker_path(options.engine),
+        }
         if options.engine == "trtllm":
             env["STANDIN_BACKEND"] = "tcp"
         else:
-            flags["kv-transfer-host"] = f"127.0.0.{2 + number}"  # another address per worker, as on different hosts
+            # another address per worker, as on different hosts
+            flags["kv-transfer-host"] = f"127.0.0.{2 + number}"
         if self.network is not None:
             env["DYN_TRTLLM_NATS_SERVER"] = self.network.workers.address
         return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}

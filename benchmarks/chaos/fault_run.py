@@ -1,4 +1,6 @@
-"""Runs faults: starts the load, applies the fault, ends the load, and checks that all resources are released."""
+"""Runs faults: starts the load, applies the fault, ends the load, and checks that all resources are
+released.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class FaultRunner:
         self._config = config
         self._deployment: Deployment | None = None
         self._leftovers: list[str] = []  # of earlier deployments
-        self._texts: dict[int, Sequence[str]] = {}  # answers without a fault, by their length in tokens
+        # answers without a fault, by their length in tokens
+        self._texts: dict[int, Sequence[str]] = {}
 
     async def run(self, fault: Fault) -> Verdict:
         """Run one fault and return its verdict."""
@@ -95,7 +98,8 @@ class FaultRunner:
             self._deployment = Deployment(options)
             self._deployment.start()
             osl = self._config.osl
-            self._texts[osl] = await reference_answers(self._deployment, osl=osl)  # also tests the new deployment
+            # also tests the new deployment
+            self._texts[osl] = await reference_answers(self._deployment, osl=osl)
         return self._deployment
 
     def close(self) -> list[str]:
@@ -105,7 +109,9 @@ class FaultRunner:
         return leftovers if deployment is None else [*leftovers, *deployment.stop()]
 
 
-async def run_fault(deployment: Deployment, fault: Fault, config: RunConfig, texts: Sequence[str]) -> Verdict:
+async def run_fault(
+    deployment: Deployment, fault: Fault, config: RunConfig, texts: Sequence[str]
+) -> Verdict:
     """Run the fault, evaluate every request and wait until the deployment has recovered.
 
     Args:
@@ -117,7 +123,10 @@ async def run_fault(deployment: Deployment, fault: Fault, config: RunConfig, tex
     Raises:
         NotReady: the deployment did not recover, or the fault had no effect.
     """
-    outage_s, osl = config.outage_for(fault, deployment.options), config.osl_for(fault, deployment.options)
+    outage_s, osl = (
+        config.outage_for(fault, deployment.options),
+        config.osl_for(fault, deployment.options),
+    )
     hung_s = config.longest_silence_s(deployment.options, outage_s)
     context = FaultContext(deployment=deployment, outage_s=outage_s, osl=osl, hung_s=hung_s)
     migrations = await _migrations(deployment, fault)
@@ -130,15 +139,20 @@ async def run_fault(deployment: Deployment, fault: Fault, config: RunConfig, tex
     await asyncio.to_thread(deployment.wait_ready, _RECOVERY_S)
     if fault.migrates and await _migrations(deployment, fault) <= migrations:
         raise NotReady("no stream was continued on another worker: raise --streams")
-    verdict.add_replaced(sorted(name for name, _ in before - _instances(deployment) if name not in fault.victims))
+    verdict.add_replaced(
+        sorted(name for name, _ in before - _instances(deployment) if name not in fault.victims)
+    )
     verdict.add_leaks(await asyncio.to_thread(remaining_resources, deployment))
     deployment.note_processes()
     return verdict
 
 
-async def _apply_under_load(fault: Fault, config: RunConfig, context: FaultContext) -> list[RequestRecord]:
+async def _apply_under_load(
+    fault: Fault, config: RunConfig, context: FaultContext
+) -> list[RequestRecord]:
     """Apply the fault in the middle of the load. Return the records of all requests."""
-    ramp_s = min(1.0, 0.8 * config.margin_s)  # without it all streams are in the same phase when the fault strikes
+    # without it all streams are in the same phase when the fault strikes
+    ramp_s = min(1.0, 0.8 * config.margin_s)
     is_loaded = asyncio.Event()
     load = build_load(
         context.deployment,
@@ -178,7 +192,10 @@ def _instances(deployment: Deployment) -> set[tuple[str, str | None]]:
 
 
 def _launcher_verdict(verdict: Verdict) -> Verdict:
-    """Count each request that did not complete as cut. Leaks are checked when the deployment is closed."""
+    """Count each request that did not complete as cut.
+
+    Leaks are checked when the deployment is closed.
+    """
     right = verdict.counts[Outcome.RIGHT]
     return Verdict(
         fault=verdict.fault,
@@ -188,8 +205,15 @@ def _launcher_verdict(verdict: Verdict) -> Verdict:
 
 
 def remaining_resources(deployment: Deployment) -> list[str]:
-    """Return the resources that requests still hold after the TTL of KV transfer parameters and a margin."""
-    until = time.monotonic() + deployment.options.ticket_ttl_s + _MARGIN_S + deployment.options.stall_timeout_s
+    """Return the resources that requests still hold after the TTL of KV transfer parameters and a
+    margin.
+    """
+    until = (
+        time.monotonic()
+        + deployment.options.ticket_ttl_s
+        + _MARGIN_S
+        + deployment.options.stall_timeout_s
+    )
     while held := deployment.held():
         if time.monotonic() > until:
             return held

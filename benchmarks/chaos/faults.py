@@ -1,4 +1,7 @@
-"""The faults by name. Each is applied to a deployment under load and ends after the outage of its context."""
+"""The faults by name.
+
+Each is applied to a deployment under load and ends after the outage of its context.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ class Fault:
     is_launcher: bool = False  # only leftovers are checked
     engine: Literal["torch"] | None = None  # needs this engine; None: any
     has_network: bool = False  # acts on the network between frontend and workers
-    hold_s: float | None = None  # how long requests wait for a role without workers; None: as configured
+    # how long requests wait for a role without workers; None: as configured
+    hold_s: float | None = None
     # stall timeout of the other side; if set, answers outlast the fault
     watch_s: Callable[[Options], float] | None = None
 
@@ -55,7 +59,9 @@ async def _freeze(name: str, context: FaultContext) -> None:
         context.deployment.resume_all()
 
 
-async def _end_server(kind: str, number: signal.Signals, loses_data: bool, context: FaultContext) -> None:
+async def _end_server(
+    kind: str, number: signal.Signals, loses_data: bool, context: FaultContext
+) -> None:
     server = context.deployment.servers[kind]
     server.send(number)
     if loses_data:
@@ -80,7 +86,8 @@ async def _roll(context: FaultContext) -> None:
         before = deployment.instance(name)
         deployment.send(name, signal.SIGTERM)
         async with asyncio.timeout(_REPLACED_S):
-            while deployment.instance(name) in (None, before):  # noqa: ASYNC110  # state of another process
+            # The state of another process has no event to wait for.
+            while deployment.instance(name) in (None, before):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         await asyncio.to_thread(deployment.wait_ready, _REPLACED_S)
 
@@ -121,12 +128,22 @@ async def _flap(context: FaultContext) -> None:
 
 
 def _network_faults() -> list[Fault]:
-    def fault(name: str, description: str, apply: Callable[[FaultContext], Awaitable[None]]) -> Fault:
+    def fault(
+        name: str, description: str, apply: Callable[[FaultContext], Awaitable[None]]
+    ) -> Fault:
         return Fault(name=name, description=description, apply=apply, has_network=True)
 
     return [
-        fault("lost-first", "first frames of streams are lost on their way to the frontend", partial(_lose, is_first)),
-        fault("lost-last", "last frames of streams are lost on their way to the frontend", partial(_lose, is_last)),
+        fault(
+            "lost-first",
+            "first frames of streams are lost on their way to the frontend",
+            partial(_lose, is_first),
+        ),
+        fault(
+            "lost-last",
+            "last frames of streams are lost on their way to the frontend",
+            partial(_lose, is_last),
+        ),
         fault("repeated-message", "all messages from and to the frontend arrive twice", _repeat),
         fault("route-flap", "the route between two NATS servers breaks for 0.2 s", _flap),
     ]
@@ -157,15 +174,26 @@ def _worker_faults(role: str) -> list[Fault]:
 
 
 def _server_faults(kind: str, *, spares_requests: bool) -> list[Fault]:
-    def fault(name: str, description: str, apply: Callable[[FaultContext], Awaitable[None]]) -> Fault:
-        return Fault(name=f"{name}-{kind}", description=description, apply=apply, spares_requests=spares_requests)
+    def fault(
+        name: str, description: str, apply: Callable[[FaultContext], Awaitable[None]]
+    ) -> Fault:
+        return Fault(
+            name=f"{name}-{kind}",
+            description=description,
+            apply=apply,
+            spares_requests=spares_requests,
+        )
 
     end = partial(_end_server, kind)
     return [
         fault("kill", f"kill -9 of {kind}, then a restart", partial(end, signal.SIGKILL, False)),
         fault("freeze", f"SIGSTOP of {kind}, then SIGCONT", partial(_freeze_server, kind)),
         fault("restart", f"SIGTERM of {kind}, then a restart", partial(end, signal.SIGTERM, False)),
-        fault("empty", f"kill -9 of {kind}, then a restart without its data", partial(end, signal.SIGKILL, True)),
+        fault(
+            "empty",
+            f"kill -9 of {kind}, then a restart without its data",
+            partial(end, signal.SIGKILL, True),
+        ),
     ]
 
 
@@ -184,7 +212,10 @@ def _frontend_faults() -> list[Fault]:
         ),
         Fault(
             name="freeze-frontend-long",
-            description="SIGSTOP of the frontend for longer than its workers' stall timeout, during long answers",
+            description=(
+                "SIGSTOP of the frontend for longer than its workers' stall timeout, during long"
+                " answers"
+            ),
             apply=partial(_freeze, FRONTEND),
             watch_s=lambda options: options.worker_stall_timeout_s,
         ),
@@ -206,7 +237,9 @@ def _launcher_faults() -> list[Fault]:
     return [
         Fault(
             name=f"{word}-launcher",
-            description=f"{description} of the launcher; checks only for processes and files that remain",
+            description=(
+                f"{description} of the launcher; checks only for processes and files that remain"
+            ),
             apply=partial(_launcher, number),
             kills_frontend=True,
             is_launcher=True,
@@ -219,7 +252,9 @@ def _attacks() -> list[Fault]:
     spared = partial(Fault, spares_requests=True)
     return [
         Fault(
-            name="slow-consumer", description="clients that stop reading for a while", apply=attackers.slow_consumers
+            name="slow-consumer",
+            description="clients that stop reading for a while",
+            apply=attackers.slow_consumers,
         ),
         Fault(
             name="full-kv",
@@ -227,15 +262,27 @@ def _attacks() -> list[Fault]:
             apply=attackers.full_kv,
         ),
         Fault(
-            name="dead-transfer", description="a prefill worker whose KV never arrives", apply=attackers.dead_transfer
+            name="dead-transfer",
+            description="a prefill worker whose KV never arrives",
+            apply=attackers.dead_transfer,
         ),
-        Fault(name="corrupt-kv", description="a prefill worker whose KV has flipped bits", apply=attackers.corrupt_kv),
+        Fault(
+            name="corrupt-kv",
+            description="a prefill worker whose KV has flipped bits",
+            apply=attackers.corrupt_kv,
+        ),
         spared(
             name="failed-read",
-            description="a prefill worker whose KV can't be read: a closed port, or a withdrawn offer",
+            description=(
+                "a prefill worker whose KV can't be read: a closed port, or a withdrawn offer"
+            ),
             apply=attackers.failed_read,
         ),
-        Fault(name="garbage", description="random bytes and invalid frames on all subjects", apply=attackers.garbage),
+        Fault(
+            name="garbage",
+            description="random bytes and invalid frames on all subjects",
+            apply=attackers.garbage,
+        ),
         spared(
             name="version-skew",
             description="a worker with the next wire version and one with a much later version",
@@ -274,7 +321,9 @@ def _connection_attacks() -> list[Fault]:
     return [
         fault(
             name="file-descriptors",
-            description="idle connections to the health and KV ports of prefill-1, which may open few files",
+            description=(
+                "idle connections to the health and KV ports of prefill-1, which may open few files"
+            ),
             apply=partial(attackers.file_descriptors, "prefill-1"),
         ),
         fault(
@@ -295,7 +344,10 @@ FAULTS = {
         *_server_faults("nats", spares_requests=False),
         Fault(
             name="freeze-worker-long",
-            description="SIGSTOP of decode-1 for longer than the frontend's stall timeout, during long answers",
+            description=(
+                "SIGSTOP of decode-1 for longer than the frontend's stall timeout, during long"
+                " answers"
+            ),
             apply=partial(_freeze, "decode-1"),
             spares_requests=True,
             migrates=True,
@@ -319,11 +371,15 @@ FAULTS = {
         ),
         Fault(
             name="query-of-death",
-            description="requests that end their workers: segmentation fault, abort, out of memory, exit, engine",
+            description=(
+                "requests that end their workers: segmentation fault, abort, out of memory, exit,"
+                " engine"
+            ),
             apply=partial(query_of_death.apply, query_of_death.CASES),
             victims=WORKERS,
             spares_requests=True,
-            hold_s=60.0,  # both workers of a role end, and the torch engine loads for tens of seconds
+            # both workers of a role end, and the torch engine loads for tens of seconds
+            hold_s=60.0,
         ),
         Fault(
             name="late-query-of-death",

@@ -15,11 +15,20 @@ _TOPICS = ("rivers", "bridges", "clocks", "maps", "bread", "glass", "winds", "sh
 
 def prompts(count: int = NUM_PROMPTS) -> tuple[str, ...]:
     """Return different prompts of a few dozen tokens each."""
-    return tuple(f"Tell me about {_TOPICS[i % len(_TOPICS)]}, in {i + 3} parts. " * (1 + i % 5) for i in range(count))
+    return tuple(
+        f"Tell me about {_TOPICS[i % len(_TOPICS)]}, in {i + 3} parts. " * (1 + i % 5)
+        for i in range(count)
+    )
 
 
 def build_load(
-    deployment: Deployment, *, osl: int, streams: int, timeout_s: float, ramp_s: float = 0.0, **more: int
+    deployment: Deployment,
+    *,
+    osl: int,
+    streams: int,
+    timeout_s: float,
+    ramp_s: float = 0.0,
+    **more: int,
 ) -> Load:
     """Return a greedy load without end that records the text of answers.
 
@@ -46,7 +55,9 @@ def build_load(
     )
 
 
-async def run_load(load: Load, connection: type[StreamConnection] = StreamConnection) -> list[RequestRecord]:
+async def run_load(
+    load: Load, connection: type[StreamConnection] = StreamConnection
+) -> list[RequestRecord]:
     """Run a load to its end and return the records."""
     client = Client(load, connection=connection)
     try:
@@ -55,12 +66,16 @@ async def run_load(load: Load, connection: type[StreamConnection] = StreamConnec
         client.aclose()
 
 
-async def reference_answers(deployment: Deployment, *, osl: int, count: int = NUM_PROMPTS) -> Sequence[str]:
+async def reference_answers(
+    deployment: Deployment, *, osl: int, count: int = NUM_PROMPTS
+) -> Sequence[str]:
     """Return the answer to each prompt without a fault. Raise NotReady if a request fails."""
     records = await run_load(
         build_load(deployment, osl=osl, streams=count, timeout_s=60, requests=count, prompts=count)
     )
     for record in records:
         if not record.is_ok or record.output_tokens != osl:
-            raise NotReady(f"request {record.index} failed without a fault: {record.error or 'it ended early'}")
+            raise NotReady(
+                f"request {record.index} failed without a fault: {record.error or 'it ended early'}"
+            )
     return [record.text or "" for record in sorted(records, key=lambda record: record.index)]

@@ -1,4 +1,6 @@
-"""Kills decode workers during greedy requests and compares the answers with a run without faults (torch, fp32)."""
+"""Kills decode workers during greedy requests and compares the answers with a run without faults
+(torch, fp32).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _MAX_ROUNDS = 40
 
 
 async def run(wanted: int = 100) -> Verdict:
-    """Run rounds of simultaneous requests with one kill each until `wanted` requests were migrated."""
+    """Run rounds of simultaneous requests with one kill each until `wanted` requests were
+    migrated.
+    """
     deployment = Deployment(Options(engine="torch"))
     verdict = Verdict(fault="migration")
     try:
@@ -34,7 +38,9 @@ async def run(wanted: int = 100) -> Verdict:
             records += await _round(deployment, victims[number % 2])
             await asyncio.to_thread(deployment.wait_ready, _RECOVERY_S)
         verdict = evaluate("migration", records, Expected(texts=texts, osl=_OSL, hung_s=_HUNG_S))
-        verdict.notes.append(f"{deployment.total('migrations'):g} migrations in {len(records)} requests")
+        verdict.notes.append(
+            f"{deployment.total('migrations'):g} migrations in {len(records)} requests"
+        )
         verdict.add_leaks(await asyncio.to_thread(remaining_resources, deployment))
     except NotReady as exc:
         verdict.add_leaks([f"the deployment failed: {exc}"])

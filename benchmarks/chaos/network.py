@@ -1,7 +1,8 @@
-"""A network for a deployment: two NATS servers with a route between them, and a relay in front of one of them.
+"""A network for a deployment: two NATS servers with a route between them, and a relay in front of
+one of them.
 
-Workers connect to one server and the frontend to the other. The route can be cut while all clients stay connected.
-Messages between the frontend and its server can be dropped or repeated.
+Workers connect to one server and the frontend to the other. The route can be cut while all clients
+stay connected. Messages between the frontend and its server can be dropped or repeated.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ class Network:
 
     def __init__(self, folder: Path) -> None:
         ports = [free_ports(), free_ports()]
-        self.workers = Server("nats", folder / "w", ("--cluster", f"nats://127.0.0.1:{ports[0]}", *_CLUSTER))
+        self.workers = Server(
+            "nats", folder / "w", ("--cluster", f"nats://127.0.0.1:{ports[0]}", *_CLUSTER)
+        )
         self._route = wait_for(Relay.start(f"127.0.0.1:{ports[0]}"))
-        routes = ("--cluster", f"nats://127.0.0.1:{ports[1]}", "--routes", f"nats://{self._route.address}")
+        routes = (
+            "--cluster",
+            f"nats://127.0.0.1:{ports[1]}",
+            "--routes",
+            f"nats://{self._route.address}",
+        )
         self._frontend = Server("nats", folder / "f", (*routes, *_CLUSTER))
         self._relay = wait_for(NatsRelay.start(self._frontend.address))
 
@@ -55,7 +63,10 @@ class Network:
 
 
 class MessageDropper:
-    """Drops every `nth` message with a `wanted` frame, starting with the first. `count` is the number dropped."""
+    """Drops every `nth` message with a `wanted` frame, starting with the first.
+
+    `count` is the number dropped.
+    """
 
     def __init__(self, wanted: Callable[[Frame], bool], nth: int) -> None:
         self._wanted = wanted

@@ -1,4 +1,6 @@
-"""Requests that end each worker which runs them, by several stand-in causes, and how many workers they end."""
+"""Requests that end each worker which runs them, by several stand-in causes, and how many workers
+they end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ MOST_DEATHS = 2
 _CODE = "query_of_death"
 _STATUS = 422
 _NUM_TOKENS = 100
-_MOST_REPEATS = 3  # of a request: the third one is refused even if innocent requests were charged with it before
+# of a request: the third one is refused even if innocent requests were charged with it before
+_MOST_REPEATS = 3
 _RESTARTED_S = 90.0  # the torch engine loads for tens of seconds on a busy machine
 _ENDED = re.compile(r"^launch\s*\| \S+ (?:was killed|exited)")
 
@@ -59,29 +62,37 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
     """Send each deadly request again and again, until it is refused.
 
     Raises:
-        NotReady: one of them ended another number of workers than two, did not end with its named error, or is still
-            not refused.
+        NotReady: one of them ended another number of workers than two, did not end with its named
+            error, or is still not refused.
     """
     for number, case in enumerate(cases):
         expected = _num_deaths(context.deployment)
         for _ in range(_MOST_REPEATS):
             answer = await asyncio.to_thread(_send, context, case, number)
             if (answer.status, answer.code) != (_STATUS, _CODE):
-                raise NotReady(f"a deadly request ({case}) ended with {answer}, not with {_STATUS} {_CODE}")
+                raise NotReady(
+                    f"a deadly request ({case}) ended with {answer}, not with {_STATUS} {_CODE}"
+                )
             if answer.is_refused:
                 break
             expected += MOST_DEATHS
             await _wait_for_deaths(context.deployment, expected)
             await asyncio.to_thread(context.deployment.wait_ready, _RESTARTED_S)
         else:
-            raise NotReady(f"a deadly request ({case}) ran {_MOST_REPEATS} times and is still not refused")
+            raise NotReady(
+                f"a deadly request ({case}) ran {_MOST_REPEATS} times and is still not refused"
+            )
         deaths = _num_deaths(context.deployment)
         if deaths != expected:
-            raise NotReady(f"{deaths} workers ended and not {expected} after a deadly request ({case})")
+            raise NotReady(
+                f"{deaths} workers ended and not {expected} after a deadly request ({case})"
+            )
 
 
 async def _wait_for_deaths(deployment: Deployment, count: int) -> None:
-    """Wait a bounded time until so many processes have ended: a worker whose engine failed drains first."""
+    """Wait a bounded time until so many processes have ended: a worker whose engine failed drains
+    first.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(_RESTARTED_S):
             while _num_deaths(deployment) < count:  # noqa: ASYNC110  # counted in another thread

@@ -1,4 +1,6 @@
-"""Relays between client and server that can cut connections, drop or repeat NATS messages, and change bytes."""
+"""Relays between client and server that can cut connections, drop or repeat NATS messages, and
+change bytes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Relay:
 
     async def mend(self) -> None:
         """Accept connections, at the same port as before a cut."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=_LINE_BYTES)
+        self._server = await asyncio.start_server(
+            self._accept, "127.0.0.1", self._port, limit=_LINE_BYTES
+        )
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:

@@ -22,16 +22,26 @@ def fetch(url: str) -> bytes:
 
 
 def gauges(url: str) -> dict[str, float]:
-    """Return the metrics without labels by short name. A process that does not answer has NaN requests."""
+    """Return the metrics without labels by short name.
+
+    A process that does not answer has NaN requests.
+    """
     try:
         text = fetch(f"{url}/metrics").decode()
     except (OSError, ValueError):
         return {"running": math.nan, "inflight": math.nan}
-    return {name: float(value) for name, value in re.findall(rf"^{_PREFIX}(\w+) (\S+)$", text, re.M)}
+    return {
+        name: float(value) for name, value in re.findall(rf"^{_PREFIX}(\w+) (\S+)$", text, re.M)
+    }
 
 
 def total(url: str, counter: str, label: str = "") -> float:
-    """Return the sum of a counter over all labels, or over those with `label` (`name="value"`). Raise OSError."""
+    """Return the sum of a counter over all labels, or over those with `label` (`name="value"`).
+
+    Raise OSError.
+    """
     labels = rf"{{.*{label}.*}}" if label else r"(?:{.*})?"
     pattern = rf"^{_PREFIX}{counter}_total{labels} (\S+)$"
-    return sum(float(value) for value in re.findall(pattern, fetch(f"{url}/metrics").decode(), re.M))
+    return sum(
+        float(value) for value in re.findall(pattern, fetch(f"{url}/metrics").decode(), re.M)
+    )

@@ -24,7 +24,9 @@ class Server:
         """Start the server with its data in `folder`. `flags` are for nats-server."""
         self.kind = kind
         self._folder = folder
-        self._server = wait_for(start_etcd(folder) if kind == "etcd" else start_nats(folder, flags=flags))
+        self._server = wait_for(
+            start_etcd(folder) if kind == "etcd" else start_nats(folder, flags=flags)
+        )
         self.address = self._server.address
 
     def send(self, number: signal.Signals) -> None:

@@ -9,7 +9,8 @@ from enum import StrEnum
 
 from ..stream import RequestRecord
 
-_CONNECTION = ("connect", "cut", "no_end")  # the client's errors: not connected, cut off, ended before the end event
+# the client's errors: not connected, cut off, ended before the end event
+_CONNECTION = ("connect", "cut", "no_end")
 
 
 class Outcome(StrEnum):
@@ -27,7 +28,8 @@ class Outcome(StrEnum):
 class Expected:
     """What a request must return to be right."""
 
-    texts: Sequence[str]  # answers of a run without faults; request N has text (N - 1) modulo their number
+    # answers of a run without faults; request N has text (N - 1) modulo their number
+    texts: Sequence[str]
     osl: int  # tokens per answer
     hung_s: float  # longest silence in seconds
     frontend_dies: bool = False  # connections may break
@@ -117,7 +119,9 @@ def _reason(record: RequestRecord, outcome: Outcome) -> str:
     if outcome is Outcome.HUNG:
         return f"hung: silent for {longest_silence_s(record):.1f} s"
     if outcome is Outcome.WRONG:
-        when = "before its first token" if record.first_s is None else f"after {record.events} chunks"
+        when = (
+            "before its first token" if record.first_s is None else f"after {record.events} chunks"
+        )
         return f"wrong: request {record.index} ended with {record.error or record.finish} {when}"
     when = "before its first token" if record.first_s is None else "after its first token"
     return f"{outcome}: {record.error} {when}"

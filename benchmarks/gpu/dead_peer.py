@@ -1,12 +1,14 @@
-"""Measures which UCX settings release the GPU memory of a killed prefill process while its reader stays alive.
+"""Measures which UCX settings release the GPU memory of a killed prefill process while its reader
+stays alive.
 
     python -m benchmarks.gpu.dead_peer --variants default,no-cache --out FILE
 
-Two processes stand for prefill workers and one for a decode worker, all on one GPU, with NIXL as vLLM's connector uses
-it. The decode process reads the first one's memory, so that UCX maps it over CUDA IPC. Then the first one is killed
-(SIGKILL), and a further process watches the GPU's free memory after each step of the decode process. Afterwards the
-decode process reads from the second prefill process. A variant is a set of UCX variables, or a kill during reads. Each
-also measures the speed of reads, and how far reads delay the decode process's own kernels.
+Two processes stand for prefill workers and one for a decode worker, all on one GPU, with NIXL as
+vLLM's connector uses it. The decode process reads the first one's memory, so that UCX maps it over
+CUDA IPC. Then the first one is killed (SIGKILL), and a further process watches the GPU's free
+memory after each step of the decode process. Afterwards the decode process reads from the second
+prefill process. A variant is a set of UCX variables, or a kill during reads. Each also measures the
+speed of reads, and how far reads delay the decode process's own kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ VARIANTS = {
 }
 
 
-# --- a variant -----------------------------------------------------------------------------------------
+# --- a variant ------------------------------------------------------------------------------------
 
 
 class Peer:
@@ -88,14 +90,21 @@ class Peer:
 class Trial:
     """One variant."""
 
-    def __init__(self, name: str, watcher: Peer, device: str, region_bytes: int, logs: Path | None) -> None:
+    def __init__(
+        self, name: str, watcher: Peer, device: str, region_bytes: int, logs: Path | None
+    ) -> None:
         self._variant, self._watcher, self._device = VARIANTS[name], watcher, device
         self._region_bytes = region_bytes
         self.result: dict[str, Any] = {"variant": name, "env": self._variant.env}
-        # UCX would choose other reads on a GPU without an active NVLink, as on a machine with one GPU.
+        # UCX would choose other reads on a GPU without an active NVLink, as on a machine with one
+        # GPU.
         self._environ = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", **self._variant.env}
         if logs is not None:
-            self._environ |= {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used", "UCX_LOG_FILE": f"{logs}/{name}-%p"}
+            self._environ |= {
+                "UCX_LOG_LEVEL": "info",
+                "UCX_PROTO_INFO": "used",
+                "UCX_LOG_FILE": f"{logs}/{name}-%p",
+            }
 
     def run(self) -> dict[str, Any]:
         """Run it. Return the result, with `error` if a process ended early."""
@@ -168,17 +177,29 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--variants", default=",".join(VARIANTS), help=f"comma-separated, of {', '.join(VARIANTS)}")
-    add("--device", default="cuda:0", help="cuda:0, or cpu to try it without a GPU (default: cuda:0)")
-    add("--gib", type=float, default=8.0, help="registered memory of a prefill process (default: 8)")
+    add(
+        "--device",
+        default="cuda:0",
+        help="cuda:0, or cpu to try it without a GPU (default: cuda:0)",
+    )
+    add(
+        "--gib", type=float, default=8.0, help="registered memory of a prefill process (default: 8)"
+    )
     add("--logs", type=Path, help="folder for UCX's logs, which name the transports")
     add("--out", type=Path, default=Path("dead-peer.json"), help="the result file")
     args = parser.parse_args()
     watcher = Peer(watch, args.device)
-    found: dict[str, Any] = {"what": "dead-peer", "machine": machine.machine(), "versions": machine.versions()}
+    found: dict[str, Any] = {
+        "what": "dead-peer",
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+    }
     found |= {"gib": args.gib, "device": args.device, "results": []}
     for name in args.variants.split(","):
         begun_s = time.monotonic()
-        result = Trial(name, watcher, args.device, int(args.gib * 1024 * MIB) // REGIONS, args.logs).run()
+        result = Trial(
+            name, watcher, args.device, int(args.gib * 1024 * MIB) // REGIONS, args.logs
+        ).run()
         found["results"].append(result | {"seconds": round(time.monotonic() - begun_s, 1)})
         args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
         sys.stdout.write(f"{msgspec.json.encode(found['results'][-1]).decode()}\n")

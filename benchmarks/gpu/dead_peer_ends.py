@@ -1,4 +1,6 @@
-"""The processes of `dead_peer`: two that stand for prefill workers, a reader for a decode worker, and a watcher."""
+"""The processes of `dead_peer`: two that stand for prefill workers, a reader for a decode worker,
+and a watcher.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def prefill(pipe: Connection, device: str, region_bytes: int) -> None:
     import torch
 
     agent = _agent(device)
-    regions = [torch.full((region_bytes,), 1 + n, dtype=torch.uint8, device=device) for n in range(REGIONS)]
-    other = torch.zeros(UNREGISTERED_MIB * MIB if device != "cpu" else 1, dtype=torch.uint8, device=device)
+    regions = [
+        torch.full((region_bytes,), 1 + n, dtype=torch.uint8, device=device) for n in range(REGIONS)
+    ]
+    other = torch.zeros(
+        UNREGISTERED_MIB * MIB if device != "cpu" else 1, dtype=torch.uint8, device=device
+    )
     if device != "cpu":
         torch.cuda.synchronize()
     agent.register_memory(regions)
@@ -56,7 +62,10 @@ def decode(pipe: Connection, device: str, region_bytes: int) -> None:
 
 
 def _agent(device: str) -> Any:
-    """Return a NIXL agent with vLLM's settings. As in vLLM, the process has a CUDA context before."""
+    """Return a NIXL agent with vLLM's settings.
+
+    As in vLLM, the process has a CUDA context before.
+    """
     import torch
 
     if device != "cpu":
@@ -67,7 +76,9 @@ def _agent(device: str) -> Any:
 
 
 class Reader:
-    """The decode process: reads, its own kernels, and the steps after the death of a prefill process."""
+    """The decode process: reads, its own kernels, and the steps after the death of a prefill
+    process.
+    """
 
     def __init__(self, device: str, region_bytes: int) -> None:
         import torch
@@ -75,10 +86,14 @@ class Reader:
         self._device, self._piece = device, region_bytes // 8
         small = min(MIB, self._piece // _BLOCKS)
         self._shapes = {
-            "blocks": [(n, block * small, small) for n in range(REGIONS) for block in range(_BLOCKS)],
+            "blocks": [
+                (n, block * small, small) for n in range(REGIONS) for block in range(_BLOCKS)
+            ],
             "large": [(n, 0, self._piece) for n in range(REGIONS)],
             "pages": [
-                (n, page * _PAGE, _PAGE) for n in range(REGIONS) for page in range(min(_PAGES, self._piece // _PAGE))
+                (n, page * _PAGE, _PAGE)
+                for n in range(REGIONS)
+                for page in range(min(_PAGES, self._piece // _PAGE))
             ],
         }
         self._kind = "DRAM" if device == "cpu" else "VRAM"
@@ -89,12 +104,16 @@ class Reader:
         self._remote: dict[str, tuple[str, dict[str, tuple[Any, Any, int]]]] = {}
 
     def connect(self, name: str, metadata: bytes, bases: Sequence[int]) -> dict[str, Any]:
-        """Add a prefill process, and prepare reads: of blocks (1 MiB), of an eighth of each region, and of pages."""
+        """Add a prefill process, and prepare reads: of blocks (1 MiB), of an eighth of each region,
+        and of pages.
+        """
         agent, handles = self._agent, {}
         peer = agent.add_remote_agent(metadata)
         for shape, parts in self._shapes.items():
             remote = [(bases[n] + at, size, 0) for n, at, size in parts]
-            local = [(self._target.data_ptr() + n * self._piece + at, size, 0) for n, at, size in parts]
+            local = [
+                (self._target.data_ptr() + n * self._piece + at, size, 0) for n, at, size in parts
+            ]
             handles[shape] = (
                 agent.prep_xfer_dlist("NIXL_INIT_AGENT", agent.get_xfer_descs(local, self._kind)),
                 agent.prep_xfer_dlist(peer, agent.get_xfer_descs(remote, self._kind)),
@@ -104,7 +123,10 @@ class Reader:
         return {}
 
     def read(self, name: str, shape: str, count: int) -> dict[str, Any]:
-        """Read some times. Return the milliseconds of the first read and the median of the others."""
+        """Read some times.
+
+        Return the milliseconds of the first read and the median of the others.
+        """
         self._posts_s.clear()
         times = [self._read(name, shape) for _ in range(count)]
         rest, posts = sorted(times[1:]) or times, sorted(self._posts_s)
@@ -142,7 +164,10 @@ class Reader:
         return time.perf_counter() - begun_s
 
     def read_for(self, name: str, seconds: float) -> dict[str, Any]:
-        """Read until an error, or for some seconds. Return how many reads ended well, and the error."""
+        """Read until an error, or for some seconds.
+
+        Return how many reads ended well, and the error.
+        """
         until_s, done = time.perf_counter() + seconds, 0
         try:
             while time.perf_counter() < until_s:
@@ -153,7 +178,10 @@ class Reader:
         return {"reads": done, "ended_with": ""}
 
     def compute(self, name: str) -> dict[str, Any]:
-        """Run CUDA graphs of about 5 ms one after the other, alone and beside reads. Return their milliseconds."""
+        """Run CUDA graphs of about 5 ms one after the other, alone and beside reads.
+
+        Return their milliseconds.
+        """
         if self._device == "cpu":
             return {}
         import torch
@@ -210,7 +238,9 @@ class Reader:
         return {}
 
     def purge(self, name: str) -> dict[str, Any]:
-        """Destroy UCX's mappings of dead processes through its library, without its knowledge (UCX 1.23)."""
+        """Destroy UCX's mappings of dead processes through its library, without its knowledge (UCX
+        1.23).
+        """
         return {"purged_pids": purge()}
 
     def close(self, name: str) -> dict[str, Any]:
@@ -236,8 +266,13 @@ class _Cache(ctypes.Structure):
 
 
 def purge() -> list[int]:
-    """Destroy the mappings of dead processes in this process. Return their ids. No read may run meanwhile."""
-    found = re.search(r"\S+libuct_cuda\S*\.so\S*", Path("/proc/self/maps").read_text(encoding="utf-8"))
+    """Destroy the mappings of dead processes in this process.
+
+    Return their ids. No read may run meanwhile.
+    """
+    found = re.search(
+        r"\S+libuct_cuda\S*\.so\S*", Path("/proc/self/maps").read_text(encoding="utf-8")
+    )
     if found is None:
         return []
     library = ctypes.CDLL(found[0])
@@ -262,4 +297,7 @@ def _ms(seconds: float) -> float:
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
     shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {name: _ms(values[min(len(values) - 1, int(share * len(values)))]) for name, share in shares.items()}
+    return {
+        name: _ms(values[min(len(values) - 1, int(share * len(values)))])
+        for name, share in shares.items()
+    }

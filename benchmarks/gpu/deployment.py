@@ -16,7 +16,9 @@ from .plan import MODEL_NAME, Plan
 class GpuDeployment(LaunchedDeployment):
     """A deployment with these workers. `start` blocks until all processes are ready."""
 
-    def __init__(self, plan: Plan, workers: Sequence[dict[str, Any]], log: Path | None = None) -> None:
+    def __init__(
+        self, plan: Plan, workers: Sequence[dict[str, Any]], log: Path | None = None
+    ) -> None:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         names = [worker["name"] for worker in workers]
@@ -26,18 +28,32 @@ class GpuDeployment(LaunchedDeployment):
         self.started_s: float = 0.0
 
     def description(self) -> dict[str, Any]:
-        workers = [worker | {"env": worker["env"] | {NAME_VARIABLE: worker["name"]}} for worker in self._workers]
+        workers = [
+            worker | {"env": worker["env"] | {NAME_VARIABLE: worker["name"]}}
+            for worker in self._workers
+        ]
         return {
             "namespace": self.namespace,
             "services": self.services(),
-            "frontend": {"http-host": "127.0.0.1", "http-port": self.http_port, "canary-timeout-s": 30},
+            "frontend": {
+                "http-host": "127.0.0.1",
+                "http-port": self.http_port,
+                "canary-timeout-s": 30,
+            },
             "workers": workers,
             "restart": {"max_restarts": 2, "window_s": 600},
             "ready_timeout_s": self._plan.ready_s,
         }
 
     def start(self) -> None:
-        wait_free({gpu for worker in self._workers if worker["devices"] != "cpu" for gpu in worker["devices"]})
+        wait_free(
+            {
+                gpu
+                for worker in self._workers
+                if worker["devices"] != "cpu"
+                for gpu in worker["devices"]
+            }
+        )
         begun_s = time.monotonic()
         try:
             super().start()

@@ -1,10 +1,12 @@
 """Measures KV transfers between two GPUs through the transfer backend, beside torch's peer copy.
 
-A source process has GPU 0 and a reader process GPU 1. Transfers contiguous memory, and KV of gpt-oss-120b's shape
-between scattered block lists, including the copies out of and into the blocks. "in flight": 64 transfers at once (KV:
-four at once, or as many as fit), beside 64 queued peer copies. "alone": one at a time. Checks the received bytes.
+A source process has GPU 0 and a reader process GPU 1. Transfers contiguous memory, and KV of
+gpt-oss-120b's shape between scattered block lists, including the copies out of and into the blocks.
+"in flight": 64 transfers at once (KV: four at once, or as many as fit), beside 64 queued peer
+copies. "alone": one at a time. Checks the received bytes.
 
-python -m benchmarks.gpu.kv_transfer [--device cuda|cpu] [--kv-checksums auto|on|off] [--only-bytes] [--out FILE]
+python -m benchmarks.gpu.kv_transfer [--device cuda|cpu] [--kv-checksums auto|on|off] [--only-bytes]
+[--out FILE]
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ REPEATS = {"cuda": 9, "cpu": 3}
 def peer_copy(kind: str, num_bytes: int) -> dict[str, float]:
     """Return the seconds of one peer copy, when many are queued and alone."""
     devices = [device_of(kind, number) for number in (0, 1)]
-    source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for device in devices)
+    source, target = (
+        torch.empty(num_bytes, dtype=torch.uint8, device=device) for device in devices
+    )
 
     def copies(count: int) -> float:
         begun = time.perf_counter()
@@ -71,10 +75,18 @@ def peer_copy(kind: str, num_bytes: int) -> dict[str, float]:
 
 
 async def contiguous(reader: KvReader, num_bytes: int) -> dict[str, float]:
-    """Return the seconds of one fetch, when many are in flight and alone. The offers exist before the clock starts."""
+    """Return the seconds of one fetch, when many are in flight and alone.
+
+    The offers exist before the clock starts.
+    """
     await reader.bytes(await reader.offers(num_bytes, 2), num_bytes)
-    queued = [await reader.bytes(await reader.offers(num_bytes, QUEUED), num_bytes) / QUEUED for _ in range(3)]
-    alone = [await reader.bytes([offer], num_bytes) for offer in await reader.offers(num_bytes, ALONE)]
+    queued = [
+        await reader.bytes(await reader.offers(num_bytes, QUEUED), num_bytes) / QUEUED
+        for _ in range(3)
+    ]
+    alone = [
+        await reader.bytes([offer], num_bytes) for offer in await reader.offers(num_bytes, ALONE)
+    ]
     return {"queued_s": statistics.median(queued), "alone_s": statistics.median(alone)}
 
 
@@ -94,7 +106,10 @@ async def blocks(reader: KvReader, prompt: Prompt, repeats: int) -> dict[str, An
     }
     at_once = min(AT_ONCE, reader.end.transfer_buffer.num_bytes // (num_bytes + MIB) - 1)
     if at_once > 1:
-        measured |= {"at_once": at_once, "queued_s": await _many(reader, prompt, at_once, at_once * repeats)}
+        measured |= {
+            "at_once": at_once,
+            "queued_s": await _many(reader, prompt, at_once, at_once * repeats),
+        }
     return measured
 
 
@@ -121,7 +136,10 @@ async def _many(reader: KvReader, prompt: Prompt, at_once: int, count: int) -> f
 
 
 async def measure(plan: Plan, connection: Any) -> dict[str, Any]:
-    """Measure all transfers through the transfer backend. `connection` leads to the source process."""
+    """Measure all transfers through the transfer backend.
+
+    `connection` leads to the source process.
+    """
     reader = KvReader(TransferEnd(plan, 1), connection)
     try:
         await reader.start()
@@ -137,14 +155,21 @@ async def _measure(reader: KvReader, plan: Plan) -> dict[str, Any]:
     default, compared, repeats = REGION_BYTES[kind], TOKENS_OF_PIECES[kind], REPEATS[kind]
     return {
         "contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]},
-        "kv": {tokens: await blocks(reader, Prompt(tokens, default), repeats) for tokens in TOKENS[kind]},
-        "pieces": {size: await blocks(reader, Prompt(compared, size), repeats) for size in PIECES[kind]},
+        "kv": {
+            tokens: await blocks(reader, Prompt(tokens, default), repeats)
+            for tokens in TOKENS[kind]
+        },
+        "pieces": {
+            size: await blocks(reader, Prompt(compared, size), repeats) for size in PIECES[kind]
+        },
         "kernels": await reader.end.kernels(compared),
         "gathered whole": await blocks(reader, Prompt(compared, default, whole=True), repeats),
     }
 
 
-def run(kind: str, kv_checksums: ChecksumMode = "auto", *, only_bytes: bool = False) -> dict[str, Any]:
+def run(
+    kind: str, kv_checksums: ChecksumMode = "auto", *, only_bytes: bool = False
+) -> dict[str, Any]:
     plan = Plan(kind, TOKENS[kind][-1], STAGING_BYTES[kind], kv_checksums, only_bytes)
     spawning = multiprocessing.get_context("spawn")
     reader_end, source_end = spawning.Pipe()
@@ -165,15 +190,25 @@ def bars(measured: dict[str, Any]) -> list[result.Row]:
     peer, rows = measured["peer copy"], []
     for size, wanted in ((64 * MIB, 0.97), (1024 * MIB, 0.99)):
         if row := measured["contiguous"].get(size):
-            rows.append(_share(f"{_size(size)} in one piece, of peer copy", row, peer[size], wanted))
-    prompts = {tokens: row for tokens, row in measured.get("kv", {}).items() if tokens in (8192, 32768)}
+            rows.append(
+                _share(f"{_size(size)} in one piece, of peer copy", row, peer[size], wanted)
+            )
+    prompts = {
+        tokens: row for tokens, row in measured.get("kv", {}).items() if tokens in (8192, 32768)
+    }
     rows += [
-        _share(f"KV of {tokens} tokens, of peer copy", row, peer[row["bytes"]], 0.80) for tokens, row in prompts.items()
+        _share(f"KV of {tokens} tokens, of peer copy", row, peer[row["bytes"]], 0.80)
+        for tokens, row in prompts.items()
     ]
     if row := measured.get("kv", {}).get(8192):
         took_ms = 1e3 * row["alone_s"]
         rows.append(
-            result.Row(what="KV of 8192 tokens, alone", value=f"{took_ms:.2f} ms", bar="<= 1.5 ms", met=took_ms <= 1.5)
+            result.Row(
+                what="KV of 8192 tokens, alone",
+                value=f"{took_ms:.2f} ms",
+                bar="<= 1.5 ms",
+                met=took_ms <= 1.5,
+            )
         )
     return rows
 
@@ -187,14 +222,20 @@ def _share(what: str, row: dict[str, float], peer: dict[str, float], wanted: flo
 def show(measured: dict[str, Any]) -> None:
     """Print the results."""
     peer = measured["peer copy"]
-    print(f"\n{'':>16} {'peer copy':>18} {'in flight':>18} {'ratio':>6} {'alone us':>9} {'peer us':>9}")
+    print(
+        f"\n{'':>16} {'peer copy':>18} {'in flight':>18} {'ratio':>6} {'alone us':>9}"
+        f" {'peer us':>9}"
+    )
     rows = [(_size(size), size, row) for size, row in measured["contiguous"].items()]
-    rows += [(f"{tokens} tokens", row["bytes"], row) for tokens, row in measured.get("kv", {}).items()]
+    rows += [
+        (f"{tokens} tokens", row["bytes"], row) for tokens, row in measured.get("kv", {}).items()
+    ]
     for name, size, row in rows:
         queued, theirs = row.get("queued_s", row["alone_s"]), peer[size]
         print(
-            f"{name:>16} {size / theirs['queued_s'] / 1e9:13.1f} GB/s {size / queued / 1e9:13.1f} GB/s "
-            f"{theirs['queued_s'] / queued:6.2f} {1e6 * row['alone_s']:9.0f} {1e6 * theirs['alone_s']:9.0f}"
+            f"{name:>16} {size / theirs['queued_s'] / 1e9:13.1f} GB/s {size / queued / 1e9:13.1f}"
+            f" GB/s {theirs['queued_s'] / queued:6.2f} {1e6 * row['alone_s']:9.0f}"
+            f" {1e6 * theirs['alone_s']:9.0f}"
         )
     if "kv" in measured:
         _show_prompts(measured)
@@ -203,15 +244,25 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def _show_prompts(measured: dict[str, Any]) -> None:
-    print("\nOne prompt alone: GB/s of the copies out of and into blocks, microseconds of each phase")
+    print(
+        "\nOne prompt alone: GB/s of the copies out of and into blocks, microseconds of each phase"
+    )
     kinds = [(f"{tokens} tokens", row) for tokens, row in measured["kv"].items()]
     kinds += [(f"pieces {_size(size)}", row) for size, row in measured["pieces"].items()]
     kinds += [("gathered whole", measured["gathered whole"])]
     for name, row in kinds:
         phases = ", ".join(f"{phase} {1e6 * took:.0f}" for phase, took in row["phases_s"].items())
-        gather, scatter = (row["bytes"] / row[key] / 1e9 for key in ("gather_alone_s", "scatter_alone_s"))
-        print(f"{name:>16} {1e6 * row['alone_s']:8.0f} us; out {gather:.0f}, in {scatter:.0f}; {phases}")
-    print("\nCopy kernels, GB/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in measured["kernels"].items()))
+        gather, scatter = (
+            row["bytes"] / row[key] / 1e9 for key in ("gather_alone_s", "scatter_alone_s")
+        )
+        print(
+            f"{name:>16} {1e6 * row['alone_s']:8.0f} us; out {gather:.0f}, in {scatter:.0f};"
+            f" {phases}"
+        )
+    print(
+        "\nCopy kernels, GB/s: "
+        + ", ".join(f"{name} {speed:.0f}" for name, speed in measured["kernels"].items())
+    )
 
 
 def _size(num_bytes: int) -> str:
@@ -225,20 +276,37 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small sizes, to test the code")
-    parser.add_argument("--kv-checksums", choices=get_args(ChecksumMode), default="auto", help=KV_CHECKSUMS)
-    parser.add_argument("--only-bytes", action="store_true", help="measure contiguous memory only, no prompts")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results and the setup to this JSON file")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: small sizes, to test the code",
+    )
+    parser.add_argument(
+        "--kv-checksums", choices=get_args(ChecksumMode), default="auto", help=KV_CHECKSUMS
+    )
+    parser.add_argument(
+        "--only-bytes", action="store_true", help="measure contiguous memory only, no prompts"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the results and the setup to this JSON file"
+    )
     arguments = parser.parse_args()
     begun = time.perf_counter()
     measured = run(arguments.device, arguments.kv_checksums, only_bytes=arguments.only_bytes)
     show(measured)
     print(f"took {time.perf_counter() - begun:.0f} s")
     if arguments.out is not None:
-        setup = {"device": arguments.device, "gpus": GPUS, "kv": "gpt-oss-120b, bf16, blocks of 32 tokens"}
+        setup = {
+            "device": arguments.device,
+            "gpus": GPUS,
+            "kv": "gpt-oss-120b, bf16, blocks of 32 tokens",
+        }
         setup["kv_checksums"] = arguments.kv_checksums
         seconds = time.perf_counter() - begun
-        made = result.make_result("handoff", setup=setup, seconds=seconds, rows=bars(measured), detail=measured)
+        made = result.make_result(
+            "handoff", setup=setup, seconds=seconds, rows=bars(measured), detail=measured
+        )
         result.write(made, arguments.out)
 
 

@@ -1,6 +1,8 @@
-"""The two processes of a measured KV transfer: a source that offers KV, and a reader that fetches it.
+"""The two processes of a measured KV transfer: a source that offers KV, and a reader that fetches
+it.
 
-Each process has its own GPU. Both use the KV pool and transfer buffer of the torch engine and the NIXL backend.
+Each process has its own GPU. Both use the KV pool and transfer buffer of the torch engine and the
+NIXL backend.
 """
 
 from __future__ import annotations
@@ -87,9 +89,16 @@ class TransferEnd:
         await self.backend.register(region_of(self.transfer_buffer.memory))
 
     def rows(self, tokens: int, number: int | None = None) -> Tensor:
-        """Return the rows of a prompt in scattered blocks of the pool. `number` selects the process, default this."""
-        chosen = torch.Generator().manual_seed(1000 * tokens + (self.number if number is None else number))
-        blocks = torch.randperm(self.pool.num_blocks, generator=chosen)[: self.pool.blocks_for(tokens)]
+        """Return the rows of a prompt in scattered blocks of the pool.
+
+        `number` selects the process, default this.
+        """
+        chosen = torch.Generator().manual_seed(
+            1000 * tokens + (self.number if number is None else number)
+        )
+        blocks = torch.randperm(self.pool.num_blocks, generator=chosen)[
+            : self.pool.blocks_for(tokens)
+        ]
         return self.pool.rows(blocks.to(self.device), tokens)
 
     def content(self, rows: Tensor) -> Tensor:
@@ -107,7 +116,9 @@ class TransferEnd:
         return sorted(times)[2]
 
     async def kernels(self, tokens: int) -> dict[str, float]:
-        """Return the GB/s of kernels that copy rows out of and into blocks, by kernel and element type."""
+        """Return the GB/s of kernels that copy rows out of and into blocks, by kernel and element
+        type.
+        """
         rows = self.rows(tokens)
         num_bytes = self.pool.moved_bytes(tokens)
         found = {}
@@ -189,7 +200,9 @@ class KvSource:
 
     async def _allocation(self, prompt: Prompt) -> Allocation:
         """Allocate transfer buffer memory. Waits until that of earlier prompts is released."""
-        while (allocation := self._end.transfer_buffer.allocate(prompt.tokens, prompt.region_bytes)) is None:
+        while (
+            allocation := self._end.transfer_buffer.allocate(prompt.tokens, prompt.region_bytes)
+        ) is None:
             self._freed.clear()
             await self._freed.wait()
         return allocation
@@ -284,12 +297,16 @@ class KvReader:
         """Transfer the KV of a prompt from the source's blocks into these rows."""
         end = self.end
         allocation = end.transfer_buffer.allocate(prompt.tokens, prompt.region_bytes)
-        assert allocation is not None, "the transfer buffer is too small for the transfers in flight"
+        assert allocation is not None, (
+            "the transfer buffer is too small for the transfers in flight"
+        )
         transfer_id, (offer, began, offered) = await self.ask("prompt", prompt)
         arrived = time.perf_counter()
         regions = [region_of(region) for region in allocation.regions]
         scatter = partial(end.transfer_buffer.scatter, allocation, rows)
-        await end.backend.read(transfer_id, offer, Destination(regions, scatter), timeout_s=TIMEOUT_S)
+        await end.backend.read(
+            transfer_id, offer, Destination(regions, scatter), timeout_s=TIMEOUT_S
+        )
         fetched = time.perf_counter()
         ended = await end.done()
         end.transfer_buffer.free(allocation)
@@ -304,24 +321,34 @@ class KvReader:
         region = region_of(self.end.transfer_buffer.memory[:num_bytes])
         begun = time.perf_counter()
         fetches = (
-            self.end.backend.read(name, offer, Destination([region]), timeout_s=TIMEOUT_S) for name, offer in offers
+            self.end.backend.read(name, offer, Destination([region]), timeout_s=TIMEOUT_S)
+            for name, offer in offers
         )
         await asyncio.gather(*fetches)
         return time.perf_counter() - begun
 
     async def check(self, prompt: Prompt, rows: Tensor) -> None:
-        """Transfer a prompt and compare all bytes. Raise AssertionError if they differ from the source's."""
+        """Transfer a prompt and compare all bytes.
+
+        Raise AssertionError if they differ from the source's.
+        """
         words = self.end.pool.all_rows.view(torch.int64)
         words[rows] = -1
         await self.prompt(prompt, rows)
         theirs = self.end.rows(prompt.tokens, number=0)
         for ours, other in zip(torch.split(rows, 4096), torch.split(theirs, 4096), strict=True):
-            assert torch.equal(words[ours], self.end.content(other)), f"{prompt}: received bytes differ"
+            assert torch.equal(words[ours], self.end.content(other)), (
+                f"{prompt}: received bytes differ"
+            )
 
 
 def device_of(kind: str, number: int) -> torch.device:
     """Return the device of a process. Both share a GPU if there is only one."""
-    return torch.device("cuda", number % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", number % torch.cuda.device_count())
+        if kind == "cuda"
+        else torch.device("cpu")
+    )
 
 
 def region_of(memory: Tensor) -> MemoryRegion:

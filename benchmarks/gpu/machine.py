@@ -22,7 +22,10 @@ def gpu_names() -> list[str]:
 
 
 def wait_free(gpus: Collection[int], within_s: float = 45.0) -> None:
-    """Wait until these GPUs are free, or until the timeout. Engines size their KV cache by the free memory."""
+    """Wait until these GPUs are free, or until the timeout.
+
+    Engines size their KV cache by the free memory.
+    """
     until_s = time.monotonic() + within_s
     while _used_mib(gpus) > _IDLE_MIB and time.monotonic() < until_s:
         time.sleep(0.5)
@@ -35,7 +38,11 @@ def _used_mib(gpus: Collection[int]) -> float:
 
 def machine() -> dict[str, str]:
     """Return a short description of CPUs, kernel, Python and GPUs."""
-    info = {"cpus": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version()}
+    info = {
+        "cpus": str(os.cpu_count()),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
     lines = _smi("name,memory.total,driver_version")
     if lines:
         name, memory, driver = (part.strip() for part in lines[0].split(","))
@@ -55,14 +62,23 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout. BENCHMARK_COMMIT overrides it, for a copy without git history."""
+    """Return the commit of this checkout.
+
+    BENCHMARK_COMMIT overrides it, for a copy without git history.
+    """
     override = os.environ.get("BENCHMARK_COMMIT")
     if override:
         return override
     git = shutil.which("git")
     if git is None:
         return "unknown"
-    done = subprocess.run([git, "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [git, "rev-parse", "--short", "HEAD"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() or "unknown"
 
 

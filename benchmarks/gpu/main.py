@@ -1,4 +1,5 @@
-"""GPU benchmarks: runs the selected steps, writes a result file after each, and prints a table at the end.
+"""GPU benchmarks: runs the selected steps, writes a result file after each, and prints a table at
+the end.
 
 The run ends after --budget-s. A step without enough time fails, and the table says so.
 """
@@ -26,7 +27,8 @@ from .result import Result, Row, make_result, write
 
 STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "vllm-router")
 _DEFAULT = tuple(step for step in STEPS if step != "vllm-router")  # starts engines of its own
-_DISAGGREGATED = ("startup", "parity", "shapes", "cancels", "kill", "vllm-router")  # steps that need this deployment
+# steps that need this deployment
+_DISAGGREGATED = ("startup", "parity", "shapes", "cancels", "kill", "vllm-router")
 _AGGREGATED = ("startup", "parity", "shapes")
 _MIN_START_S = 30.0  # no engine starts faster
 _ROUND_S = 60.0  # of the overhead step, both arms
@@ -47,7 +49,13 @@ _QUICK = scenario.Sizes(
     shape_s=15.0,
 )
 _TINY = replace(
-    _QUICK, longest=200, shortest=20, shapes=((100, 32, 4),), cancel_isl=100, overhead_isl=128, parity_prompts=8
+    _QUICK,
+    longest=200,
+    shortest=20,
+    shapes=((100, 32, 4),),
+    cancel_isl=100,
+    overhead_isl=128,
+    parity_prompts=8,
 )
 
 
@@ -69,7 +77,10 @@ class Run:
         return self._until_s - time.monotonic()
 
     async def all(self) -> None:
-        """Run the steps. The failure of a step becomes a row of the table, and the next steps run."""
+        """Run the steps.
+
+        The failure of a step becomes a row of the table, and the next steps run.
+        """
         reference: parity.Reference | None = None
         if self._only & set(_AGGREGATED):
             reference = await self._aggregated()
@@ -78,14 +89,24 @@ class Run:
             pair = await self._disaggregated(reference)
         if "overhead" in self._only:
             until_s = self._until_s - _ROUND_S
-            work = overhead.run(self._plan, self._sizes, self._out / "logs", places=self._places, until_s=until_s)
+            work = overhead.run(
+                self._plan, self._sizes, self._out / "logs", places=self._places, until_s=until_s
+            )
             await self._step("overhead", work)
         if "vllm-router" in self._only:
-            await self._step("shapes-vllm-router", vllm_router.run(self._plan, self._sizes, self._out / "logs", pair))
+            await self._step(
+                "shapes-vllm-router",
+                vllm_router.run(self._plan, self._sizes, self._out / "logs", pair),
+            )
 
     async def _aggregated(self) -> parity.Reference | None:
-        """Run the steps of the aggregated deployment. Return its answers to the prompts of parity."""
-        deployment = GpuDeployment(self._plan, replicas(self._plan), self._out / "logs" / "aggregated.log")
+        """Run the steps of the aggregated deployment.
+
+        Return its answers to the prompts of parity.
+        """
+        deployment = GpuDeployment(
+            self._plan, replicas(self._plan), self._out / "logs" / "aggregated.log"
+        )
         reference: parity.Reference | None = None
         try:
             if not await self._start("aggregated", deployment):
@@ -104,7 +125,9 @@ class Run:
     async def _disaggregated(self, reference: parity.Reference | None) -> scenario.ShapeResults:
         """Run the steps of the disaggregated deployment. Return the results of its shapes."""
         result: scenario.ShapeResults = {}
-        deployment = GpuDeployment(self._plan, disaggregated(self._plan), self._out / "logs" / "disaggregated.log")
+        deployment = GpuDeployment(
+            self._plan, disaggregated(self._plan), self._out / "logs" / "disaggregated.log"
+        )
         try:
             if not await self._start("disaggregated", deployment):
                 return result
@@ -113,9 +136,13 @@ class Run:
             if "cancels" in self._only:
                 await self._step("cancels", scenario.cancellations(deployment, self._sizes))
             if self._only & {"shapes", "vllm-router"}:
-                result = await self._step("shapes-disaggregated", self._shapes(deployment, "disaggregated"))
+                result = await self._step(
+                    "shapes-disaggregated", self._shapes(deployment, "disaggregated")
+                )
             for victim in self._victims if "kill" in self._only else ():
-                await self._step(f"kill-{victim}", scenario.kill_worker(deployment, victim, self._sizes))
+                await self._step(
+                    f"kill-{victim}", scenario.kill_worker(deployment, victim, self._sizes)
+                )
         finally:
             deployment.stop()
         return result
@@ -130,15 +157,27 @@ class Run:
         Blocks in this thread, because the servers end with the thread that started them.
         """
         if self.left_s() < _MIN_START_S:
-            self._record(f"startup-{name}", [_failed(f"{name} deployment", NotReady("no time left"))], {}, 0.0)
+            self._record(
+                f"startup-{name}",
+                [_failed(f"{name} deployment", NotReady("no time left"))],
+                {},
+                0.0,
+            )
             return False
         say(f"starting the {name} deployment")
         try:
             deployment.start()
         except NotReady as exc:
-            self._record(f"startup-{name}", [_failed(f"{name} deployment", exc)], {}, deployment.started_s)
+            self._record(
+                f"startup-{name}", [_failed(f"{name} deployment", exc)], {}, deployment.started_s
+            )
             return False
-        rows = [Row(what=f"{name} deployment: all processes ready", value=f"{deployment.started_s:.1f} s")]
+        rows = [
+            Row(
+                what=f"{name} deployment: all processes ready",
+                value=f"{deployment.started_s:.1f} s",
+            )
+        ]
         result = phases(deployment.lines)
         rows += [Row(what=f"{name}: {phase}", value=line) for phase, line in result.items()]
         self._record(f"startup-{name}", rows, dict(result), deployment.started_s)
@@ -152,21 +191,28 @@ class Run:
             async with asyncio.timeout(max(1.0, self.left_s())):
                 rows, detail = await work
         except TimeoutError:
-            rows, detail = [Row(what=name, value="stopped: no time left", bar="a result", met=False)], {}
+            rows, detail = (
+                [Row(what=name, value="stopped: no time left", bar="a result", met=False)],
+                {},
+            )
         except (NotReady, OSError) as exc:
             rows, detail = [_failed(name, exc)], {}
         self._record(name, rows, detail, time.monotonic() - begun_s)
         return detail
 
     def _record(self, step: str, rows: list[Row], detail: dict[str, Any], seconds: float) -> None:
-        result = make_result(step, setup=self._plan.setup(), seconds=seconds, rows=rows, detail=detail)
+        result = make_result(
+            step, setup=self._plan.setup(), seconds=seconds, rows=rows, detail=detail
+        )
         write(result, self._out / f"{step}.json")
         self.results.append(result)
         say(table([result]))
 
 
 def _failed(what: str, exc: BaseException) -> Row:
-    return Row(what=what, value=f"failed: {type(exc).__name__}: {exc}"[-1500:], bar="a result", met=False)
+    return Row(
+        what=what, value=f"failed: {type(exc).__name__}: {exc}"[-1500:], bar="a result", met=False
+    )
 
 
 def say(text: str) -> None:
@@ -178,14 +224,34 @@ def say(text: str) -> None:
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `plan_of` reads, besides `only`."""
     add = parser.add_argument
-    add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="inference engine (default: vllm)")
+    add(
+        "--engine",
+        choices=("vllm", "torch", "mock"),
+        default="vllm",
+        help="inference engine (default: vllm)",
+    )
     add("--model", help="model folder; default: gpt-oss-120b's architecture with dummy weights")
-    add("--layers", type=int, default=FULL_LAYERS, help="layers of the model with dummy weights (default: 36, all)")
+    add(
+        "--layers",
+        type=int,
+        default=FULL_LAYERS,
+        help="layers of the model with dummy weights (default: 36, all)",
+    )
     add("--eager", action="store_true", help="disable CUDA graphs: faster start, slower tokens")
     add("--gpus", help="comma-separated GPU numbers; default: all that nvidia-smi lists")
     add("--prefix-caching", action="store_true", help="enable prefix caching")
-    add("--max-num-tokens", type=int, default=STEP_TOKENS, help=f"most tokens of a step (default: {STEP_TOKENS})")
-    add("--ready-s", type=float, default=900.0, help="longest wait for engines to become ready (default: 900)")
+    add(
+        "--max-num-tokens",
+        type=int,
+        default=STEP_TOKENS,
+        help=f"most tokens of a step (default: {STEP_TOKENS})",
+    )
+    add(
+        "--ready-s",
+        type=float,
+        default=900.0,
+        help="longest wait for engines to become ready (default: 900)",
+    )
     add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
     add("--compile-cache", type=Path, help="folder for compiled kernels, which a later run uses")
 
@@ -197,7 +263,10 @@ def arguments(
     description: str | None = __doc__,
     **defaults: object,
 ) -> argparse.Namespace:
-    """Parse the command line. `defaults` override the defaults of flags. Exit with status 2 on errors."""
+    """Parse the command line.
+
+    `defaults` override the defaults of flags. Exit with status 2 on errors.
+    """
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,14 +275,39 @@ def arguments(
     add(
         "--only",
         default=",".join(_DEFAULT),
-        help=f"comma-separated steps out of {', '.join(STEPS)}; vllm-router: the shapes on vLLM's own servers",
+        help=(
+            f"comma-separated steps out of {', '.join(STEPS)}; vllm-router: the shapes on vLLM's"
+            " own servers"
+        ),
     )
-    add("--victims", default="decode,prefill", help="workers that the step kill kills, comma-separated")
+    add(
+        "--victims",
+        default="decode,prefill",
+        help="workers that the step kill kills, comma-separated",
+    )
     add("--shapes", help="comma-separated ISL/OSL/CONCURRENCY; default: those of the Dynamo guides")
-    add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 also measures with the GPUs swapped")
-    add("--quick", action="store_true", help="few and short requests, to test that everything works")
-    add("--budget-s", type=float, default=570.0, help="stop all steps after this time (default: 570)")
-    add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder for the result files")
+    add(
+        "--places",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="overhead: 2 also measures with the GPUs swapped",
+    )
+    add(
+        "--quick", action="store_true", help="few and short requests, to test that everything works"
+    )
+    add(
+        "--budget-s",
+        type=float,
+        default=570.0,
+        help="stop all steps after this time (default: 570)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/gpu/latest"),
+        help="folder for the result files",
+    )
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
     args.only, args.victims = args.only.split(","), args.victims.split(",")
@@ -233,7 +327,10 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def plan_of(args: argparse.Namespace, folder: Path | None) -> Plan:
-    """Return the plan. Write a model folder into `folder`, if there is one and a model is needed."""
+    """Return the plan.
+
+    Write a model folder into `folder`, if there is one and a model is needed.
+    """
     if args.engine == "mock":
         return Plan(engine="mock", model=MODEL_NAME, extra=args.engine_args, ready_s=args.ready_s)
     if args.engine == "torch":

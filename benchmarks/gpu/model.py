@@ -1,4 +1,6 @@
-"""Writes a model folder with gpt-oss's architecture and no weights, for engines with dummy weights."""
+"""Writes a model folder with gpt-oss's architecture and no weights, for engines with dummy
+weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def gpt_oss_config(*, layers: int = FULL_LAYERS, experts: int = 128) -> dict[str
         "model_type": "gpt_oss",
         "torch_dtype": "bfloat16",
         "num_hidden_layers": layers,
-        "layer_types": ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)],
+        "layer_types": [
+            "sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)
+        ],
         "sliding_window": 128,
         "hidden_size": 2880,
         "intermediate_size": 2880,
@@ -64,7 +68,9 @@ def gpt_oss_config(*, layers: int = FULL_LAYERS, experts: int = 128) -> dict[str
 
 
 def write_model(folder: Path, *, layers: int = FULL_LAYERS, tokenizer: bool = False) -> Path:
-    """Write config.json, and with `tokenizer` the files that other servers need to detokenize (28 MB)."""
+    """Write config.json, and with `tokenizer` the files that other servers need to detokenize (28
+    MB).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(gpt_oss_config(layers=layers), indent=2) + "\n")
     if tokenizer and not (folder / "tokenizer.json").is_file():

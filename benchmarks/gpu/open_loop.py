@@ -1,12 +1,14 @@
-"""Open-loop loads on several topologies: which share of the requests keeps its limits, at a ladder of rates.
+"""Open-loop loads on several topologies: which share of the requests keeps its limits, at a ladder
+of rates.
 
 python -m benchmarks.gpu.open_loop --topologies 2A,1P1D --shapes 8192/256,1000/1000 --rates 1,2,4
 
-A topology is a word: 4A is four aggregated workers, 2P2D two prefill and two decode workers; 2A@2 has two GPUs per
-worker. vllm-router:1P1D are vLLM's own servers behind vllm-router. Arrivals are Poisson and the same for all
-topologies. Before each load, warm-up rounds run until two of them agree. Two definitions of a good request are counted:
-first token and mean gap within their limits, and first token and worst gap within theirs. Intervals of 95% are by
-bootstrap over the requests. The result file is written after each load.
+A topology is a word: 4A is four aggregated workers, 2P2D two prefill and two decode workers; 2A@2
+has two GPUs per worker. vllm-router:1P1D are vLLM's own servers behind vllm-router. Arrivals are
+Poisson and the same for all topologies. Before each load, warm-up rounds run until two of them
+agree. Two definitions of a good request are counted: first token and mean gap within their limits,
+and first token and worst gap within theirs. Intervals of 95% are by bootstrap over the requests.
+The result file is written after each load.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ from .main import plan_arguments, plan_of
 from .plan import Plan, topology
 from .vllm_router import PREFIX, RoutedServers
 
-_COMPILED = "JIT compilation during inference"  # in vLLM's log: a kernel that a request had to wait for
+# in vLLM's log: a kernel that a request had to wait for
+_COMPILED = "JIT compilation during inference"
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _GOOD_SHARE = 0.9  # of the requests, to count a rate as kept
-_HOPELESS = 0.2  # with a smaller share of good requests by both definitions, higher rates are not run
+# with a smaller share of good requests by both definitions, higher rates are not run
+_HOPELESS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +80,23 @@ def worst_gap_s(record: RequestRecord) -> float:
 
 
 def slos(args: argparse.Namespace) -> list[Slo]:
-    """Return the definitions of a good request: each limit of the mean gap, then each of the worst gap."""
+    """Return the definitions of a good request: each limit of the mean gap, then each of the worst
+    gap.
+    """
     ttft = args.slo_ttft_ms / 1000
     name = f"ttft_{ttft:g}s"
-    mean = [Slo(name=f"{name}_tpot_{ms:g}ms", ttft_s=ttft, mean_gap_s=ms / 1000) for ms in args.slo_mean_gap_ms]
-    worst = [Slo(name=f"{name}_gap_{ms:g}ms", ttft_s=ttft, worst_gap_s=ms / 1000) for ms in args.slo_worst_gap_ms]
+    mean = [
+        Slo(name=f"{name}_tpot_{ms:g}ms", ttft_s=ttft, mean_gap_s=ms / 1000)
+        for ms in args.slo_mean_gap_ms
+    ]
+    worst = [
+        Slo(name=f"{name}_gap_{ms:g}ms", ttft_s=ttft, worst_gap_s=ms / 1000)
+        for ms in args.slo_worst_gap_ms
+    ]
     return mean + worst
 
 
-# --- statistics ----------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -98,7 +110,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def cell(
-    word: str, shape: tuple[int, int], rate: float, records: Sequence[RequestRecord], gpus: int, limits: Sequence[Slo]
+    word: str,
+    shape: tuple[int, int],
+    rate: float,
+    records: Sequence[RequestRecord],
+    gpus: int,
+    limits: Sequence[Slo],
 ) -> dict[str, Any]:
     """Return the results of one load, with an interval beside each value.
 
@@ -123,22 +140,32 @@ def cell(
     intervals: dict[str, Any] = {}
     for name, of in (("ttft_ms", ttft_s), ("tpot_ms", mean_gap_s), ("worst_gap_ms", worst_gap_s)):
         values = [1000 * of(record) for record in good]
-        found[name] = {label: round(quantile(values, share), 1) for label, share in _QUANTILES.items()}
+        found[name] = {
+            label: round(quantile(values, share), 1) for label, share in _QUANTILES.items()
+        }
         intervals[name] = {
-            label: [round(each, 1) for each in interval(values, lambda some, share=share: quantile(some, share))]  # type: ignore[misc]
+            label: [
+                round(each, 1)
+                for each in interval(values, lambda some, share=share: quantile(some, share))
+            ]  # type: ignore[misc]
             for label, share in _QUANTILES.items()
         }
     met = {limit.name: [float(limit.is_met(record)) for record in records] for limit in limits}
     found["goodput_percent"] = {name: round(100 * mean(values), 1) for name, values in met.items()}
     intervals["goodput_percent"] = {
-        name: [round(100 * each, 1) for each in interval(values, mean)] for name, values in met.items()
+        name: [round(100 * each, 1) for each in interval(values, mean)]
+        for name, values in met.items()
     }
-    found["good_requests_per_s_per_gpu"] = {name: round(rate * mean(values) / gpus, 3) for name, values in met.items()}
+    found["good_requests_per_s_per_gpu"] = {
+        name: round(rate * mean(values) / gpus, 3) for name, values in met.items()
+    }
     return found | phase_times(good) | {"intervals_95": intervals}
 
 
 def kept_rates(cells: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, float, float]]:
-    """Return (topology, shape, limits, highest rate that was kept, the same per GPU) of each ladder."""
+    """Return (topology, shape, limits, highest rate that was kept, the same per GPU) of each
+    ladder.
+    """
     found: dict[tuple[str, str, str], tuple[float, float]] = {}
     for each in cells:
         shape = f"{each['input_tokens']}/{each['output_tokens']}"
@@ -149,14 +176,21 @@ def kept_rates(cells: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, flo
     return [(*key, *rates) for key, rates in found.items()]
 
 
-# --- loads ---------------------------------------------------------------------------------------------
+# --- loads ----------------------------------------------------------------------------------------
 
 
-async def warm(url: str, shape: tuple[int, int], rate: float, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Run rounds of a load until two of them agree, at most `--warm-rounds`. Return the figures of each round."""
+async def warm(
+    url: str, shape: tuple[int, int], rate: float, args: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Run rounds of a load until two of them agree, at most `--warm-rounds`.
+
+    Return the figures of each round.
+    """
     rounds: list[dict[str, float]] = []
     for number in range(args.warm_rounds):
-        records = await load(url, shape, rate, args, seconds=args.warm_s, seed=args.seed + 1000 + number)
+        records = await load(
+            url, shape, rate, args, seconds=args.warm_s, seed=args.seed + 1000 + number
+        )
         good = [record for record in records if record.is_ok]
         rounds.append(
             {
@@ -171,17 +205,34 @@ async def warm(url: str, shape: tuple[int, int], rate: float, args: argparse.Nam
 
 def agree(first: dict[str, float], second: dict[str, float], share: float) -> bool:
     """Return True if no figure of two rounds differs by more than this share."""
-    return all(abs(first[name] - second[name]) <= share * max(first[name], second[name]) for name in first)
+    return all(
+        abs(first[name] - second[name]) <= share * max(first[name], second[name]) for name in first
+    )
 
 
 async def load(
-    url: str, shape: tuple[int, int], rate: float, args: argparse.Namespace, *, seconds: float, seed: int
+    url: str,
+    shape: tuple[int, int],
+    rate: float,
+    args: argparse.Namespace,
+    *,
+    seconds: float,
+    seed: int,
 ) -> list[RequestRecord]:
-    """Send Poisson arrivals for some seconds, at most `--cell-requests`, and wait for their ends."""
+    """Send Poisson arrivals for some seconds, at most `--cell-requests`, and wait for their
+    ends.
+    """
     count = min(args.cell_requests, math.ceil(2 * rate * seconds) + 10)
     given = tokens.prompts(count, shape[0], seed)
     return await tokens.send(
-        url, given, osl=shape[1], concurrency=1, extra=tokens.SAMPLED, rate=rate, seconds=seconds, seed=seed
+        url,
+        given,
+        osl=shape[1],
+        concurrency=1,
+        extra=tokens.SAMPLED,
+        rate=rate,
+        seconds=seconds,
+        seed=seed,
     )
 
 
@@ -204,7 +255,10 @@ class Ladder:
             "machine": machine.machine(),
             "versions": machine.versions(),
             "setup": plan.setup(),
-            "load": f"Poisson arrivals, {args.cell_s:g} s or {args.cell_requests} requests, token ids, temperature 1",
+            "load": (
+                f"Poisson arrivals, {args.cell_s:g} s or {args.cell_requests} requests, token ids,"
+                " temperature 1"
+            ),
             "starts": [],
             "cells": [],
             "not_run": [],
@@ -221,9 +275,16 @@ class Ladder:
                 else GpuDeployment(self._plan, workers, logs / f"{word}.log")
             )
             try:
-                say(f"{word}: starting {len(workers)} workers, {self._until_s - time.monotonic():.0f} s left")
+                say(
+                    f"{word}: starting {len(workers)} workers,"
+                    f" {self._until_s - time.monotonic():.0f} s left"
+                )
                 deployment.start()  # blocks: the servers end with the thread that started them
-                start = {"topology": word, "ready_s": round(deployment.started_s, 1), **phases(deployment.lines)}
+                start = {
+                    "topology": word,
+                    "ready_s": round(deployment.started_s, 1),
+                    **phases(deployment.lines),
+                }
                 self.result["starts"].append(start)
                 say(f"{word}: ready after {deployment.started_s:.1f} s")
                 await self._loads(word, deployment, num_devices(workers))
@@ -243,7 +304,12 @@ class Ladder:
                 rounds = await warm(deployment.url, shape, rate, self._args)
                 warmed_at = len(deployment.lines)
                 records = await load(
-                    deployment.url, shape, rate, self._args, seconds=self._args.cell_s, seed=self._args.seed
+                    deployment.url,
+                    shape,
+                    rate,
+                    self._args,
+                    seconds=self._args.cell_s,
+                    seed=self._args.seed,
                 )
                 if not records:
                     self._skip(f"{name}: no request was sent")
@@ -257,7 +323,9 @@ class Ladder:
                 self._write()
                 say(line(found))
                 if max(found["goodput_percent"].values()) < 100 * _HOPELESS:
-                    self._skip(f"{name}: higher rates of this shape, because this one is far too high")
+                    self._skip(
+                        f"{name}: higher rates of this shape, because this one is far too high"
+                    )
                     break
 
     def _skip(self, why: str) -> None:
@@ -267,7 +335,9 @@ class Ladder:
 
     def _write(self) -> None:
         self._args.out.parent.mkdir(parents=True, exist_ok=True)
-        self._args.out.write_bytes(msgspec.json.format(msgspec.json.encode(self.result), indent=1) + b"\n")
+        self._args.out.write_bytes(
+            msgspec.json.format(msgspec.json.encode(self.result), indent=1) + b"\n"
+        )
 
 
 def compiled(lines: Sequence[str]) -> int:
@@ -280,14 +350,22 @@ def line(found: dict[str, Any]) -> str:
     shares = ", ".join(
         f"{name} {percent:g}% [{low:g}, {high:g}]"
         for (name, percent), (low, high) in zip(
-            found["goodput_percent"].items(), found["intervals_95"]["goodput_percent"].values(), strict=True
+            found["goodput_percent"].items(),
+            found["intervals_95"]["goodput_percent"].values(),
+            strict=True,
         )
     )
     ttft, gap = found["ttft_ms"], found["worst_gap_ms"]
     parts: tuple[str, ...] = (
-        f"{found['topology']} {found['input_tokens']}/{found['output_tokens']} at {found['requests_per_s']:g}/s",
+        (
+            f"{found['topology']} {found['input_tokens']}/{found['output_tokens']} at"
+            f" {found['requests_per_s']:g}/s"
+        ),
         f"{found['requests']} requests, {found['failed']} failed",
-        f"TTFT {ttft['p50']:g}/{ttft['p90']:g}/{ttft['p99']:g} ms, worst gap {gap['p50']:g}/{gap['p99']:g} ms",
+        (
+            f"TTFT {ttft['p50']:g}/{ttft['p90']:g}/{ttft['p99']:g} ms, worst gap"
+            f" {gap['p50']:g}/{gap['p99']:g} ms"
+        ),
         shares,
         f"{found['kernels_compiled']} kernels compiled",
     )
@@ -304,7 +382,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-# --- command line --------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def _numbers(text: str) -> list[float]:
@@ -315,7 +393,10 @@ def _numbers(text: str) -> list[float]:
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
-    return [(int(inputs), int(outputs)) for inputs, outputs in (part.split("/") for part in text.split(","))]
+    return [
+        (int(inputs), int(outputs))
+        for inputs, outputs in (part.split("/") for part in text.split(","))
+    ]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -327,21 +408,68 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     plan_arguments(parser)
     add = parser.add_argument
-    add("--topologies", default="2A,1P1D", type=lambda text: text.split(","), help="comma-separated topologies")
+    add(
+        "--topologies",
+        default="2A,1P1D",
+        type=lambda text: text.split(","),
+        help="comma-separated topologies",
+    )
     add("--shapes", default="8192/256,1000/1000", type=_shapes, help="comma-separated ISL/OSL")
-    add("--rates", default="1,2,4", type=_numbers, help="comma-separated requests per second, rising")
-    add("--cell-s", default=60.0, type=float, help="longest time of arrivals of one load (default: 60)")
+    add(
+        "--rates",
+        default="1,2,4",
+        type=_numbers,
+        help="comma-separated requests per second, rising",
+    )
+    add(
+        "--cell-s",
+        default=60.0,
+        type=float,
+        help="longest time of arrivals of one load (default: 60)",
+    )
     add("--cell-requests", default=200, type=int, help="most requests of one load (default: 200)")
-    add("--warm-s", default=10.0, type=float, help="time of arrivals of a warm-up round (default: 10)")
+    add(
+        "--warm-s",
+        default=10.0,
+        type=float,
+        help="time of arrivals of a warm-up round (default: 10)",
+    )
     add("--warm-rounds", default=5, type=int, help="most warm-up rounds of a load (default: 5)")
-    add("--agree", default=0.15, type=float, help="share by which two warm-up rounds may differ (default: 0.15)")
-    add("--slo-ttft-ms", default=2000.0, type=float, help="limit of the time to the first token (default: 2000)")
-    add("--slo-mean-gap-ms", default="20,25,40", type=_numbers, help="limits of the mean gap (default: 20,25,40)")
-    add("--slo-worst-gap-ms", default="100,200", type=_numbers, help="limits of the worst gap (default: 100,200)")
+    add(
+        "--agree",
+        default=0.15,
+        type=float,
+        help="share by which two warm-up rounds may differ (default: 0.15)",
+    )
+    add(
+        "--slo-ttft-ms",
+        default=2000.0,
+        type=float,
+        help="limit of the time to the first token (default: 2000)",
+    )
+    add(
+        "--slo-mean-gap-ms",
+        default="20,25,40",
+        type=_numbers,
+        help="limits of the mean gap (default: 20,25,40)",
+    )
+    add(
+        "--slo-worst-gap-ms",
+        default="100,200",
+        type=_numbers,
+        help="limits of the worst gap (default: 100,200)",
+    )
     add("--seed", default=7, type=int, help="of prompts and arrivals (default: 7)")
-    add("--budget-s", default=570.0, type=float, help="begin no load after this time (default: 570)")
+    add(
+        "--budget-s", default=570.0, type=float, help="begin no load after this time (default: 570)"
+    )
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    add("--out", type=Path, default=Path(f"benchmarks/results/open-loop-{day}.json"), help="the result file")
+    add(
+        "--out",
+        type=Path,
+        default=Path(f"benchmarks/results/open-loop-{day}.json"),
+        help="the result file",
+    )
     args = parser.parse_args(argv)
     needs_tokenizer = any(word.startswith(PREFIX) for word in args.topologies)
     args.only = ["vllm-router"] if needs_tokenizer else []
@@ -354,7 +482,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line per topology, shape and definition: the highest rate of which 90% of the requests were good."""
+    """Yield a line per topology, shape and definition: the highest rate of which 90% of the
+    requests were good.
+    """
     for word, shape, name, rate, per_gpu in kept_rates(cells):
         kept = f"{rate:g}/s ({per_gpu:.2f}/s per GPU)" if rate else "no rate"
         yield f"{word} {shape} {name}: {kept} with at least {_GOOD_SHARE:.0%} good"

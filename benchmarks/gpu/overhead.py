@@ -1,7 +1,8 @@
-"""Compares this frontend and worker with vLLM's own server, with the same engine arguments and prompts.
+"""Compares this frontend and worker with vLLM's own server, with the same engine arguments and
+prompts.
 
-With several GPUs both run at the same time, each on half of the GPUs, and swap GPUs afterwards. With one GPU they run
-one after the other.
+With several GPUs both run at the same time, each on half of the GPUs, and swap GPUs afterwards.
+With one GPU they run one after the other.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class ArmResults:
         }
 
 
-async def run(plan: Plan, sizes: Sizes, logs: Path, *, places: int, until_s: float) -> ScenarioResult:
+async def run(
+    plan: Plan, sizes: Sizes, logs: Path, *, places: int, until_s: float
+) -> ScenarioResult:
     """Compare both arms.
 
     Args:
@@ -75,7 +78,9 @@ async def run(plan: Plan, sizes: Sizes, logs: Path, *, places: int, until_s: flo
                 await _alone(urls, sizes, results, seed=100 * number + turn)
                 for arm in order:
                     await _loaded(urls[arm], sizes, results[arm], seed=100 * number + turn)
-    return rows(results), {arm: measured.detail() for arm, measured in results.items()} | {"starts": starts}
+    return rows(results), {arm: measured.detail() for arm, measured in results.items()} | {
+        "starts": starts
+    }
 
 
 def _placements(gpus: int, places: int) -> list[dict[str, int]]:
@@ -101,9 +106,12 @@ async def _start(
         log = logs.with_name(logs.name + "-ours.log")
         deployment = GpuDeployment(plan, single(plan, placement[OURS]), log)
         stack.callback(deployment.stop)
-        deployment.start()  # in this thread, because its servers end with the thread that started them
+        # in this thread, because its servers end with the thread that started them
+        deployment.start()
         urls[OURS] = deployment.url
-        starts.setdefault(OURS, []).append({"seconds": deployment.started_s} | phases(deployment.lines))
+        starts.setdefault(OURS, []).append(
+            {"seconds": deployment.started_s} | phases(deployment.lines)
+        )
     if server is not None:
         await asyncio.to_thread(server.wait)
         urls[THEIRS] = server.url
@@ -112,7 +120,9 @@ async def _start(
 
 
 async def _warm(urls: dict[str, str], sizes: Sizes) -> None:
-    """Run a round that is not measured, because kernels are compiled at the first batch of each size."""
+    """Run a round that is not measured, because kernels are compiled at the first batch of each
+    size.
+    """
     prompts = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 5)
     options: dict[str, Any] = {"osl": sizes.overhead_osl, "extra": tokens.SAMPLED}
 
@@ -123,22 +133,34 @@ async def _warm(urls: dict[str, str], sizes: Sizes) -> None:
     await asyncio.gather(*map(warm, urls.values()))
 
 
-async def _alone(urls: dict[str, str], sizes: Sizes, results: dict[str, ArmResults], *, seed: int) -> None:
-    """Measure TTFT with one request at a time, alternating between the arms so that drift affects both."""
+async def _alone(
+    urls: dict[str, str], sizes: Sizes, results: dict[str, ArmResults], *, seed: int
+) -> None:
+    """Measure TTFT with one request at a time, alternating between the arms so that drift affects
+    both.
+    """
     for isl in (sizes.overhead_isl, _SHORT):
-        prompts = tokens.prompts(sizes.alone_requests, isl, seed=sizes.seed + isl + 7919 * (seed + 1))
+        prompts = tokens.prompts(
+            sizes.alone_requests, isl, seed=sizes.seed + isl + 7919 * (seed + 1)
+        )
         for number, prompt in enumerate(prompts):
             for arm in list(urls) if number % 2 == 0 else list(reversed(urls)):
-                (record,) = await tokens.send(urls[arm], [prompt], osl=8, concurrency=1, extra=tokens.SAMPLED)
+                (record,) = await tokens.send(
+                    urls[arm], [prompt], osl=8, concurrency=1, extra=tokens.SAMPLED
+                )
                 if record.is_ok and record.first_s is not None:
-                    results[arm].ttft_ms.setdefault(isl, []).append((record.first_s - record.planned_s) * 1e3)
+                    results[arm].ttft_ms.setdefault(isl, []).append(
+                        (record.first_s - record.planned_s) * 1e3
+                    )
                 else:
                     results[arm].errors += 1
 
 
 async def _loaded(url: str, sizes: Sizes, results: ArmResults, *, seed: int) -> None:
     """Measure one arm under load."""
-    prompts = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 104729 * (seed + 1))
+    prompts = tokens.prompts(
+        sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 104729 * (seed + 1)
+    )
     options: dict[str, Any] = {"concurrency": sizes.overhead_concurrency, "extra": tokens.SAMPLED}
     summary, records = await tokens.measure(url, prompts, osl=sizes.overhead_osl, **options)
     results.tokens_per_s.append(summary["tokens_per_s"])
@@ -155,7 +177,10 @@ def rows(results: dict[str, ArmResults]) -> list[Row]:
     compared += [_first_token(isl, ours.ttft_ms[isl], theirs.ttft_ms[isl]) for isl in common]
     errors = f"{ours.errors}, {theirs.errors}"
     is_met = not ours.errors + theirs.errors
-    return [*compared, Row(what="failed requests, ours and theirs", value=errors, bar="none", met=is_met)]
+    return [
+        *compared,
+        Row(what="failed requests, ours and theirs", value=errors, bar="none", met=is_met),
+    ]
 
 
 def _throughput(ours: Sequence[float], theirs: Sequence[float]) -> Row:

@@ -1,8 +1,8 @@
 """Compares greedy answers of a disaggregated deployment with those of an aggregated deployment.
 
-Sums in bf16 depend on the batch, and with dummy weights the best tokens are nearly equal. Under load, answers of
-identical engines therefore differ. For this reason the aggregated deployment gets every prompt twice and is compared
-with itself as well.
+Sums in bf16 depend on the batch, and with dummy weights the best tokens are nearly equal. Under
+load, answers of identical engines therefore differ. For this reason the aggregated deployment gets
+every prompt twice and is compared with itself as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ async def reference(url: str, sizes: Sizes) -> Reference:
 
 
 async def _texts(url: str, sizes: Sizes, concurrency: int) -> Texts:
-    options: dict[str, Any] = {"osl": sizes.parity_osl, "concurrency": concurrency, "keep_text": True}
+    options: dict[str, Any] = {
+        "osl": sizes.parity_osl,
+        "concurrency": concurrency,
+        "keep_text": True,
+    }
     return tokens.texts(await tokens.send(url, _prompts(sizes), extra=tokens.GREEDY, **options))
 
 
@@ -75,11 +79,17 @@ def rows(reference: Reference, actual: Answers, concurrency: int) -> list[Row]:
     return [
         Row(
             what="greedy answers, one at a time: disaggregated equals aggregated",
-            value=f"{_agreement(actual.alone, wanted.alone)} ({_kinds(wanted.alone)} different answers)",
+            value=(
+                f"{_agreement(actual.alone, wanted.alone)} ({_kinds(wanted.alone)} different"
+                " answers)"
+            ),
             bar="all",
             met=equal(actual.alone, wanted.alone) == len(wanted.alone),
         ),
-        Row(what="one at a time: aggregated equals itself", value=_agreement(again.alone, wanted.alone)),
+        Row(
+            what="one at a time: aggregated equals itself",
+            value=_agreement(again.alone, wanted.alone),
+        ),
         Row(
             what=f"the same at {concurrency} at once: disaggregated equals aggregated",
             value=_agreement(actual.under_load, wanted.under_load),
@@ -103,12 +113,19 @@ def _kinds(actual: Texts) -> int:
 
 
 def _agreement(actual: Texts, wanted: Texts) -> str:
-    same = statistics.fmean(common_prefix_share(actual.get(number), text) for number, text in wanted.items())
-    return f"{equal(actual, wanted)} of {len(wanted)}; {same:.0%} of a text before the first difference"
+    same = statistics.fmean(
+        common_prefix_share(actual.get(number), text) for number, text in wanted.items()
+    )
+    return (
+        f"{equal(actual, wanted)} of {len(wanted)}; {same:.0%} of a text before the first"
+        " difference"
+    )
 
 
 def common_prefix_share(one: str | None, other: str | None) -> float:
-    """Return the length of the common prefix as a share of the longer text. 0 if one is an error."""
+    """Return the length of the common prefix as a share of the longer text. 0 if one is an
+    error.
+    """
     if one is None or other is None:
         return 0.0
     longest = max(len(one), len(other))

@@ -16,7 +16,8 @@ MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
 STEP_TOKENS = 8192  # as in engine_configs/vllm and in vLLM's servers on H100 and H200
 _TOPOLOGY = re.compile(r"(?:([1-9]\d*)A|([1-9]\d*)P([1-9]\d*)D)(?:@([1-9]\d*))?")
-# Disables NVLink multicast, because a program that uses it can leave the GPUs of a shared host unusable, and downloads.
+# Disables NVLink multicast, because a program that uses it can leave the GPUs of a shared host
+# unusable, and downloads.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -30,7 +31,12 @@ ENVIRONMENT = {
 }
 _ENGINE_ARGS: dict[str, dict[str, Any]] = {
     "mock": {"step_s": 0.005},
-    "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
+    "torch": {
+        "transfer_backend": "tcp",
+        "dtype": "float32",
+        "max_batch_size": 64,
+        "kv_cache_blocks": 1024,
+    },
 }
 
 
@@ -125,7 +131,8 @@ def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str,
 
 
 def topology(plan: Plan, word: str) -> list[dict[str, Any]]:
-    """Return the workers of a topology: 4A (aggregated), 2P2D (prefill and decode), 2A@2 (two GPUs per worker).
+    """Return the workers of a topology: 4A (aggregated), 2P2D (prefill and decode), 2A@2 (two GPUs
+    per worker).
 
     Raises:
         ValueError: the word is no topology, or it needs more GPUs than there are.
@@ -166,7 +173,9 @@ def single(plan: Plan, half: int) -> list[dict[str, Any]]:
 
 
 def server_arguments(plan: Plan, port: int, width: int) -> list[str]:
-    """Return arguments for vLLM's own server, on `width` GPUs, that equal those of our worker's engine."""
+    """Return arguments for vLLM's own server, on `width` GPUs, that equal those of our worker's
+    engine.
+    """
     argv = [
         f"--model={plan.model}",
         f"--served-model-name={MODEL_NAME}",

@@ -29,12 +29,16 @@ def _cell(text: str) -> str:
 
 
 def section(folder: Path) -> str:
-    """Return all results under `folder` as Markdown, one heading per run (a folder each), newest last."""
+    """Return all results under `folder` as Markdown, one heading per run (a folder each), newest
+    last.
+    """
     runs: dict[Path, list[Result]] = {}
     for path in sorted(folder.glob("*/*.json")):
         runs.setdefault(path.parent, []).append(read(path))
     parts = []
-    for place, results in sorted(runs.items(), key=lambda item: min(found.date for found in item[1])):
+    for place, results in sorted(
+        runs.items(), key=lambda item: min(found.date for found in item[1])
+    ):
         results.sort(key=lambda found: found.date)
         parts.append(_run(place.relative_to(folder), results))
     return "\n\n".join(parts)
@@ -42,12 +46,19 @@ def section(folder: Path) -> str:
 
 def _run(place: Path, results: Sequence[Result]) -> str:
     first = results[0]
-    setup = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.setup.items() if _is_plain(value))
+    setup = ", ".join(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in first.setup.items()
+        if _is_plain(value)
+    )
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     head = [
         f"### {place}",
-        f"{first.date}, commit {first.commit}. {first.machine.get('gpus', 'no GPU')}; "
-        f"{first.machine.get('cpus', '?')} CPUs; driver {first.machine.get('driver', '-')}; {versions}.",
+        (
+            f"{first.date}, commit {first.commit}. {first.machine.get('gpus', 'no GPU')};"
+            f" {first.machine.get('cpus', '?')} CPUs; driver {first.machine.get('driver', '-')};"
+            f" {versions}."
+        ),
         f"Set-up: {setup}.",
     ]
     return "\n\n".join([*head, table(results)])
@@ -61,7 +72,9 @@ def main() -> None:
     """Print the results of a folder."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.report", description=__doc__)
     folder = Path("benchmarks/results/gpu")
-    parser.add_argument("--results", type=Path, default=folder, help=f"folder with runs (default: {folder})")
+    parser.add_argument(
+        "--results", type=Path, default=folder, help=f"folder with runs (default: {folder})"
+    )
     sys.stdout.write(section(parser.parse_args().results) + "\n")
 
 

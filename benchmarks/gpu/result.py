@@ -37,7 +37,9 @@ class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     detail: dict[str, Any]  # the numbers behind the rows
 
 
-def make_result(step: str, *, setup: dict[str, Any], seconds: float, rows: list[Row], detail: dict[str, Any]) -> Result:
+def make_result(
+    step: str, *, setup: dict[str, Any], seconds: float, rows: list[Row], detail: dict[str, Any]
+) -> Result:
     """Return a result with the current date, commit and machine."""
     return Result(
         schema=SCHEMA,

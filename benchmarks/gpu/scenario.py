@@ -56,10 +56,12 @@ class Sizes:
     seed: int = 7
 
 
-# --- shapes --------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
-async def measure_shape(url: str, sizes: Sizes, isl: int, osl: int, concurrency: int) -> dict[str, Any]:
+async def measure_shape(
+    url: str, sizes: Sizes, isl: int, osl: int, concurrency: int
+) -> dict[str, Any]:
     """Run one load. Return its summary, with the mean milliseconds per phase as `phase_ms`."""
     prompts = tokens.prompts(concurrency * sizes.waves, isl, seed=sizes.seed + isl + osl)
     before = await asyncio.to_thread(phase_totals, url)
@@ -78,7 +80,10 @@ def _mean(after: tuple[float, float], before: tuple[float, float]) -> float:
 
 
 def phase_totals(url: str) -> dict[str, tuple[float, float]]:
-    """Return the frontend's totals by phase: seconds and number of requests. Empty if the server has no metrics."""
+    """Return the frontend's totals by phase: seconds and number of requests.
+
+    Empty if the server has no metrics.
+    """
     try:
         return parse_phases(fetch(f"{url}/metrics").decode())
     except OSError:
@@ -105,7 +110,9 @@ async def measure_shapes(url: str, sizes: Sizes) -> ShapeResults:
 
 
 def shape_rows(arm: str, results: Mapping[str, dict[str, Any]], gpus: int) -> list[Row]:
-    """Return for each shape a row with throughput, TTFT and ITL, and a row with the time per phase."""
+    """Return for each shape a row with throughput, TTFT and ITL, and a row with the time per
+    phase.
+    """
     rows = []
     for name, one in results.items():
         rows.append(Row(what=f"{name}, {arm}", value=_format(one, max(1, gpus))))
@@ -121,12 +128,12 @@ def _format(results: dict[str, Any], gpus: int) -> str:
         return f"no answer, errors {results['errors']}"
     errors = f", errors {results['errors']}" if results["errors"] else ""
     return (
-        f"{results['tokens_per_s'] / gpus:.0f} tokens/s/GPU, TTFT p50 {first['p50']:.0f} p99 {first['p99']:.0f} ms, "
-        f"ITL p50 {gaps['p50']:.1f} p99 {gaps['p99']:.1f} ms{errors}"
+        f"{results['tokens_per_s'] / gpus:.0f} tokens/s/GPU, TTFT p50 {first['p50']:.0f} p99"
+        f" {first['p99']:.0f} ms, ITL p50 {gaps['p50']:.1f} p99 {gaps['p99']:.1f} ms{errors}"
     )
 
 
-# --- cancellation --------------------------------------------------------------------------------------
+# --- cancellation ---------------------------------------------------------------------------------
 
 
 async def cancellations(deployment: GpuDeployment, sizes: Sizes) -> ScenarioResult:
@@ -140,7 +147,9 @@ async def cancellations(deployment: GpuDeployment, sizes: Sizes) -> ScenarioResu
     async def leave(prompt: tokens.Prompt) -> list[RequestRecord]:
         await asyncio.sleep(source.uniform(0.0, 4.0))
         wait_s = source.choice((0.005, 0.02, 0.1, 0.3, 1.0)) * source.uniform(0.5, 1.5)
-        return await tokens.send(deployment.url, [prompt], concurrency=1, timeout_s=wait_s, **options)
+        return await tokens.send(
+            deployment.url, [prompt], concurrency=1, timeout_s=wait_s, **options
+        )
 
     stayed, *left = await asyncio.gather(
         tokens.send(deployment.url, prompts[:staying], concurrency=24, **options),
@@ -151,19 +160,27 @@ async def cancellations(deployment: GpuDeployment, sizes: Sizes) -> ScenarioResu
     idle_s, held = await _idle(deployment)
     rows = [
         Row(
-            what=f"{sizes.cancel_requests} requests, {gone} cancelled at random times: resources not released",
+            what=(
+                f"{sizes.cancel_requests} requests, {gone} cancelled at random times: resources not"
+                " released"
+            ),
             value="nothing" if not held else "; ".join(held),
             bar="nothing",
             met=not held,
         ),
         Row(what="time until all KV blocks were free", value=f"{idle_s:.2f} s"),
-        Row(what="errors of the other requests", value=_counted(errors), bar="none", met=not errors),
+        Row(
+            what="errors of the other requests", value=_counted(errors), bar="none", met=not errors
+        ),
     ]
     return rows, {"left": gone, "held": held, "idle_s": idle_s, "errors": dict(errors)}
 
 
 async def _idle(deployment: GpuDeployment) -> tuple[float, list[str]]:
-    """Wait until all resources are released. Return the seconds, and the resources held at the timeout."""
+    """Wait until all resources are released.
+
+    Return the seconds, and the resources held at the timeout.
+    """
     begun_s = time.monotonic()
     while held := await asyncio.to_thread(deployment.held):
         if time.monotonic() - begun_s > _IDLE_S:
@@ -176,7 +193,7 @@ def _counted(errors: Mapping[str, int]) -> str:
     return ", ".join(f"{code} {count}" for code, count in sorted(errors.items())) or "none"
 
 
-# --- a killed worker -----------------------------------------------------------------------------------
+# --- a killed worker ------------------------------------------------------------------------------
 
 
 async def kill_worker(deployment: GpuDeployment, victim: str, sizes: Sizes) -> ScenarioResult:
@@ -206,13 +223,21 @@ async def kill_worker(deployment: GpuDeployment, victim: str, sizes: Sizes) -> S
         ),
         Row(
             what="first successful request after the kill; resources not released",
-            value=f"sent after {min(ok_s):.1f} s; {'; '.join(held) or 'nothing'}" if ok_s else "none",
+            value=(
+                f"sent after {min(ok_s):.1f} s; {'; '.join(held) or 'nothing'}" if ok_s else "none"
+            ),
             bar="one; nothing",
             met=bool(ok_s) and not held,
         ),
         Row(what="requests during the step", value=f"{len(records)}, errors: {_counted(errors)}"),
     ]
-    detail = {"back_s": back_s, "requests": len(records), "errors": dict(errors), "held": held, "idle_s": idle_s}
+    detail = {
+        "back_s": back_s,
+        "requests": len(records),
+        "errors": dict(errors),
+        "held": held,
+        "idle_s": idle_s,
+    }
     return rows, detail
 
 
@@ -225,7 +250,9 @@ async def _endless(url: str, sizes: Sizes, stop: asyncio.Event) -> list[RequestR
         for prompt in itertools.cycle(prompts):
             if stop.is_set():
                 return
-            sent = await tokens.send(url, [prompt], osl=64, concurrency=1, extra=tokens.SAMPLED, timeout_s=60.0)
+            sent = await tokens.send(
+                url, [prompt], osl=64, concurrency=1, extra=tokens.SAMPLED, timeout_s=60.0
+            )
             records.extend(sent)
             if not sent[0].is_ok:
                 await asyncio.sleep(0.5)  # limits the rate of retries
@@ -236,15 +263,22 @@ async def _endless(url: str, sizes: Sizes, stop: asyncio.Event) -> list[RequestR
     return records
 
 
-async def _successor(deployment: GpuDeployment, victim: str, before: str | None, within_s: float) -> float | None:
-    """Wait until the victim was replaced and all workers are ready. Return the seconds, or None at the timeout."""
+async def _successor(
+    deployment: GpuDeployment, victim: str, before: str | None, within_s: float
+) -> float | None:
+    """Wait until the victim was replaced and all workers are ready.
+
+    Return the seconds, or None at the timeout.
+    """
     begun_s = time.monotonic()
     while deployment.instance(victim) in (None, before):
         if time.monotonic() - begun_s > within_s:
             return None
         await asyncio.sleep(0.05)
     try:
-        await asyncio.to_thread(deployment.wait_ready, max(1.0, within_s - (time.monotonic() - begun_s)))
+        await asyncio.to_thread(
+            deployment.wait_ready, max(1.0, within_s - (time.monotonic() - begun_s))
+        )
     except NotReady:
         return None
     return time.monotonic() - begun_s

@@ -34,25 +34,33 @@ class Command:
 
 
 class Server:
-    """One server. Call `begin` from the main thread and always call `stop`. It ends with this process."""
+    """One server.
+
+    Call `begin` from the main thread and always call `stop`. It ends with this process.
+    """
 
     def __init__(self, command: Command, log: Path, lines: list[str] | None = None) -> None:
         self._command = command
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._begun_s = 0.0
-        self.lines: list[str] = [] if lines is None else lines  # of the log, or of the logs of several servers
+        # of the log, or of the logs of several servers
+        self.lines: list[str] = [] if lines is None else lines
         self.url = f"http://127.0.0.1:{command.port}"
         self.started_s = 0.0
 
     def begin(self) -> None:
         """Start it. `wait` blocks until it is ready."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("DYN_")
+        }
         argv = [sys.executable, "-m", self._command.module, *self._command.argv]
         env = inherited | dict(self._command.env)
         self._process = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._begun_s = time.monotonic()
-        threading.Thread(target=self._read, args=(self._process,), name="server-log", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(self._process,), name="server-log", daemon=True
+        ).start()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

@@ -1,4 +1,6 @@
-"""The load client for `/v1/completions` with token ids as prompts, without chat templates and tokenizers."""
+"""The load client for `/v1/completions` with token ids as prompts, without chat templates and
+tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,21 @@ class TokensClient(Client):
         }
         content = orjson.dumps(body | load.extra)
         head = (
-            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            f"Accept: text/event-stream\r\nx-dynamo-stats: 1\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type:"
+            " application/json\r\nAccept: text/event-stream\r\nx-dynamo-stats:"
+            f" 1\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content
 
 
 async def send(
-    url: str, given: Sequence[Prompt], *, osl: int, concurrency: int, extra: dict[str, Any], **more: Any
+    url: str,
+    given: Sequence[Prompt],
+    *,
+    osl: int,
+    concurrency: int,
+    extra: dict[str, Any],
+    **more: Any,
 ) -> list[RequestRecord]:
     """Send each prompt once. Return the records in the order in which the requests ended.
 
@@ -95,7 +104,13 @@ async def send(
 
 
 async def measure(
-    url: str, given: Sequence[Prompt], *, osl: int, concurrency: int, extra: dict[str, Any], **more: Any
+    url: str,
+    given: Sequence[Prompt],
+    *,
+    osl: int,
+    concurrency: int,
+    extra: dict[str, Any],
+    **more: Any,
 ) -> tuple[LoadSummary, list[RequestRecord]]:
     """Send each prompt once. Return the summary and the records. See `send` for the arguments."""
     begun_s = time.perf_counter()
@@ -104,10 +119,19 @@ async def measure(
 
 
 def _client(
-    url: str, given: Sequence[Prompt], *, osl: int, concurrency: int, extra: dict[str, Any], **more: Any
+    url: str,
+    given: Sequence[Prompt],
+    *,
+    osl: int,
+    concurrency: int,
+    extra: dict[str, Any],
+    **more: Any,
 ) -> TokensClient:
     fields: dict[str, Any] = {"requests": len(given), "seconds": 600.0, "timeout_s": 120.0} | more
-    return TokensClient(Load(url=url, model=MODEL_NAME, osl=osl, concurrency=concurrency, extra=extra, **fields), given)
+    return TokensClient(
+        Load(url=url, model=MODEL_NAME, osl=osl, concurrency=concurrency, extra=extra, **fields),
+        given,
+    )
 
 
 def texts(records: Sequence[RequestRecord]) -> dict[int, str | None]:

@@ -1,10 +1,12 @@
-"""Runs the topology of the Dynamo gpt-oss-120b guides: prefill on the first half of all GPUs, decode on the second.
+"""Runs the topology of the Dynamo gpt-oss-120b guides: prefill on the first half of all GPUs,
+decode on the second.
 
 python -m benchmarks.gpu.topology_8gpu [--gpus 0,1,2,3,4,5,6,7] [--out FOLDER]
 
-With eight GPUs each role has TP4 and EP4, with two GPUs each role has one. Checks parity with aggregated replicas on
-the same GPUs, measures the guides' shapes at rising concurrency on both, and kills the prefill worker once. Writes one
-result file and prints a table. On two H200, starts and parity take 350 s, and a shape takes 30 s per deployment.
+With eight GPUs each role has TP4 and EP4, with two GPUs each role has one. Checks parity with
+aggregated replicas on the same GPUs, measures the guides' shapes at rising concurrency on both, and
+kills the prefill worker once. Writes one result file and prints a table. On two H200, starts and
+parity take 350 s, and a shape takes 30 s per deployment.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from .report import table
 from .result import Result, Row, make_result, write
 
 # (ISL, OSL, concurrency). The two aggregated replicas share the concurrency.
-SHAPES = ((32_000, 256, 4), (32_000, 256, 16), (1000, 2000, 16), (1000, 2000, 64), (1000, 2000, 128))
+SHAPES = (
+    (32_000, 256, 4),
+    (32_000, 256, 16),
+    (1000, 2000, 16),
+    (1000, 2000, 64),
+    (1000, 2000, 128),
+)
 _ONLY = "startup,parity,shapes,kill"
 _BUDGET_S = 1500.0
 
@@ -52,7 +60,11 @@ def merged(results: Sequence[Result]) -> Result:
     ]
     detail = {result.step: result.detail for result in results}
     return make_result(
-        "topology", setup=results[0].setup, seconds=sum(result.seconds for result in results), rows=rows, detail=detail
+        "topology",
+        setup=results[0].setup,
+        seconds=sum(result.seconds for result in results),
+        rows=rows,
+        detail=detail,
     )
 
 

@@ -1,7 +1,8 @@
 """A baseline: vLLM's own servers behind vllm-router, in place of our frontend and workers.
 
-vllm-router is vLLM's router for disaggregated serving, from PyPI. It sends a request to a prefill server with
-`max_tokens` 1, and then, with the `kv_transfer_params` of the answer, to a decode server.
+vllm-router is vLLM's router for disaggregated serving, from PyPI. It sends a request to a prefill
+server with `max_tokens` 1, and then, with the `kv_transfer_params` of the answer, to a decode
+server.
 """
 
 from __future__ import annotations
@@ -46,8 +47,18 @@ class RoutedServers:
         self.started_s = 0.0
 
     def start(self) -> None:
-        """Block until all servers and the router are ready. Raise NotReady if one does not become ready."""
-        wait_free({gpu for worker in self._workers if worker["devices"] != "cpu" for gpu in worker["devices"]})
+        """Block until all servers and the router are ready.
+
+        Raise NotReady if one does not become ready.
+        """
+        wait_free(
+            {
+                gpu
+                for worker in self._workers
+                if worker["devices"] != "cpu"
+                for gpu in worker["devices"]
+            }
+        )
         begun_s = time.monotonic()
         servers = [self._server(worker) for worker in self._workers]
         for server in servers:
@@ -76,7 +87,10 @@ class RoutedServers:
         more, env = [], {}
         if worker["disaggregation_mode"] != AGGREGATED:
             more = ["--kv-transfer-config", _CONNECTOR]
-            env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
+            env = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports()),
+            }
         log = self._logs / f"vllm-{worker['name']}.log"
         return vllm_server(self._plan, gpus, log, more, env, lines=self.lines)
 
@@ -105,12 +119,18 @@ def beside(pair: ShapeResults, found: ShapeResults) -> list[Row]:
         if ours["ok"] == theirs["ok"] > 0:
             tokens = ours["tokens_per_s"] / theirs["tokens_per_s"]
             first = ours["ttft_ms"]["p50"] / theirs["ttft_ms"]["p50"]
-            rows.append(Row(what=f"{name}, ours / {ARM}", value=f"tokens/s {tokens:.3f}, TTFT p50 {first:.3f}"))
+            rows.append(
+                Row(
+                    what=f"{name}, ours / {ARM}",
+                    value=f"tokens/s {tokens:.3f}, TTFT p50 {first:.3f}",
+                )
+            )
     return sorted(rows, key=lambda row: row.what)
 
 
 async def run(plan: Plan, sizes: Sizes, logs: Path, pair: ShapeResults) -> ScenarioResult:
-    """Measure the shapes with vLLM's servers and the router, and compare with our results from the same run.
+    """Measure the shapes with vLLM's servers and the router, and compare with our results from the
+    same run.
 
     Raise NotReady if a server does not become ready.
     """

@@ -1,1 +1,4 @@
-"""Measures the cost of frontend and request plane per token, alone or beside Dynamo. See docs/performance.md."""
+"""Measures the cost of frontend and request plane per token, alone or beside Dynamo.
+
+See docs/performance.md.
+"""

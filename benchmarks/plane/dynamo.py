@@ -1,4 +1,5 @@
-"""Installs Dynamo's frontend and mock workers from PyPI into a separate environment, and starts them.
+"""Installs Dynamo's frontend and mock workers from PyPI into a separate environment, and starts
+them.
 
 Nothing of Dynamo is imported here.
 """
@@ -18,7 +19,8 @@ from .points import STEP_S
 from .stack import HOST, MODEL
 
 VERSION = "1.6.1"
-# Installed without dependencies: one of them can't be installed from PyPI, and neither frontend nor mocker imports it
+# Installed without dependencies: one of them can't be installed from PyPI, and neither frontend nor
+# mocker imports it
 _PACKAGES = (f"ai-dynamo=={VERSION}", f"ai-dynamo-runtime=={VERSION}")
 _REQUIRED = (
     "aiohttp",
@@ -38,10 +40,11 @@ _REQUIRED = (
 _UNPACED = 1e6  # speed-up ratio; 0 would mean its default speed
 _CONTEXT = 131_072
 _TEMPLATE = (
-    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
-    "Current date: 2025-01-01\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be "
-    "included for every message.<|end|>{% for message in messages %}<|start|>{{ message.role }}<|message|>"
-    "{{ message.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by"
+    " OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: 2025-01-01\n\nReasoning: medium\n\n# Valid"
+    " channels: analysis, commentary, final. Channel must be included for every message.<|end|>{%"
+    " for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content"
+    " }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 _CONFIG = {
     "architectures": ["GptOssForCausalLM"],
@@ -68,7 +71,10 @@ def default_folder() -> Path:
 
 
 def install(folder: Path) -> None:
-    """Create the environment and the model folder if they don't exist. Takes minutes. Raise CalledProcessError."""
+    """Create the environment and the model folder if they don't exist.
+
+    Takes minutes. Raise CalledProcessError.
+    """
     mark = folder / "model" / "config.json"  # written last
     if mark.is_file():
         return
@@ -81,17 +87,26 @@ def install(folder: Path) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Write a tokenizer with gpt-oss's ids, a Harmony chat template, and a config without weights."""
+    """Write a tokenizer with gpt-oss's ids, a Harmony chat template, and a config without
+    weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, context_length=_CONTEXT)
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
-    generation = {"bos_token_id": 199998, "eos_token_id": [200002, 199999, 200012], "pad_token_id": 199999}
+    generation = {
+        "bos_token_id": 199998,
+        "eos_token_id": [200002, 199999, 200012],
+        "pad_token_id": 199999,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
 
 
 class Dynamo:
-    """Dynamo as a `Recipe`. `tokenizer` is an option of its frontend: "default", or "fastokens", which is faster."""
+    """Dynamo as a `Recipe`.
+
+    `tokenizer` is an option of its frontend: "default", or "fastokens", which is faster.
+    """
 
     framing_tokens = 0  # its mock engine makes arbitrary tokens
 
@@ -102,7 +117,12 @@ class Dynamo:
         self._tokenizer = tokenizer
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
-        return {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats, "HF_HUB_OFFLINE": "1", "DYN_TCP_RPC_HOST": HOST}
+        return {
+            "ETCD_ENDPOINTS": etcd,
+            "NATS_SERVER": nats,
+            "HF_HUB_OFFLINE": "1",
+            "DYN_TCP_RPC_HOST": HOST,
+        }
 
     def frontend(self, port: int) -> Sequence[str]:
         where = ("--http-host", HOST, "--http-port", str(port), "--router-mode", "round-robin")
@@ -119,7 +139,13 @@ class Dynamo:
             "--max-num-batched-tokens": "1000000",
             "--num-gpu-blocks-override": "1000000",
         }
-        return ("-m", "dynamo.mocker", *model, *(word for pair in engine.items() for word in pair), *_planes())
+        return (
+            "-m",
+            "dynamo.mocker",
+            *model,
+            *(word for pair in engine.items() for word in pair),
+            *_planes(),
+        )
 
 
 def _planes() -> Sequence[str]:

@@ -1,7 +1,8 @@
 """Measures the cost of frontend and request plane per token at several loads ("points").
 
-`ours` measures this project alone. `against-dynamo` installs Dynamo's frontend and mock workers from PyPI once, into a
-folder outside this repository, runs both side by side and measures them in turn while the other is idle.
+`ours` measures this project alone. `against-dynamo` installs Dynamo's frontend and mock workers
+from PyPI once, into a folder outside this repository, runs both side by side and measures them in
+turn while the other is idle.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ from .stack import NotReady, Recipe, Stack
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def measure_points(points: Sequence[Point], sides: Sequence[Recipe], repetitions: int, runs: list[Run]) -> None:
-    """Measure all points and append to `runs`. The order of the sides alternates with each repetition."""
+def measure_points(
+    points: Sequence[Point], sides: Sequence[Recipe], repetitions: int, runs: list[Run]
+) -> None:
+    """Measure all points and append to `runs`.
+
+    The order of the sides alternates with each repetition.
+    """
     for engines, group in by_engines(points):
         with ExitStack() as stack:
             stacks = [stack.enter_context(Stack(side, free_ports(), engines)) for side in sides]
@@ -47,30 +53,50 @@ def _log(run: Run) -> None:
     figures = run["figures"]
     cost = figures["processes"]["frontend"]["cpu_ms_per_1k_tokens"]
     sys.stderr.write(
-        f"{run['point']:<11} {run['side']:<17} #{run['repetition'] + 1}: {figures['tokens_per_s']:.0f} tokens/s, "
-        f"frontend {cost:.1f} ms/1k, {figures['ok']} ok, "
-        f"{sum(figures['errors'].values())} errors, other processes {run['others_cores']:.2f} cores\n"
+        f"{run['point']:<11} {run['side']:<17} #{run['repetition'] + 1}:"
+        f" {figures['tokens_per_s']:.0f} tokens/s, frontend {cost:.1f} ms/1k, {figures['ok']} ok,"
+        f" {sum(figures['errors'].values())} errors, other processes {run['others_cores']:.2f}"
+        " cores\n"
     )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=("ours", "against-dynamo"), help="what to measure")
-    parser.add_argument("--points", default="", help=f"comma-separated, of {','.join(point.name for point in POINTS)}")
     parser.add_argument(
-        "--repetitions", type=int, default=None, help="repetitions of each point (default: 3; quick: 1)"
+        "--points",
+        default="",
+        help=f"comma-separated, of {','.join(point.name for point in POINTS)}",
     )
-    parser.add_argument("--quick", action="store_true", help="measure few points with few requests, in a minute")
     parser.add_argument(
-        "--dynamo-folder", type=Path, default=dynamo.default_folder(), help="folder to install Dynamo into"
+        "--repetitions",
+        type=int,
+        default=None,
+        help="repetitions of each point (default: 3; quick: 1)",
     )
-    parser.add_argument("--beside", type=Path, help="checkout of another commit of this project to measure as well")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure few points with few requests, in a minute"
+    )
+    parser.add_argument(
+        "--dynamo-folder",
+        type=Path,
+        default=dynamo.default_folder(),
+        help="folder to install Dynamo into",
+    )
+    parser.add_argument(
+        "--beside", type=Path, help="checkout of another commit of this project to measure as well"
+    )
     parser.add_argument(
         "--mock-engine",
         action="store_true",
-        help="run our workers with the mock engine instead of the runner that vLLM and TensorRT-LLM use",
+        help=(
+            "run our workers with the mock engine instead of the runner that vLLM and"
+            " TensorRT-LLM use"
+        ),
     )
     parser.add_argument(
         "--frontends",
@@ -92,11 +118,16 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the command line. Results are written also after an error (exit status 1) and after Ctrl-C (130)."""
+    """Run the command line.
+
+    Results are written also after an error (exit status 1) and after Ctrl-C (130).
+    """
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    sides: list[Recipe] = [Ours(uses_mock=args.mock_engine, num_frontends=number) for number in args.frontends]
+    sides: list[Recipe] = [
+        Ours(uses_mock=args.mock_engine, num_frontends=number) for number in args.frontends
+    ]
     if args.beside is not None:
         sides.append(Ours(args.beside.resolve(), uses_mock=args.mock_engine))
     if args.what == "against-dynamo":
@@ -126,7 +157,12 @@ def _write(folder: Path, what: str, runs: list[Run]) -> Path:
     path = folder / f"plane-{now:%Y-%m-%d-%H%M%S}.json"
     folder.mkdir(parents=True, exist_ok=True)
     machine = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
-    found = {"what": what, "at": now.isoformat(timespec="seconds"), "machine": machine, "runs": runs}
+    found = {
+        "what": what,
+        "at": now.isoformat(timespec="seconds"),
+        "machine": machine,
+        "runs": runs,
+    }
     path.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
     return path
 

@@ -1,4 +1,6 @@
-"""Measures a point with the load client in its own process, and the CPU time of all other processes."""
+"""Measures a point with the load client in its own process, and the CPU time of all other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def run(point: Point, stack: Stack, repetition: int) -> Run:
         "repetition": repetition,
         "load_average": load_average,
         "others_cores": max(0.0, busy_s - known_s) / wall_s,
-        "events_per_text_token": figures["events_per_token"] * point.osl / (point.osl - stack.framing_tokens),
+        "events_per_text_token": figures["events_per_token"]
+        * point.osl
+        / (point.osl - stack.framing_tokens),
         "figures": figures,
     }
 
@@ -61,13 +65,24 @@ def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
     if point.idle_s:
         words = [idle.__name__, "--streams", str(point.streams), "--seconds", str(point.idle_s)]
     else:
-        words = [client.__name__, "--json", "--concurrency", str(point.streams), "--requests", str(point.requests)]
+        words = [
+            client.__name__,
+            "--json",
+            "--concurrency",
+            str(point.streams),
+            "--requests",
+            str(point.requests),
+        ]
         words += ["--warmup", str(max(4, min(point.streams, _MAX_WARMUP))), "--timeout-s", "200"]
         words += ["--isl", str(point.isl), "--osl", str(point.osl)]
         words += ["--processes", str(point.clients)]
         words += ["--fresh-connections"] if point.fresh else []
     words += ["--url", url, "--model", MODEL]
-    return ["-m", *words, *(word for name, pid in pids.items() for word in ("--pid", f"{name}={pid}"))]
+    return [
+        "-m",
+        *words,
+        *(word for name, pid in pids.items() for word in ("--pid", f"{name}={pid}")),
+    ]
 
 
 def _client(point: Point, stack: Stack) -> LoadSummary:
@@ -81,7 +96,9 @@ def _client(point: Point, stack: Stack) -> LoadSummary:
         process.kill()
         process.wait()
     if not output:
-        raise NotReady(f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}")
+        raise NotReady(
+            f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}"
+        )
     found: LoadSummary = orjson.loads(output)
     return found
 

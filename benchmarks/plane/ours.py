@@ -18,15 +18,17 @@ _SLOTS = 4096
 class Ours:
     """This project as a `Recipe`. Its engine makes one Harmony token per step and stream.
 
-    By default, workers run a simulated library behind the runner that vLLM and TensorRT-LLM use; see `runner_worker`.
-    With `uses_mock`, they run the mock engine, which commits without that runner have, too. `num_frontends` processes
-    share the frontend's port.
+    By default, workers run a simulated library behind the runner that vLLM and TensorRT-LLM use;
+    see `runner_worker`. With `uses_mock`, they run the mock engine, which commits without that
+    runner have, too. `num_frontends` processes share the frontend's port.
     """
 
     python = sys.executable
     framing_tokens = 3  # <|channel|>final<|message|>
 
-    def __init__(self, checkout: Path | None = None, *, uses_mock: bool = False, num_frontends: int = 1) -> None:
+    def __init__(
+        self, checkout: Path | None = None, *, uses_mock: bool = False, num_frontends: int = 1
+    ) -> None:
         """Use this checkout. `checkout` is a folder with another commit to use instead."""
         self._worker_module = "dynamo_trtllm" if uses_mock else f"{__package__}.runner_worker"
         self.name = "ours" if checkout is None else "beside"
@@ -44,7 +46,15 @@ class Ours:
 
     def frontend(self, port: int) -> Sequence[str]:
         processes = ("--workers", str(self._num_frontends))
-        return ("-m", "dynamo_trtllm.frontend", "--http-host", HOST, "--http-port", str(port), *processes)
+        return (
+            "-m",
+            "dynamo_trtllm.frontend",
+            "--http-host",
+            HOST,
+            "--http-port",
+            str(port),
+            *processes,
+        )
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
         # The prompt of an idle stream takes no time; only its decode worker waits

@@ -24,7 +24,8 @@ class Point:
 
 
 STEP_S = 0.0057  # step time of Dynamo's mock engine at its default speed
-IDLE_STEP_S = 60.0  # step time of the decode engine for idle streams, which get the first token only
+# step time of the decode engine for idle streams, which get the first token only
+IDLE_STEP_S = 60.0
 
 POINTS = (
     Point(name="paced-1", pace_s=STEP_S, streams=1, requests=6),
@@ -44,15 +45,29 @@ POINTS = (
     Point(name="slow-3600", pace_s=0.058, streams=3600, requests=3600, clients=4),
     Point(name="idle-1000", pace_s=IDLE_STEP_S, streams=1000, requests=1000, osl=8, idle_s=10.0),
 )
-COMPARED = ("paced-1", "paced-32", "paced-128", "paced-256", "burst-1", "burst-32", "burst-256", "long-32")
+COMPARED = (
+    "paced-1",
+    "paced-32",
+    "paced-128",
+    "paced-256",
+    "burst-1",
+    "burst-32",
+    "burst-256",
+    "long-32",
+)
 _QUICK = ("paced-32", "paced-128", "burst-1", "burst-32", "long-32")
 _QUICK_SHARE = 0.34
 
 
 def select(names: Iterable[str], *, quick: bool) -> list[Point]:
-    """Return the points with these names, or all. With `quick`, fewer points and requests. Raise KeyError."""
+    """Return the points with these names, or all.
+
+    With `quick`, fewer points and requests. Raise KeyError.
+    """
     by_name = {point.name: point for point in POINTS}
-    chosen = [by_name[name] for name in names] or [p for p in POINTS if not quick or p.name in _QUICK]
+    chosen = [by_name[name] for name in names] or [
+        p for p in POINTS if not quick or p.name in _QUICK
+    ]
     if not quick:
         return chosen
     return [replace(p, requests=max(p.streams, int(p.requests * _QUICK_SHARE))) for p in chosen]

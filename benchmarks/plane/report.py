@@ -16,7 +16,9 @@ Measure = Callable[[LoadSummary], float]
 def cpu(*names: str, per: str = "cpu_ms_per_1k_tokens") -> Measure:
     """Return a measure: the CPU time of these processes together. `decode-2` counts as `decode`."""
     return lambda figures: sum(
-        spent.get(per, 0.0) for name, spent in figures["processes"].items() if name.partition("-")[0] in names
+        spent.get(per, 0.0)
+        for name, spent in figures["processes"].items()
+        if name.partition("-")[0] in names
     )
 
 
@@ -72,7 +74,13 @@ BARS = (
     Bar("frontend CPU per request", "long-32", cpu("frontend", per="cpu_ms_per_request"), 0.8),
     Bar("TTFT p50", "long-32", quantile("ttft_ms", "p50"), 1.0),
     Bar("time of a whole request, p50", "long-32", quantile("e2e_ms", "p50"), 1.0),
-    Bar("frontend CPU per request", "long-32", cpu("frontend", per="cpu_ms_per_request"), 0.2, "dynamo default"),
+    Bar(
+        "frontend CPU per request",
+        "long-32",
+        cpu("frontend", per="cpu_ms_per_request"),
+        0.2,
+        "dynamo default",
+    ),
     Bar("frontend memory", "burst-256", resident("frontend"), 0.4),
     Bar("frontend memory", "long-32", resident("frontend"), 0.4),
 )
@@ -80,19 +88,28 @@ BARS = (
 
 def median_of(runs: Sequence[Run], point: str, side: str, measure: Measure) -> float | None:
     """Return the median over repetitions, or None if the point was not measured."""
-    values = [measure(run["figures"]) for run in runs if (run["point"], run["side"]) == (point, side)]
+    values = [
+        measure(run["figures"]) for run in runs if (run["point"], run["side"]) == (point, side)
+    ]
     return median(values) if values else None
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return a table of medians with a line per point and side. Times and CPU times are in milliseconds."""
+    """Return a table of medians with a line per point and side.
+
+    Times and CPU times are in milliseconds.
+    """
     heads = "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)
     lines = [f"{'point':<12}{'side':<18}{heads}  ev/tok  others"]
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
         cells = []
         for name, width, measure in COLUMNS:
             value = median_of(runs, point, side, measure) or 0.0
-            cells.append(f"{value:>{width}.0f}" if name in _WHOLE or value >= 1000 else f"{value:>{width}.2f}")
+            cells.append(
+                f"{value:>{width}.0f}"
+                if name in _WHOLE or value >= 1000
+                else f"{value:>{width}.2f}"
+            )
         of_side = [run for run in runs if (run["point"], run["side"]) == (point, side)]
         events = median(run["events_per_text_token"] for run in of_side)
         others = median(run["others_cores"] for run in of_side)
@@ -105,13 +122,18 @@ def notes(runs: Sequence[Run]) -> list[str]:
     """Return a line for each reason not to trust a figure."""
     found = []
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
-        events = median(r["events_per_text_token"] for r in runs if (r["point"], r["side"]) == (point, side))
+        events = median(
+            r["events_per_text_token"] for r in runs if (r["point"], r["side"]) == (point, side)
+        )
         if 0 < round(events, 2) < VALID_EVENTS_PER_TOKEN:
             found.append(
-                f"{point}, {side}: {events:.2f} events per text token. Tokens are merged, so don't compare CPU times."
+                f"{point}, {side}: {events:.2f} events per text token. Tokens are merged, so don't"
+                " compare CPU times."
             )
         if (median_of(runs, point, side, lambda f: f["client_cores"]) or 0.0) > BUSY_CORES:
-            found.append(f"{point}, {side}: the client was the bottleneck; the server may be faster")
+            found.append(
+                f"{point}, {side}: the client was the bottleneck; the server may be faster"
+            )
         if median_of(runs, point, side, lambda f: float(sum(f["errors"].values()))):
             found.append(f"{point}, {side}: some requests failed")
     return found
@@ -119,7 +141,9 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 def compare_bars(runs: Sequence[Run], bars: Sequence[Bar] = BARS) -> str:
     """Return a table with the ratio of medians for each target that both sides measured."""
-    lines = [f"{'ours / Dynamo':<52}{'point':<11}{'against':<18}{'ours':>9}{'theirs':>9}{'ratio':>7}{'bar':>6}"]
+    lines = [
+        f"{'ours / Dynamo':<52}{'point':<11}{'against':<18}{'ours':>9}{'theirs':>9}{'ratio':>7}{'bar':>6}"
+    ]
     for bar in bars:
         ours = median_of(runs, bar.point, "ours", bar.measure)
         theirs = median_of(runs, bar.point, bar.against, bar.measure)

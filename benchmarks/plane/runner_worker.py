@@ -1,8 +1,9 @@
-"""Runs a worker like `python -m dynamo_trtllm`, with the runner of library engines and a simulated library behind it.
+"""Runs a worker like `python -m dynamo_trtllm`, with the runner of library engines and a simulated
+library behind it.
 
-TensorRT-LLM and vLLM run on this runner, so its cost is what their workers pay for a token. The simulated library makes
-one Harmony token per step and call, and gives results as the libraries do: an object per call and step, on the event
-loop. It transfers no KV.
+TensorRT-LLM and vLLM run on this runner, so its cost is what their workers pay for a token. The
+simulated library makes one Harmony token per step and call, and gives results as the libraries do:
+an object per call and step, on the event loop. It transfers no KV.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, Limits, Phase, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    KvLayout,
+    KvTransferParams,
+    Limits,
+    Phase,
+    token_ids,
+)
 from dynamo_trtllm.worker import main, worker
 
 _ENGINE = "simulated"
-_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
+# <|channel|>final<|message|> of the Harmony format; tokens after it are content
+_OPENING = (200005, 17196, 200008)
 
 
 class SimulatedOutput(msgspec.Struct, gc=False):
@@ -41,7 +51,12 @@ class SimulatedCall:
 
     stop_ids: frozenset[int] = frozenset()
 
-    def __init__(self, library: SimulatedLibrary, request: GenerateRequest, kv_params: KvTransferParams | None) -> None:
+    def __init__(
+        self,
+        library: SimulatedLibrary,
+        request: GenerateRequest,
+        kv_params: KvTransferParams | None,
+    ) -> None:
         self.exports_kv = request.phase is Phase.PREFILL and request.sampling.max_tokens > 1
         self._library = library
         self._last = 1 if self.exports_kv else request.sampling.max_tokens
@@ -109,7 +124,8 @@ class SimulatedLibrary:
                 await self._has_calls.wait()
                 begun_s = time.monotonic()
             await asyncio.sleep(begun_s + step_s - time.monotonic())
-            begun_s = max(begun_s + step_s, time.monotonic() - step_s)  # catches up on at most one missed step
+            # catches up on at most one missed step
+            begun_s = max(begun_s + step_s, time.monotonic() - step_s)
             for call in list(self._running):
                 call.step()
 
@@ -122,7 +138,9 @@ class SimulatedLibrary:
         """Give a call no more tokens. Unknown calls are ignored."""
         self._running.pop(call, None)
 
-    def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> SimulatedCall:
+    def prepare(
+        self, request: GenerateRequest, kv_params: KvTransferParams | None
+    ) -> SimulatedCall:
         return SimulatedCall(self, request, kv_params)
 
     def health(self, waiting_since: float | None) -> str:
@@ -143,7 +161,9 @@ class SimulatedEngine(ExternalEngine):
     """An engine with the runner of library engines."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
-        super().__init__(config, engine=_ENGINE, library=SimulatedLibrary.name, instance_id=instance_id)
+        super().__init__(
+            config, engine=_ENGINE, library=SimulatedLibrary.name, instance_id=instance_id
+        )
         self._args = engine_arguments(config, MockArgs, "mock")
 
     async def start(self) -> EngineInfo:
@@ -154,7 +174,13 @@ class SimulatedEngine(ExternalEngine):
             vocab_size=201_088,
             eos_token_ids=(200002, 200012),
             renderer="harmony",
-            layout=KvLayout(dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=64),
+            layout=KvLayout(
+                dtype="uint32",
+                block_tokens=args.kv_block_size,
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=64,
+            ),
             limits=Limits(max_batch_size=args.max_batch_size, kv_blocks=args.kv_cache_blocks),
             can_aggregate=True,
         )

@@ -1,4 +1,6 @@
-"""Runs a frontend with its workers, etcd and NATS as processes that end with this one, for any product."""
+"""Runs a frontend with its workers, etcd and NATS as processes that end with this one, for any
+product.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ class Stack:
             server = self._servers[name] = wait_for(start(folder / name))
             self._exit.callback(_stop_server, server)
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
-        env |= self._recipe.env(f"http://{self._servers['etcd'].address}", self._servers["nats"].address)
+        env |= self._recipe.env(
+            f"http://{self._servers['etcd'].address}", self._servers["nats"].address
+        )
         commands = {"frontend": self._recipe.frontend(self._port)}
         for role, number in product(("prefill", "decode"), range(self._engines.pairs)):
             name = f"{role}-{number + 1}" if number else role
@@ -107,9 +111,13 @@ class Stack:
         body = orjson.dumps({"model": MODEL, "messages": messages, "max_tokens": 2})
         until = time.monotonic() + _READY_S
         while time.monotonic() < until:
-            ended = [name for name, process in self._processes.items() if process.poll() is not None]
+            ended = [
+                name for name, process in self._processes.items() if process.poll() is not None
+            ]
             if ended:
-                raise NotReady(f"{self.name}: {ended[0]} exited:\n{_tail(folder / f'{ended[0]}.log')}")
+                raise NotReady(
+                    f"{self.name}: {ended[0]} exited:\n{_tail(folder / f'{ended[0]}.log')}"
+                )
             request = urllib.request.Request(
                 f"{self.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
             )
@@ -122,7 +130,9 @@ class Stack:
         raise NotReady(f"{self.name}: no chat request succeeded within {_READY_S:g} s\n{tails}")
 
     def _wait_idle(self) -> None:
-        """Wait until the processes use little CPU time, because a tokenizer may be loading beside the first request."""
+        """Wait until the processes use little CPU time, because a tokenizer may be loading beside
+        the first request.
+        """
         until = time.monotonic() + _IDLE_S
         spent_s = math.inf
         while spent_s > _IDLE_CORES * _PAUSE_S and time.monotonic() < until:
@@ -133,7 +143,9 @@ class Stack:
     def _cpu_s(self) -> float:
         """Return the CPU time of all processes and their children so far."""
         roots = [psutil.Process(pid) for pid in self.pids.values()]
-        times = [each.cpu_times() for root in roots for each in (root, *root.children(recursive=True))]
+        times = [
+            each.cpu_times() for root in roots for each in (root, *root.children(recursive=True))
+        ]
         return float(sum(each.user + each.system for each in times))
 
     def _stop(self) -> None:

@@ -1,7 +1,7 @@
 """Runs a shape with aiperf, installed in its own environment, and converts its records.
 
-With aiperf 0.13.0, `--tokenizer builtin` is tiktoken's o200k_base. tiktoken finds the vocabulary offline in
-TIKTOKEN_CACHE_DIR under the SHA-1 of its download address.
+With aiperf 0.13.0, `--tokenizer builtin` is tiktoken's o200k_base. tiktoken finds the vocabulary
+offline in TIKTOKEN_CACHE_DIR under the SHA-1 of its download address.
 """
 
 from __future__ import annotations
@@ -31,28 +31,67 @@ _EXPORT = "profile_export.jsonl"
 _NS = 1e-9
 
 
-def command(program: Path, shape: Shape, target: Target, concurrency: int, folder: Path) -> list[str]:
+def command(
+    program: Path, shape: Shape, target: Target, concurrency: int, folder: Path
+) -> list[str]:
     """Return aiperf's command line as in the guides, with the numbers of this point."""
-    extra: dict[str, Any] = {"max_tokens": shape.osl, "min_tokens": shape.osl, "ignore_eos": True} | shape.extra
+    extra: dict[str, Any] = {
+        "max_tokens": shape.osl,
+        "min_tokens": shape.osl,
+        "ignore_eos": True,
+    } | shape.extra
     return [
-        *(str(program), "profile", "--model", target.model, "--tokenizer", "builtin", "--endpoint-type", "chat"),
-        *("--endpoint", "/v1/chat/completions", "--streaming", "--use-server-token-count", "--url", target.url),
+        *(
+            str(program),
+            "profile",
+            "--model",
+            target.model,
+            "--tokenizer",
+            "builtin",
+            "--endpoint-type",
+            "chat",
+        ),
+        *(
+            "--endpoint",
+            "/v1/chat/completions",
+            "--streaming",
+            "--use-server-token-count",
+            "--url",
+            target.url,
+        ),
         *("--synthetic-input-tokens-mean", str(shape.isl), "--synthetic-input-tokens-stddev", "0"),
         *("--output-tokens-mean", str(shape.osl), "--output-tokens-stddev", "0"),
         *("--extra-inputs", orjson.dumps(extra).decode()),
-        *("--concurrency", str(concurrency), "--request-count", str(shape.requests_at(concurrency))),
+        *(
+            "--concurrency",
+            str(concurrency),
+            "--request-count",
+            str(shape.requests_at(concurrency)),
+        ),
         *("--warmup-request-count", str(shape.warmup_at(concurrency))),
         *("--num-dataset-entries", str(shape.dataset), "--random-seed", str(shape.seed)),
-        *("--request-timeout-seconds", str(target.timeout_s), "--ui", "none", "--artifact-dir", str(folder)),
+        *(
+            "--request-timeout-seconds",
+            str(target.timeout_s),
+            "--ui",
+            "none",
+            "--artifact-dir",
+            str(folder),
+        ),
     ]
 
 
 def install(folder: Path) -> Path:
-    """Return the path of aiperf. Install it if it is missing (about 1.2 GB). Raise CalledProcessError."""
+    """Return the path of aiperf.
+
+    Install it if it is missing (about 1.2 GB). Raise CalledProcessError.
+    """
     program = folder / "bin" / "aiperf"
     if not program.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(folder / "bin" / "pip"), "install", "--quiet", f"aiperf=={VERSION}"], check=True)
+        subprocess.run(
+            [str(folder / "bin" / "pip"), "install", "--quiet", f"aiperf=={VERSION}"], check=True
+        )
     return program
 
 
@@ -83,10 +122,14 @@ def measure(
         ),  # its default is lower than the guides' concurrency
     }
     before = phases.read_totals(target.url)
-    subprocess.run(command(program, shape, target, concurrency, folder), check=True, env=environment)
+    subprocess.run(
+        command(program, shape, target, concurrency, folder), check=True, env=environment
+    )
     records = read(folder / _EXPORT)
     if not records:
-        raise ValueError(f"aiperf wrote no requests to {folder / _EXPORT}. See its log in that folder.")
+        raise ValueError(
+            f"aiperf wrote no requests to {folder / _EXPORT}. See its log in that folder."
+        )
     origin_s = min(record.planned_s for record in records)
     wall_s = max(record.end_s for record in records) - origin_s
     point = Point(
@@ -101,7 +144,10 @@ def measure(
 
 
 def read(path: Path) -> list[RequestRecord]:
-    """Read aiperf's records without those of its warm-up. Raise ValueError if the file is invalid."""
+    """Read aiperf's records without those of its warm-up.
+
+    Raise ValueError if the file is invalid.
+    """
     try:
         lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, orjson.JSONDecodeError) as exc:
@@ -125,7 +171,9 @@ def _record(index: int, line: Mapping[str, Any]) -> RequestRecord:
     ttft_ms, num_tokens = value("time_to_first_token"), int(value("output_sequence_length") or 0)
     gap_ms = value("inter_token_latency")
     first_s = None if ttft_ms is None else begin_s + ttft_ms / 1e3
-    last_s = end_s if gap_ms is None or first_s is None else first_s + gap_ms / 1e3 * (num_tokens - 1)
+    last_s = (
+        end_s if gap_ms is None or first_s is None else first_s + gap_ms / 1e3 * (num_tokens - 1)
+    )
     gaps_ms = value("inter_chunk_latency") or ()
     error = line.get("error")
     return RequestRecord(

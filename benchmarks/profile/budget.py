@@ -1,4 +1,6 @@
-"""Limits that a run must meet: `output_tokens_per_s=1000` as a minimum, `ttft_p99_ms=500` as a maximum."""
+"""Limits that a run must meet: `output_tokens_per_s=1000` as a minimum, `ttft_p99_ms=500` as a
+maximum.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def limit(text: str, *, is_floor: bool) -> Limit:
     try:
         return Limit(metric=metric, value=float(value), is_floor=is_floor)
     except ValueError as exc:
-        raise ValueError(f"{text!r} is not METRIC=VALUE" + ("" if equals else ": = is missing")) from exc
+        raise ValueError(
+            f"{text!r} is not METRIC=VALUE" + ("" if equals else ": = is missing")
+        ) from exc
 
 
 def missed(limits: Sequence[Limit], found: Summary) -> list[str]:

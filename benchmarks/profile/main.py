@@ -1,12 +1,13 @@
 """Runs a benchmark of the Dynamo gpt-oss-120b guides against a running server and writes a report.
 
   dynamo-trtllm bench --shape laptop --url http://localhost:8000
-  dynamo-trtllm bench --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 --repetitions 3
-  dynamo-trtllm bench --shape mine.yaml --compare benchmark-results/before --fail-under output_tokens_per_s=900
+  dynamo-trtllm bench --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048
+  --repetitions 3 dynamo-trtllm bench --shape mine.yaml --compare benchmark-results/before
+  --fail-under output_tokens_per_s=900
 
-Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which is self-contained.
-Exit status: 0; 1 if a limit was missed or no request succeeded; 2 for invalid arguments, and for a shape with more
-tokens than the model supports.
+Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which is
+self-contained. Exit status: 0; 1 if a limit was missed or no request succeeded; 2 for invalid
+arguments, and for a shape with more tokens than the model supports.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(argv) if argv is not None else sys.argv[1:]
     try:
         shape, limits = _shape(args), _limits(args)
-        earlier = None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
+        earlier = (
+            None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
+        )
         draw = _load_report()
     except ValueError as exc:
         parser().error(str(exc))
@@ -61,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, lines, is_complete = _run(args, shape, target)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
     save(run, lines, folder)
-    (folder / REPORT_FILE).write_text(draw(run, lines, earlier, shlex.join([*PROG.split(), *words])))
+    (folder / REPORT_FILE).write_text(
+        draw(run, lines, earlier, shlex.join([*PROG.split(), *words]))
+    )
     _LOG.info("report: %s", folder / REPORT_FILE)
     misses = missed(limits, summary(run))
     for line in misses:
@@ -77,14 +82,19 @@ Draw = Callable[[Run, list[Line], tuple[Run, list[Line]] | None, str], str]
 
 
 def _load_report() -> Draw:
-    """Import the report before anything is measured. Raise ValueError if its libraries are missing."""
+    """Import the report before anything is measured.
+
+    Raise ValueError if its libraries are missing.
+    """
     try:
         from .plots import Series
         from .report import report
     except ModuleNotFoundError as exc:
         raise ValueError(f"the report needs {exc.name}; {install_hint('bench')}") from exc
 
-    def draw(run: Run, lines: list[Line], earlier: tuple[Run, list[Line]] | None, command: str) -> str:
+    def draw(
+        run: Run, lines: list[Line], earlier: tuple[Run, list[Line]] | None, command: str
+    ) -> str:
         series = [Series("this run", run, lines)]
         if earlier is not None:
             series.append(Series("earlier", *earlier))
@@ -108,7 +118,9 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
     lines: list[Line] = []
     for repetition in range(1, args.repetitions + 1):
         for concurrency in shape.concurrency:
-            _LOG.info("concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions)
+            _LOG.info(
+                "concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions
+            )
             try:
                 found, records = _measure(program, shape, target, concurrency, repetition, args)
             except AllRequestsFailed as exc:
@@ -118,12 +130,20 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
                 return run, lines, False
             _LOG.info("%s", table(found.figures).rstrip())
             run.points.append(found)
-            lines += [Line(concurrency=concurrency, repetition=repetition, record=record) for record in records]
+            lines += [
+                Line(concurrency=concurrency, repetition=repetition, record=record)
+                for record in records
+            ]
     return run, lines, True
 
 
 def _measure(
-    program: Path | None, shape: Shape, target: Target, concurrency: int, repetition: int, args: argparse.Namespace
+    program: Path | None,
+    shape: Shape,
+    target: Target,
+    concurrency: int,
+    repetition: int,
+    args: argparse.Namespace,
 ) -> tuple[Point, list[RequestRecord]]:
     if program is None:
         return point.measure(shape, target, concurrency, repetition)
@@ -138,11 +158,15 @@ def _shape(args: argparse.Namespace) -> Shape:
     """Return the shape with the changes of flags. Raise ValueError."""
     shape = find_shape(args.shape)
     changes = {
-        "concurrency": tuple(int(word) for word in args.concurrency.split(",")) if args.concurrency else None,
+        "concurrency": tuple(int(word) for word in args.concurrency.split(","))
+        if args.concurrency
+        else None,
         "requests": args.requests,
         "warmup": args.warmup,
     }
-    return msgspec.structs.replace(shape, **{name: value for name, value in changes.items() if value is not None})
+    return msgspec.structs.replace(
+        shape, **{name: value for name, value in changes.items() if value is not None}
+    )
 
 
 def _limits(args: argparse.Namespace) -> list[Limit]:
@@ -155,7 +179,9 @@ def _limits(args: argparse.Namespace) -> list[Limit]:
 def _machine() -> dict[str, str]:
     """Describe the client's machine."""
     try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
         commit = done.stdout.strip()
     except FileNotFoundError:  # container images have no git
         commit = ""
@@ -182,15 +208,45 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--shape", required=True, help=f"{', '.join(SHAPES)}, or a YAML file with isl, osl, concurrency, ...")
-    add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
+    add(
+        "--shape",
+        required=True,
+        help=f"{', '.join(SHAPES)}, or a YAML file with isl, osl, concurrency, ...",
+    )
+    add(
+        "--url",
+        default="http://localhost:8000",
+        help="address of the server (default: http://localhost:8000)",
+    )
     add("--model", help="name of the model; default: the only served model")
-    add("--concurrency", metavar="N,N,...", help="concurrent requests, one point each; default: the shape's")
+    add(
+        "--concurrency",
+        metavar="N,N,...",
+        help="concurrent requests, one point each; default: the shape's",
+    )
     add("--requests", type=_count, help="requests per point; default: the shape's")
-    add("--warmup", type=_count, help="requests per point before the measured ones; default: the shape's")
-    add("--repetitions", type=_count, default=1, help="repetitions of all points; the report shows median and spread")
-    add("--gpus", type=_count, help="number of GPUs of the deployment, for figures per GPU; default: the guide's")
-    add("--timeout-s", type=float, default=3600.0, help="longest wait for one response (default: 3600)")
+    add(
+        "--warmup",
+        type=_count,
+        help="requests per point before the measured ones; default: the shape's",
+    )
+    add(
+        "--repetitions",
+        type=_count,
+        default=1,
+        help="repetitions of all points; the report shows median and spread",
+    )
+    add(
+        "--gpus",
+        type=_count,
+        help="number of GPUs of the deployment, for figures per GPU; default: the guide's",
+    )
+    add(
+        "--timeout-s",
+        type=float,
+        default=3600.0,
+        help="longest wait for one response (default: 3600)",
+    )
     add(
         "--aiperf",
         action="store_true",

@@ -24,7 +24,10 @@ def read_totals(url: str) -> Totals:
 
 
 def totals(text: str) -> Totals:
-    """Return the totals by phase from metrics in the Prometheus text format, summed over models. Raise ValueError."""
+    """Return the totals by phase from metrics in the Prometheus text format, summed over models.
+
+    Raise ValueError.
+    """
     totals_by_phase: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -35,7 +38,9 @@ def totals(text: str) -> Totals:
 
 
 def means(before: Totals, after: Totals) -> dict[str, float]:
-    """Return the mean seconds per request between two readings, of the phases before the first token."""
+    """Return the mean seconds per request between two readings, of the phases before the first
+    token.
+    """
     requests = _requests(after) - _requests(before)
     totals_by_phase = {}
     for phase, (seconds, count) in after.items():
@@ -46,5 +51,7 @@ def means(before: Totals, after: Totals) -> dict[str, float]:
 
 
 def _requests(totals: Totals) -> float:
-    """Return the number of requests, each of which was received. 0: an older server, which does not report it."""
+    """Return the number of requests, each of which was received. 0: an older server, which does not
+    report it.
+    """
     return totals.get("receive", (0.0, 0.0))[1]

@@ -50,24 +50,44 @@ def _svg(draw: Callable[[Figure], None], *, width: float = 7.0, height: float = 
 
 
 def throughput(series: Sequence[Series]) -> str:
-    """Plot tokens per second by concurrency, and tokens per second per user against those per GPU."""
+    """Plot tokens per second by concurrency, and tokens per second per user against those per
+    GPU.
+    """
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         for index, each in enumerate(series):
             values = summary(each.run)
-            style = {"color": _COLORS[index], "ls": _DASHES[index % 4], "marker": _MARKERS[index], "label": each.name}
+            style = {
+                "color": _COLORS[index],
+                "ls": _DASHES[index % 4],
+                "marker": _MARKERS[index],
+                "label": each.name,
+            }
             _with_spread(left, values, "output_tokens_per_s", style)
             scale = each.run.gpus or 1
-            users = [row["output_tokens_per_s_per_user"].median for row in values.values() if _has_user(row)]
-            rates = [row["output_tokens_per_s"].median / scale for row in values.values() if _has_user(row)]
+            users = [
+                row["output_tokens_per_s_per_user"].median
+                for row in values.values()
+                if _has_user(row)
+            ]
+            rates = [
+                row["output_tokens_per_s"].median / scale
+                for row in values.values()
+                if _has_user(row)
+            ]
             right.plot(users, rates, **style)
         left.set(xlabel="concurrency", ylabel="output tokens/s", ylim=(0, None))
         left.set_xscale("log", base=2)
         left.set_xticks([x for each in series for x in summary(each.run)])
         left.xaxis.set_major_formatter("{x:.0f}")
         per = "per GPU" if all(each.run.gpus for each in series) else "in all"
-        right.set(xlabel="output tokens/s per user", ylabel=f"output tokens/s {per}", xlim=(0, None), ylim=(0, None))
+        right.set(
+            xlabel="output tokens/s per user",
+            ylabel=f"output tokens/s {per}",
+            xlim=(0, None),
+            ylim=(0, None),
+        )
         left.legend(fontsize=7)
 
     return _svg(draw)
@@ -81,7 +101,9 @@ def _with_spread(axes: Axes, values: Summary, metric: str, style: dict[str, Any]
     points = [(x, row[metric]) for x, row in values.items() if metric in row]
     low = [spread.median - spread.low for _, spread in points]
     high = [spread.high - spread.median for _, spread in points]
-    axes.errorbar([x for x, _ in points], [s.median for _, s in points], yerr=[low, high], capsize=2, **style)
+    axes.errorbar(
+        [x for x, _ in points], [s.median for _, s in points], yerr=[low, high], capsize=2, **style
+    )
 
 
 def latency(series: Sequence[Series]) -> str:
@@ -91,11 +113,21 @@ def latency(series: Sequence[Series]) -> str:
         left, right = figure.subplots(1, 2)
         for index, each in enumerate(series):
             for place, concurrency in enumerate(_concurrencies(each.lines)):
-                records = [line.record for line in each.lines if line.concurrency == concurrency and line.record.is_ok]
+                records = [
+                    line.record
+                    for line in each.lines
+                    if line.concurrency == concurrency and line.record.is_ok
+                ]
                 name = f"{each.name}, {concurrency}" if len(series) > 1 else f"{concurrency}"
-                style = {"color": _COLORS[place % len(_COLORS)], "ls": _DASHES[(place + index) % 4], "label": name}
+                style = {
+                    "color": _COLORS[place % len(_COLORS)],
+                    "ls": _DASHES[(place + index) % 4],
+                    "label": name,
+                }
                 firsts = [(r.first_s - r.planned_s) * 1e3 for r in records if r.first_s is not None]
-                gaps = [gap * 1e3 for r in records for gap in r.gaps_s] or [_mean_gap_ms(r) for r in records]
+                gaps = [gap * 1e3 for r in records for gap in r.gaps_s] or [
+                    _mean_gap_ms(r) for r in records
+                ]
                 _share(left, firsts, style)
                 _share(right, gaps, style)
         left.set(xlabel="TTFT (ms)", ylabel="share of requests", ylim=(0, 1))
@@ -118,7 +150,9 @@ def _share(axes: Axes, values: Iterable[float], style: dict[str, Any]) -> None:
         return
     step = max(1, len(ordered) // 500)  # 500 steps are enough
     shown = [*range(0, len(ordered), step), len(ordered) - 1]
-    axes.step([ordered[i] for i in shown], [(i + 1) / len(ordered) for i in shown], where="post", **style)
+    axes.step(
+        [ordered[i] for i in shown], [(i + 1) / len(ordered) for i in shown], where="post", **style
+    )
     if ordered[0] > 0 and ordered[-1] > 20 * ordered[0]:
         axes.set_xscale("log")
 
@@ -128,9 +162,15 @@ def _concurrencies(lines: Sequence[Line]) -> list[int]:
 
 
 def phases(series: Sequence[Series]) -> str | None:
-    """Plot the mean time of a request in each phase, stacked. Return None when no server reported its phases."""
+    """Plot the mean time of a request in each phase, stacked.
+
+    Return None when no server reported its phases.
+    """
     bars = [
-        (f"{each.name}\n{concurrency}" if len(series) > 1 else str(concurrency), _mean_phases(each.run, concurrency))
+        (
+            f"{each.name}\n{concurrency}" if len(series) > 1 else str(concurrency),
+            _mean_phases(each.run, concurrency),
+        )
         for each in series
         for concurrency in summary(each.run)
     ]
@@ -143,8 +183,19 @@ def phases(series: Sequence[Series]) -> str | None:
         bottoms = [0.0] * len(bars)
         for index, name in enumerate(names):
             heights = [values.get(name, 0.0) * 1e3 for _, values in bars]
-            style: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "hatch": _HATCHES[index % len(_HATCHES)]}
-            axes.bar([label for label, _ in bars], heights, 0.5, bottoms, label=name, edgecolor="white", **style)
+            style: dict[str, Any] = {
+                "color": _COLORS[index % len(_COLORS)],
+                "hatch": _HATCHES[index % len(_HATCHES)],
+            }
+            axes.bar(
+                [label for label, _ in bars],
+                heights,
+                0.5,
+                bottoms,
+                label=name,
+                edgecolor="white",
+                **style,
+            )
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.set(xlabel="concurrency", ylabel="mean time before the first token (ms)")
         axes.legend(fontsize=7)
@@ -153,15 +204,25 @@ def phases(series: Sequence[Series]) -> str | None:
 
 
 def _mean_phases(run: Run, concurrency: int) -> dict[str, float]:
-    points = [point.phase_s for point in run.points if point.concurrency == concurrency and point.phase_s]
-    return {name: sum(point.get(name, 0.0) for point in points) / len(points) for name in points[0]} if points else {}
+    points = [
+        point.phase_s for point in run.points if point.concurrency == concurrency and point.phase_s
+    ]
+    return (
+        {name: sum(point.get(name, 0.0) for point in points) / len(points) for name in points[0]}
+        if points
+        else {}
+    )
 
 
 def timeline(each: Series) -> str:
     """Plot output tokens per second and running requests over time, at the highest concurrency."""
     top = max(point.concurrency for point in each.run.points)
     point = next(point for point in each.run.points if point.concurrency == top)
-    records = [line.record for line in each.lines if (line.concurrency, line.repetition) == (top, point.repetition)]
+    records = [
+        line.record
+        for line in each.lines
+        if (line.concurrency, line.repetition) == (top, point.repetition)
+    ]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -182,9 +243,16 @@ def timeline(each: Series) -> str:
         other.step(at_s, running, where="post", color=_COLORS[1], ls="--", label="running requests")
         if point.steady is not None:
             axes.axvspan(
-                point.steady.begin_s - point.origin_s, point.steady.end_s - point.origin_s, alpha=0.1, color="gray"
+                point.steady.begin_s - point.origin_s,
+                point.steady.end_s - point.origin_s,
+                alpha=0.1,
+                color="gray",
             )
-        axes.set(xlabel=f"seconds, concurrency {top}, steady part shaded", ylabel="output tokens/s", ylim=(0, None))
+        axes.set(
+            xlabel=f"seconds, concurrency {top}, steady part shaded",
+            ylabel="output tokens/s",
+            ylim=(0, None),
+        )
         other.set(ylabel="running requests (dashed)", ylim=(0, None))
 
     return _svg(draw)

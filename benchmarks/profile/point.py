@@ -30,7 +30,10 @@ class Target:
 
 
 def load_of(shape: Shape, target: Target, concurrency: int, repetition: int) -> Load:
-    """Return the load of a point. Each repetition has other prompts, because servers cache prefixes."""
+    """Return the load of a point.
+
+    Each repetition has other prompts, because servers cache prefixes.
+    """
     return Load(
         url=target.url,
         model=target.model,
@@ -50,7 +53,9 @@ def _report(wanted: int, begun_s: float, tally: client_shards.SharedCounters) ->
     _LOG.info("  %d of %d requests done, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
 
 
-def measure(shape: Shape, target: Target, concurrency: int, repetition: int) -> tuple[Point, list[RequestRecord]]:
+def measure(
+    shape: Shape, target: Target, concurrency: int, repetition: int
+) -> tuple[Point, list[RequestRecord]]:
     """Measure a point after a warm-up.
 
     Raises:

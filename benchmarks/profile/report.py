@@ -41,8 +41,11 @@ def report(run: Run, series: Sequence[Series], command: str) -> str:
     title = f"{run.shape.name}: {run.model}, {run.shape.isl} tokens in, {run.shape.osl} out"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p>{html.escape(run.began_at)}, {html.escape(run.url)}, load by {html.escape(run.driver)}. Values are "
-        "medians of the repetitions, with the range in small print.</p>",
+        (
+            f"<p>{html.escape(run.began_at)}, {html.escape(run.url)}, load by"
+            f" {html.escape(run.driver)}. Values are medians of the repetitions, with the range in"
+            " small print.</p>"
+        ),
         *(f'<p class="bad">{html.escape(warning)}</p>' for warning in warnings(run)),
         "<h2>Results</h2>",
         _table(summary(run)),
@@ -63,8 +66,9 @@ def report(run: Run, series: Sequence[Series], command: str) -> str:
     parts += ["<h2>How it was measured</h2>", _facts(run, command)]
     body = "\n".join(parts)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<link rel="icon" href="data:,"><style>{_CSS}</style></head>\n<body>\n{body}\n</body></html>\n'
+        '<!doctype html>\n<html lang="en"><head><meta'
+        f' charset="utf-8"><title>{html.escape(title)}</title><link rel="icon"'
+        f' href="data:,"><style>{_CSS}</style></head>\n<body>\n{body}\n</body></html>\n'
     )
 
 
@@ -75,17 +79,28 @@ def warnings(run: Run) -> list[str]:
         where = f"Concurrency {point.concurrency}, repetition {point.repetition}: "
         figures = point.figures
         if figures["errors"]:
-            listed = ", ".join(f"{code} {count} times" for code, count in sorted(figures["errors"].items()))
+            listed = ", ".join(
+                f"{code} {count} times" for code, count in sorted(figures["errors"].items())
+            )
             found.append(f"{where}{sum(figures['errors'].values())} requests failed ({listed}).")
         if figures["wrong_length"]:
-            found.append(f"{where}{figures['wrong_length']} answers did not have {run.shape.osl} tokens.")
+            found.append(
+                f"{where}{figures['wrong_length']} answers did not have {run.shape.osl} tokens."
+            )
         if figures["ok"] and figures["events_per_token"] < 0.95:
             per_token = f"{figures['events_per_token']:.2f} stream events per token"
-            found.append(f"{where}{per_token}: some events carried several tokens, so ITL is measured between events.")
+            found.append(
+                f"{where}{per_token}: some events carried several tokens, so ITL is measured"
+                " between events."
+            )
         if figures.get("client_cores", 0.0) > 0.9:
-            found.append(f"{where}a client process was the bottleneck: the server may be faster than this.")
+            found.append(
+                f"{where}a client process was the bottleneck: the server may be faster than this."
+            )
         if point.steady is None:
-            found.append(f"{where}too few requests for a steady state; send more than twice the concurrency.")
+            found.append(
+                f"{where}too few requests for a steady state; send more than twice the concurrency."
+            )
     return found
 
 
@@ -110,7 +125,11 @@ def label(metric: str) -> str:
 def _cell(spread: Spread | None) -> str:
     if spread is None:
         return "<td>&ndash;</td>"
-    span = "" if spread.low == spread.high else f" <small>{spread.low:.4g} to {spread.high:.4g}</small>"
+    span = (
+        ""
+        if spread.low == spread.high
+        else f" <small>{spread.low:.4g} to {spread.high:.4g}</small>"
+    )
     return f"<td>{spread.median:.4g}{span}</td>"
 
 
@@ -129,12 +148,18 @@ def _ratios(found: Summary, other: Summary) -> str:
 
 
 def _ratio(mine: Spread | None, theirs: Spread | None) -> str:
-    return f"{mine.median / theirs.median:.3f}" if mine is not None and theirs is not None and theirs.median else ""
+    return (
+        f"{mine.median / theirs.median:.3f}"
+        if mine is not None and theirs is not None and theirs.median
+        else ""
+    )
 
 
 def _picture(svg: str, text: str) -> str:
     data = base64.b64encode(svg.encode()).decode()
-    return f'<figure><img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}"></figure>'
+    return (
+        f'<figure><img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}"></figure>'
+    )
 
 
 def _facts(run: Run, command: str) -> str:
@@ -144,12 +169,15 @@ def _facts(run: Run, command: str) -> str:
         "requests per point": ", ".join(f"{shape.requests_at(c)} at {c}" for c in summary(run)),
         "warm-up requests": ", ".join(str(shape.warmup_at(c)) for c in summary(run)),
         "repetitions": max((point.repetition for point in run.points), default=0),
-        "prompt tokens, as the server counts": ", ".join(f"{p.figures['prompt_tokens']:.0f}" for p in run.points),
+        "prompt tokens, as the server counts": ", ".join(
+            f"{p.figures['prompt_tokens']:.0f}" for p in run.points
+        ),
         "of them cached": ", ".join(f"{p.figures['cached_tokens']:.0f}" for p in run.points),
         "GPUs": run.gpus if run.gpus is not None else "not given (--gpus)",
         **run.machine,
     }
     rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>\n" for name, value in facts.items()
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>\n"
+        for name, value in facts.items()
     )
     return f"<table>\n{rows}</table>"

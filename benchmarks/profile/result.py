@@ -1,4 +1,6 @@
-"""Reads and writes the results of a run: a JSON file, the records of all requests, and a CSV file."""
+"""Reads and writes the results of a run: a JSON file, the records of all requests, and a CSV
+file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from ..summary import LoadSummary
 from .shapes import Shape
 from .steady import Steady
 
-RUN_FILE, RECORDS_FILE, CSV_FILE, REPORT_FILE = "run.json", "records.jsonl.gz", "summary.csv", "report.html"
+RUN_FILE, RECORDS_FILE, CSV_FILE, REPORT_FILE = (
+    "run.json",
+    "records.jsonl.gz",
+    "summary.csv",
+    "report.html",
+)
 
 
 class Point(msgspec.Struct, kw_only=True):
@@ -28,7 +35,8 @@ class Point(msgspec.Struct, kw_only=True):
     origin_s: float  # the client's clock at its first request
     figures: LoadSummary
     steady: Steady | None
-    phase_s: dict[str, float] = {}  # mean seconds per request in each phase, from the server's metrics
+    # mean seconds per request in each phase, from the server's metrics
+    phase_s: dict[str, float] = {}
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -82,7 +90,11 @@ def metrics_of(point: Point, gpus: int | None) -> dict[str, float]:
         ("tpot", figures["tpot_ms"]),
         ("e2e", figures["e2e_ms"]),
     ):
-        found |= {f"{name}_{quantile}_ms": values[quantile] for quantile in ("p50", "p99") if quantile in values}
+        found |= {
+            f"{name}_{quantile}_ms": values[quantile]
+            for quantile in ("p50", "p99")
+            if quantile in values
+        }
     if found.get("tpot_p50_ms"):
         found["output_tokens_per_s_per_user"] = 1000 / found["tpot_p50_ms"]
     return found
@@ -95,7 +107,11 @@ METRICS = (
     "output_tokens_per_s_per_user",
     "requests_per_s",
     "error_share",
-    *(f"{name}_{quantile}_ms" for name in ("ttft", "itl", "tpot", "e2e") for quantile in ("p50", "p99")),
+    *(
+        f"{name}_{quantile}_ms"
+        for name in ("ttft", "itl", "tpot", "e2e")
+        for quantile in ("p50", "p99")
+    ),
 )
 
 
@@ -103,9 +119,13 @@ def summary(run: Run) -> Summary:
     """Return median, lowest and highest value of each metric by concurrency."""
     found: Summary = {}
     for concurrency in sorted({point.concurrency for point in run.points}):
-        rows = [metrics_of(point, run.gpus) for point in run.points if point.concurrency == concurrency]
+        rows = [
+            metrics_of(point, run.gpus) for point in run.points if point.concurrency == concurrency
+        ]
         found[concurrency] = {
-            name: _spread([row[name] for row in rows]) for name in METRICS if all(name in row for row in rows)
+            name: _spread([row[name] for row in rows])
+            for name in METRICS
+            if all(name in row for row in rows)
         }
     return found
 
@@ -126,7 +146,9 @@ def save(run: Run, lines: Iterable[Line], folder: Path) -> None:
         writer = csv.writer(text)
         writer.writerow(["concurrency", "metric", "median", "low", "high"])
         for concurrency, row in summary(run).items():
-            writer.writerows([concurrency, name, s.median, s.low, s.high] for name, s in row.items())
+            writer.writerows(
+                [concurrency, name, s.median, s.low, s.high] for name, s in row.items()
+            )
 
 
 def load_run(folder: Path) -> Run:
@@ -150,4 +172,8 @@ def _line(found: dict[str, Any]) -> Line:
     """Build a line by hand: msgspec decoders don't support `array.array`."""
     record = found["record"]
     record["gaps_s"] = array("d", record["gaps_s"])
-    return Line(concurrency=found["concurrency"], repetition=found["repetition"], record=RequestRecord(**record))
+    return Line(
+        concurrency=found["concurrency"],
+        repetition=found["repetition"],
+        record=RequestRecord(**record),
+    )

@@ -1,4 +1,6 @@
-"""Traffic shapes: those of the Dynamo gpt-oss-120b guides, one for a laptop, and others from YAML files."""
+"""Traffic shapes: those of the Dynamo gpt-oss-120b guides, one for a laptop, and others from YAML
+files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import msgspec
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traffic shape. Every request streams, ignores end tokens and has exactly `osl` output tokens."""
+    """One traffic shape.
+
+    Every request streams, ignores end tokens and has exactly `osl` output tokens.
+    """
 
     name: str
     isl: int  # tokens of the prompt, before the chat template
@@ -18,7 +23,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     concurrency: tuple[int, ...]  # one point each, in this order
     requests: int = 0  # per point; 0: ten times the concurrency
     warmup: int = 0  # requests per point before the measured ones; 0: as many as the concurrency
-    dataset: int = 8000  # number of different prompts with aiperf; the built-in client never repeats one
+    # number of different prompts with aiperf; the built-in client never repeats one
+    dataset: int = 8000
     seed: int = 100
     gpus: int | None = None  # GPUs of the guide's deployment, for figures per GPU
     extra: dict[str, Any] = {}  # added to every body
@@ -36,32 +42,74 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return min(self.warmup or concurrency, self.requests_at(concurrency))
 
     def check_fits(self, model: str, longest: int | None) -> None:
-        """Raise ValueError if prompt and answer exceed the context length `longest`. None: unknown."""
+        """Raise ValueError if prompt and answer exceed the context length `longest`.
+
+        None: unknown.
+        """
         if longest is not None and self.isl + self.osl > longest:
             raise ValueError(
-                f"shape {self.name} has {self.isl} + {self.osl} tokens, model {model} takes {longest} at most; "
-                "choose another --shape, such as laptop, or serve a model with a longer context"
+                f"shape {self.name} has {self.isl} + {self.osl} tokens, model {model} takes"
+                f" {longest} at most; choose another --shape, such as laptop, or serve a model with"
+                " a longer context"
             )
 
 
 _NVEXT = {"nvext": {"ignore_eos": True}}
 
-# The parameters of the benchmark commands in the five guides. `gpus` counts the GPUs that the deployments really have:
-# the guide for Kubernetes computes 1,536 streams from six GPUs, but its deployment has five.
+# The parameters of the benchmark commands in the five guides. `gpus` counts the GPUs that the
+# deployments really have: the guide for Kubernetes computes 1,536 streams from six GPUs, but its
+# deployment has five.
 GUIDES = {
     shape.name: shape
     for shape in (
         Shape(
-            name="guide-000", isl=32000, osl=256, concurrency=(256,), requests=6144, warmup=1000, gpus=8, extra=_NVEXT
+            name="guide-000",
+            isl=32000,
+            osl=256,
+            concurrency=(256,),
+            requests=6144,
+            warmup=1000,
+            gpus=8,
+            extra=_NVEXT,
         ),
         Shape(
-            name="guide-001", isl=32000, osl=256, concurrency=(256,), requests=6144, warmup=1000, gpus=8, extra=_NVEXT
+            name="guide-001",
+            isl=32000,
+            osl=256,
+            concurrency=(256,),
+            requests=6144,
+            warmup=1000,
+            gpus=8,
+            extra=_NVEXT,
         ),
         Shape(
-            name="guide-002", isl=1000, osl=2000, concurrency=(2048,), requests=6144, warmup=1000, gpus=8, extra=_NVEXT
+            name="guide-002",
+            isl=1000,
+            osl=2000,
+            concurrency=(2048,),
+            requests=6144,
+            warmup=1000,
+            gpus=8,
+            extra=_NVEXT,
         ),
-        Shape(name="guide-003-agg", isl=128, osl=1000, concurrency=(3600,), requests=36000, dataset=12800, gpus=4),
-        Shape(name="guide-003-disagg", isl=8192, osl=1024, concurrency=(1536,), requests=15360, dataset=12800, gpus=5),
+        Shape(
+            name="guide-003-agg",
+            isl=128,
+            osl=1000,
+            concurrency=(3600,),
+            requests=36000,
+            dataset=12800,
+            gpus=4,
+        ),
+        Shape(
+            name="guide-003-disagg",
+            isl=8192,
+            osl=1024,
+            concurrency=(1536,),
+            requests=15360,
+            dataset=12800,
+            gpus=5,
+        ),
     )
 }
 
@@ -72,7 +120,10 @@ SHAPES = {LAPTOP.name: LAPTOP} | GUIDES
 
 
 def find_shape(name: str) -> Shape:
-    """Return the shape with this name, or from this YAML file. Raise ValueError if there is none."""
+    """Return the shape with this name, or from this YAML file.
+
+    Raise ValueError if there is none.
+    """
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name)

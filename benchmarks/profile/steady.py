@@ -19,7 +19,10 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steady(records: Sequence[RequestRecord], concurrency: int) -> Steady | None:
-    """Return the rates between the first token and the last sent request. None if no lane sent a second request."""
+    """Return the rates between the first token and the last sent request.
+
+    None if no lane sent a second request.
+    """
     starts = sorted(record.planned_s for record in records)
     firsts = sorted(record.first_s for record in records if record.first_s is not None)
     if len(starts) <= concurrency or len(firsts) <= concurrency:
@@ -31,11 +34,19 @@ def steady(records: Sequence[RequestRecord], concurrency: int) -> Steady | None:
     tokens = sum(tokens_between(record, begin_s, end_s) for record in good)
     ended = sum(begin_s <= record.end_s <= end_s for record in good)
     seconds = end_s - begin_s
-    return Steady(begin_s=begin_s, end_s=end_s, output_tokens_per_s=tokens / seconds, requests_per_s=ended / seconds)
+    return Steady(
+        begin_s=begin_s,
+        end_s=end_s,
+        output_tokens_per_s=tokens / seconds,
+        requests_per_s=ended / seconds,
+    )
 
 
 def tokens_between(record: RequestRecord, begin_s: float, end_s: float) -> float:
-    """Return the output tokens of a request in a time span. Tokens after the first are taken as evenly spaced."""
+    """Return the output tokens of a request in a time span.
+
+    Tokens after the first are taken as evenly spaced.
+    """
     if record.first_s is None or not record.output_tokens:
         return 0.0
     if record.output_tokens == 1 or record.last_s is None or record.last_s <= record.first_s:

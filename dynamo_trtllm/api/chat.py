@@ -1,4 +1,7 @@
-"""Define the request of `POST /v1/chat/completions`. `frontend/generation/preprocess` translates it for an engine."""
+"""Define the request of `POST /v1/chat/completions`.
+
+`frontend/generation/preprocess` translates it for an engine.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from dynamo_trtllm.api import custom_tools, rejected_fields
-from dynamo_trtllm.api.hosted_tools import HOSTED, HostedTool, reject_demanded, tag_of, without_hosted
+from dynamo_trtllm.api.hosted_tools import (
+    HOSTED,
+    HostedTool,
+    reject_demanded,
+    tag_of,
+    without_hosted,
+)
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_LABEL,
@@ -40,11 +49,15 @@ MAX_ARGUMENTS = 1 << 20  # characters, per call
 MAX_TEMPLATE_ARGS = 64
 MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
 
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may support fewer
+# a model may support fewer
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def part_texts(value: Any, types: Sequence[str], fields: frozenset[str], info: ValidationInfo) -> list[str]:
-    """Return the texts of `value`: a string, or a list of text parts of these types with no other fields than these.
+def part_texts(
+    value: Any, types: Sequence[str], fields: frozenset[str], info: ValidationInfo
+) -> list[str]:
+    """Return the texts of `value`: a string, or a list of text parts of these types with no other
+    fields than these.
 
     Other fields are rejected, or ignored as unknown ones.
     """
@@ -66,9 +79,14 @@ def part_texts(value: Any, types: Sequence[str], fields: frozenset[str], info: V
             invalid(f"must hold parts of the form {form}; the part at index {index} does not")
         for name in part.keys() - fields:
             if part[name] is not None:
-                check_unknown(name, fields, info, f"holds a part with {shown(name)} at index {index}, which ")
+                check_unknown(
+                    name, fields, info, f"holds a part with {shown(name)} at index {index}, which "
+                )
         if part.get("annotations"):
-            unsupported(f"holds a part with annotations at index {index}, which are not supported; leave them out")
+            unsupported(
+                f"holds a part with annotations at index {index}, which are not supported; leave"
+                " them out"
+            )
         texts.append(text)
     return texts
 
@@ -89,7 +107,9 @@ _Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
 Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
 # The functions of gpt-oss's browser are the only ones with a dot.
-FunctionName = Annotated[str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)]
+FunctionName = Annotated[
+    str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)
+]
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 
@@ -111,7 +131,8 @@ class CalledFunction(RequestModel):
 
 
 class AssistantToolCall(RequestModel):
-    no_ops: ClassVar = {"index": tuple(range(128))}  # clients send back the index that they received in a stream
+    # clients send back the index that they received in a stream
+    no_ops: ClassVar = {"index": tuple(range(128))}
 
     id: Id
     type: Literal["function"] = "function"
@@ -142,7 +163,8 @@ def _kind_of_call(value: Any) -> str:
 
 
 _ToolCall = Annotated[
-    Annotated[AssistantToolCall, Tag("<function>")] | Annotated[AssistantCustomCall, Tag("<custom>")],
+    Annotated[AssistantToolCall, Tag("<function>")]
+    | Annotated[AssistantCustomCall, Tag("<custom>")],
     Discriminator(_kind_of_call),
 ]
 
@@ -178,7 +200,9 @@ class ToolMessage(RequestModel):
     name: FunctionName | None = None
 
 
-ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+ChatMessage = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
@@ -206,7 +230,9 @@ class Custom(RequestModel):
 
     name: Name
     description: Description = ""
-    format: Annotated[custom_tools.AnyText | ChatGrammarFormat, Discriminator("type")] = custom_tools.AnyText()
+    format: Annotated[custom_tools.AnyText | ChatGrammarFormat, Discriminator("type")] = (
+        custom_tools.AnyText()
+    )
 
     def function(self) -> Function:
         """Return the function that the model sees."""
@@ -254,7 +280,10 @@ TemplateArgs = Annotated[
 
 
 class JsonSchema(RequestModel):
-    """The schema of a `response_format`. Output always follows the schema, whatever `strict` says."""
+    """The schema of a `response_format`.
+
+    Output always follows the schema, whatever `strict` says.
+    """
 
     hints: ClassVar = frozenset({"description"})
 
@@ -276,9 +305,12 @@ class ResponseFormat(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    """The tools that the model may or must call, normalized from any of the forms of `tool_choice`."""
+    """The tools that the model may or must call, normalized from any of the forms of
+    `tool_choice`.
+    """
 
-    mode: Literal["auto", "none", "required", "named"] = "auto"  # "none": the prompt contains no tools
+    # "none": the prompt contains no tools
+    mode: Literal["auto", "none", "required", "named"] = "auto"
     name: Label = ""  # of the function, when mode is "named"
     allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
         None  # in the prompt; None: all
@@ -336,13 +368,17 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
         case {"type": "allowed_tools"}:
             allowed = ToolsAllowed.model_validate(value, context=info.context).allowed_tools
             served = [tool for tool in allowed.tools if not isinstance(tool, HostedTool)]
-            return ToolChoice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in served))
+            return ToolChoice(
+                mode=allowed.mode, allowed=tuple(tool.function.name for tool in served)
+            )
         case {"type": "custom"}:
             custom = CustomNamed.model_validate(value, context=info.context)
             return ToolChoice(mode="named", name=custom.custom.name)
         case {"type": str(kind)}:
             reject_demanded(kind)
-    invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
+    invalid(
+        "must be 'auto', 'none', 'required', or an object that names a function or allowed tools"
+    )
 
 
 class ChatRequest(CompletionFields):
@@ -360,7 +396,9 @@ class ChatRequest(CompletionFields):
     messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Tools = Field(default_factory=list)
-    tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = ToolChoice()
+    tool_choice: Annotated[
+        ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)
+    ] = ToolChoice()
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
@@ -385,11 +423,22 @@ class ChatRequest(CompletionFields):
         both = self.chat_template_args.keys() & self.chat_template_kwargs.keys()
         for name in sorted(both):
             if self.chat_template_args[name] != self.chat_template_kwargs[name]:
-                invalid(f"and chat_template_kwargs give {shown(name)} two values", field="chat_template_args")
+                invalid(
+                    f"and chat_template_kwargs give {shown(name)} two values",
+                    field="chat_template_args",
+                )
         effort = self.template_args.get("reasoning_effort")
         if effort is not None and effort not in get_args(Effort):
-            invalid(f"must be one of {', '.join(get_args(Effort))}", self.template_arg_path("reasoning_effort"))
-        agreed({self.template_arg_path("reasoning_effort"): effort, "reasoning_effort": self.reasoning_effort})
+            invalid(
+                f"must be one of {', '.join(get_args(Effort))}",
+                self.template_arg_path("reasoning_effort"),
+            )
+        agreed(
+            {
+                self.template_arg_path("reasoning_effort"): effort,
+                "reasoning_effort": self.reasoning_effort,
+            }
+        )
 
     @property
     def functions(self) -> Sequence[Function]:
@@ -403,7 +452,9 @@ class ChatRequest(CompletionFields):
     @property
     def custom_tools(self) -> frozenset[str]:
         """The names of the tools whose input is a text."""
-        return frozenset(tool.custom.name for tool in self.tools if isinstance(tool, ChatCustomTool))
+        return frozenset(
+            tool.custom.name for tool in self.tools if isinstance(tool, ChatCustomTool)
+        )
 
     @property
     def text_tools(self) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """Leave out the tools that a server would run, such as web search: this server runs none.
 
-A client that lists such tools by default can do without them. So they are named as ignored, and the other tools are
-served. Only a `tool_choice` that demands one is an error. This applies to chat, responses and messages.
+A client that lists such tools by default can do without them. So they are named as ignored, and the
+other tools are served. Only a `tool_choice` that demands one is an error. This applies to chat,
+responses and messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from typing import Any, Final, NoReturn
 
 from pydantic import ConfigDict, ValidationInfo
 
-from dynamo_trtllm.api.request_model import Label, RequestModel, invalid, kind_of, shown, unsupported
+from dynamo_trtllm.api.request_model import (
+    Label,
+    RequestModel,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 
 HOSTED: Final = "<hosted>"  # tag of HostedTool in unions
@@ -26,11 +34,14 @@ class HostedTool(RequestModel):
     name: Label | None = None  # a `tool_choice` of Anthropic's API demands the tool by it
 
 
-def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, ValidationInfo], Any]:
+def without_hosted(
+    *served: str, default: str | None = None
+) -> Callable[[Any, ValidationInfo], Any]:
     """Return a validator of one tool. It removes all fields of a hosted tool except type and name.
 
-    A type that is not among `served` is treated as an unknown field is: with `--unknown-fields reject` it is an error,
-    and otherwise only if it is misspelled. `default` is that of a tool without a type, which else is an error.
+    A type that is not among `served` is treated as an unknown field is: with `--unknown-fields
+    reject` it is an error, and otherwise only if it is misspelled. `default` is that of a tool
+    without a type, which else is an error.
     """
 
     known = frozenset(served)
@@ -49,7 +60,10 @@ def without_hosted(*served: str, default: str | None = None) -> Callable[[Any, V
             return value
         ignored: IgnoredFields | None = info.context
         if ignored is None:
-            unsupported(f"{shown(kind)} is not supported; use {' or '.join(map(repr, served))}", field="type")
+            unsupported(
+                f"{shown(kind)} is not supported; use {' or '.join(map(repr, served))}",
+                field="type",
+            )
         meant = ignored.meant(kind, known)
         if meant is not None:
             unsupported(f"{shown(kind)} is not known; did you mean {meant!r}?", field="type")

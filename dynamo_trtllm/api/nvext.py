@@ -1,6 +1,8 @@
-"""Define what a response has beside the fields of its API, if the client asks for it: statistics, and Dynamo's `nvext`.
+"""Define what a response has beside the fields of its API, if the client asks for it: statistics,
+and Dynamo's `nvext`.
 
-The names of `nvext` are those of NVIDIA Dynamo (lib/llm/src/protocols/openai/nvext.rs, protocols/common/timing.rs).
+The names of `nvext` are those of NVIDIA Dynamo (lib/llm/src/protocols/openai/nvext.rs,
+protocols/common/timing.rs).
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Stats(TypedDict):
-    """The workers and timings of a request. Present if the request has the header x-dynamo-stats: 1."""
+    """The workers and timings of a request.
+
+    Present if the request has the header x-dynamo-stats: 1.
+    """
 
     prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
     decode_instance: str | None
@@ -28,7 +33,8 @@ class Stats(TypedDict):
     total_s: float  # from the request until now
     phase_s: Seconds  # by phase; they add up to `total_s`
     part_s: Seconds  # what a phase consists of or waits for, such as `queue.kv_blocks`
-    choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them
+    # per choice if there are several; the fields above cover all of them
+    choices: NotRequired[list[Stats]]
 
 
 class WorkerIds(TypedDict, total=False):
@@ -42,7 +48,8 @@ class NvTiming(TypedDict):
     """The times of a request, as Dynamo reports them."""
 
     request_received_ms: Count  # since the epoch
-    prefill_wait_time_ms: NotRequired[Milliseconds]  # from the request until its first call to a worker
+    # from the request until its first call to a worker
+    prefill_wait_time_ms: NotRequired[Milliseconds]
     prefill_time_ms: NotRequired[Milliseconds]  # from then to the first token
     ttft_ms: NotRequired[Milliseconds]
     total_time_ms: Milliseconds

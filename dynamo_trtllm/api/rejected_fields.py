@@ -1,7 +1,7 @@
 """List the fields of this and other APIs that would change a response if they were supported.
 
-Ignoring such a field would give a wrong answer without a word, so it is rejected by name. Other fields without support
-are ignored and named, see `unknown_fields`.
+Ignoring such a field would give a wrong answer without a word, so it is rejected by name. Other
+fields without support are ignored and named, see `unknown_fields`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _LENGTH = "use max_tokens"
 _FORMAT = "use structured_outputs"
 _NO_AUDIO = "only text is generated"
 
-# Fields of vLLM, SGLang, llama.cpp, Ollama and text-generation-inference, by name with the reason or what to send.
+# Fields of vLLM, SGLang, llama.cpp, Ollama and text-generation-inference, by name with the reason
+# or what to send.
 OF_ALL: Final[Mapping[str, str]] = {
     "allowed_token_ids": "use logit_bias, or a regex in structured_outputs",
     "bad_words": "use logit_bias",

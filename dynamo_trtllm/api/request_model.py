@@ -1,9 +1,11 @@
-"""Define the base class of all request models, which turns JSON bytes into a checked model or a clear error.
+"""Define the base class of all request models, which turns JSON bytes into a checked model or a
+clear error.
 
-A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown fields are rejected,
-or ignored if the caller of `parse` says so: then only those that are nearly the name of a field are rejected.
-Every string, list and object has a size limit, and a collection is rejected at its first wrong element, so the memory
-and time of a request are proportional to its size.
+A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown
+fields are rejected, or ignored if the caller of `parse` says so: then only those that are nearly
+the name of a field are rejected. Every string, list and object has a size limit, and a collection
+is rejected at its first wrong element, so the memory and time of a request are proportional to its
+size.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 M = TypeVar("M", bound="RequestModel")
 V = TypeVar("V")
 
-MAX_VALUES: Final = 1_250_000  # ",", "[" and "{" in a body; enough for 128 prompts of 8,192 token ids
+# ",", "[" and "{" in a body; enough for 128 prompts of 8,192 token ids
+MAX_VALUES: Final = 1_250_000
 MAX_KEYS: Final = 500_000  # ":" in a body
 MAX_CONTAINERS: Final = 200_000  # "[" and "{" in a body; each takes up to 700 bytes of memory
-MAX_TEXT: Final = 32 << 20  # characters of a text for the model; in practice --max-body-bytes is the limit
+# characters of a text for the model; in practice --max-body-bytes is the limit
+MAX_TEXT: Final = 32 << 20
 MAX_LABEL: Final = 512  # characters of a name or an id
 MAX_ITEMS: Final = 20_000  # elements of a list of messages, items or content parts
 
@@ -50,24 +54,41 @@ _SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
 _LISTED: Final = 4  # maximum values that an error lists one by one
 REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
-_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
 
 
 class RequestModel(BaseModel):
-    """A JSON object of a request. `null` counts as absent. Types are strict: "5" is not a number."""
+    """A JSON object of a request.
+
+    `null` counts as absent. Types are strict: "5" is not a number.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True
     )
 
-    hints: ClassVar[frozenset[str]] = frozenset()  # accepted with any value; they never change a response
-    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted only with these values, which have no effect
-    # Fields of this or another API that are not supported, and why ignoring them would change a response.
+    # accepted with any value; they never change a response
+    hints: ClassVar[frozenset[str]] = frozenset()
+    # accepted only with these values, which have no effect
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # Fields of this or another API that are not supported, and why ignoring them would change a
+    # response.
     unsupported: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema of what is accepted: optional fields may be null, and hints and no-ops are listed."""
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of what is accepted: optional fields may be null, and hints and no-ops
+        are listed.
+        """
         schema = handler.resolve_ref_schema(handler(core_schema))
         properties, required = schema.setdefault("properties", {}), schema.get("required", ())
         for name, value in properties.items():
@@ -82,7 +103,8 @@ class RequestModel(BaseModel):
             }
         if cls.unsupported:
             schema["description"] = (
-                f"{schema.get('description', '')} Rejected by name: {', '.join(sorted(cls.unsupported))}."
+                f"{schema.get('description', '')} Rejected by name:"
+                f" {', '.join(sorted(cls.unsupported))}."
             )
         return schema
 
@@ -112,11 +134,14 @@ class RequestModel(BaseModel):
         if not any(_same(value, harmless) for harmless in values):
             why = cls.unsupported.get(name)
             instead = "leave it out" if why is None else why
-            unsupported(f"is not supported, except as {_alternatives(values)}; {instead}", field=name)
+            unsupported(
+                f"is not supported, except as {_alternatives(values)}; {instead}", field=name
+            )
 
 
 def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place: str = "") -> None:
-    """Ignore an unknown field, or reject it: always, or only if it is misspelled, as the caller of `parse` says.
+    """Ignore an unknown field, or reject it: always, or only if it is misspelled, as the caller of
+    `parse` says.
 
     Args:
         name: of the field.
@@ -151,7 +176,9 @@ def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
 
 
 def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
-    about: JsonSchemaValue = {key: value[key] for key in ("title", "description", "default") if key in value}
+    about: JsonSchemaValue = {
+        key: value[key] for key in ("title", "description", "default") if key in value
+    }
     kinds = {key: each for key, each in value.items() if key not in about}
     return about | {"anyOf": [kinds, {"type": "null"}]} if kinds else about
 
@@ -161,18 +188,27 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _alternatives(values: Sequence[Any]) -> str:
-    """Format the values as JSON for an error. Of a long list, only the first and the last are shown."""
+    """Format the values as JSON for an error.
+
+    Of a long list, only the first and the last are shown.
+    """
     texts = [orjson.dumps(value).decode() for value in values]
     return " or ".join(texts) if len(texts) <= _LISTED else f"{texts[0]} to {texts[-1]}"
 
 
 def invalid(reason: str, field: str | None = None) -> NoReturn:
-    """Reject a value in a validator. `reason` follows the field's name in the message ("must be …")."""
+    """Reject a value in a validator.
+
+    `reason` follows the field's name in the message ("must be …").
+    """
     raise PydanticCustomError("invalid", "{reason}", {"reason": reason, "field": field})
 
 
 def unsupported(reason: str, field: str | None = None) -> NoReturn:
-    """Reject a value that the API allows and this server does not support. Arguments as for `invalid`."""
+    """Reject a value that the API allows and this server does not support.
+
+    Arguments as for `invalid`.
+    """
     raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
 
 
@@ -197,7 +233,8 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     Args:
         model: the class of the request.
         body: the bytes of the body.
-        ignored: unknown fields are ignored, and their names added to this one. None: they are rejected.
+        ignored: unknown fields are ignored, and their names added to this one. None: they are
+            rejected.
 
     Raises:
         InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
@@ -207,7 +244,9 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         data = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
         where = f"line {exc.lineno}, column {exc.colno}"
-        raise InvalidRequest(f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}") from exc
+        raise InvalidRequest(
+            f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}"
+        ) from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"the request body must be a JSON object, not {kind_of(data)}")
     try:
@@ -219,8 +258,9 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
 def _check_count(body: bytes) -> None:
     """Raise InvalidRequest for a body whose values would take far more memory than its bytes.
 
-    Values are counted by the punctuation of lists, objects, keys and elements. Punctuation inside strings counts too:
-    telling it apart costs more than parsing, and a text with so much punctuation exceeds any context.
+    Values are counted by the punctuation of lists, objects, keys and elements. Punctuation inside
+    strings counts too: telling it apart costs more than parsing, and a text with so much
+    punctuation exceeds any context.
     """
     if len(body) <= MAX_CONTAINERS:  # each container takes at least one byte
         return
@@ -232,11 +272,16 @@ def _check_count(body: bytes) -> None:
         (len(marks) - keys, MAX_VALUES, "values, counted by its ',', '[' and '{'"),
     ):
         if count > most:
-            raise InvalidRequest(f"the request body has {count} {what}; at most {most} are allowed, send fewer")
+            raise InvalidRequest(
+                f"the request body has {count} {what}; at most {most} are allowed, send fewer"
+            )
 
 
 def check_size(value: Any, most: int) -> Any:
-    """Return the value. A validator rejects it if its JSON has more than `most` bytes or over 254 levels."""
+    """Return the value.
+
+    A validator rejects it if its JSON has more than `most` bytes or over 254 levels.
+    """
     try:
         size = len(orjson.dumps(value))
     except orjson.JSONEncodeError:
@@ -249,13 +294,15 @@ def check_size(value: Any, most: int) -> Any:
 def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | None = None) -> Any:
     """Return the value. A validator rejects it at its first wrong entry.
 
-    pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's images have older ones.
+    pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's
+    images have older ones.
 
     Args:
         value: What the client sent.
         most: Maximum number of entries.
         key_chars: Maximum characters of a key.
-        value_chars: Maximum characters of a value, which must be a string. None: values may have any type.
+        value_chars: Maximum characters of a value, which must be a string. None: values may have
+            any type.
     """
     if not isinstance(value, dict):
         invalid(f"must be an object, not {kind_of(value)}")
@@ -274,14 +321,18 @@ def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | No
 
 
 def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:
-    """Return the JSON Schemas of the models and of all models they contain, by name, with OpenAPI references."""
+    """Return the JSON Schemas of the models and of all models they contain, by name, with OpenAPI
+    references.
+    """
     _, together = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, JsonSchemaValue] = together["$defs"]
     return {name: without_pydantic_extras(schema) for name, schema in schemas.items()}
 
 
 def without_pydantic_extras(schema: Any) -> Any:
-    """Return the schema without two things that pydantic adds: titles, and defaults that mean "absent"."""
+    """Return the schema without two things that pydantic adds: titles, and defaults that mean
+    "absent".
+    """
     if isinstance(schema, list):
         return [without_pydantic_extras(each) for each in schema]
     if not isinstance(schema, dict):
@@ -289,7 +340,8 @@ def without_pydantic_extras(schema: Any) -> Any:
     return {
         key: without_pydantic_extras(value)
         for key, value in schema.items()
-        if not (key == "title" and isinstance(value, str)) and not (key == "default" and (value is None or value == {}))
+        if not (key == "title" and isinstance(value, str))
+        and not (key == "default" and (value is None or value == {}))
     }
 
 
@@ -299,7 +351,9 @@ def kind_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error: a number, the beginning of a text, or the type of any other value."""
+    """Format a value for an error: a number, the beginning of a text, or the type of any other
+    value.
+    """
     if isinstance(value, str):
         return repr(cut(value))
     return repr(value) if isinstance(value, int | float) else kind_of(value)
@@ -338,18 +392,31 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
         return str(context["reason"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"must be an object, not {kind_of(given)}"
-    if kind in ("too_short", "too_long", "string_too_short", "string_too_long", "string_pattern_mismatch"):
+    if kind in (
+        "too_short",
+        "too_long",
+        "string_too_short",
+        "string_too_long",
+        "string_pattern_mismatch",
+    ):
         return (
-            error["msg"].split(" ", 1)[1].replace("should", "must").replace(" after validation", "").split(", not")[0]
+            error["msg"]
+            .split(" ", 1)[1]
+            .replace("should", "must")
+            .replace(" after validation", "")
+            .split(", not")[0]
         )
-    wanted = error["msg"].replace("Input should be a valid", "must be a").replace("Input should", "must")
+    wanted = (
+        error["msg"].replace("Input should be a valid", "must be a").replace("Input should", "must")
+    )
     wanted = wanted.replace("a integer", "an integer")
     wanted = wanted[0].lower() + wanted[1:]
     return f"{wanted}, not {shown(given)}"
 
 
 def _field_path(path: Iterable[int | str]) -> str:
-    """Format a pydantic location without union tags: ("messages", 0, "user", "content") → "messages[0].content".
+    """Format a pydantic location without union tags: ("messages", 0, "user", "content") →
+    "messages[0].content".
 
     A union tag that could be mistaken for a field is written `<tag>`.
     """

@@ -22,12 +22,20 @@ LONGEST = 1000  # characters of an error message: it may quote a request of seve
 Schema: TypeAlias = dict[str, Any]
 Time = Annotated[int, Field(ge=0, description="Seconds since the epoch.")]
 Octet = Annotated[int, Field(ge=0, le=255)]
-ErrorType: TypeAlias = Literal["invalid_request_error", "rate_limit_error", "service_unavailable_error", "server_error"]
+ErrorType: TypeAlias = Literal[
+    "invalid_request_error", "rate_limit_error", "service_unavailable_error", "server_error"
+]
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 Readiness: TypeAlias = Literal["ready", "not_ready"]
-Reasoning = Annotated[str, Field(description="The model's reasoning. An extension of OpenAI's API.")]
-SameReasoning = Annotated[str, Field(description="The same text as reasoning_content, under vLLM's name.")]
-TokenIdList = Annotated[list[Count], Field(description="Present if the request has return_token_ids.")]
+Reasoning = Annotated[
+    str, Field(description="The model's reasoning. An extension of OpenAI's API.")
+]
+SameReasoning = Annotated[
+    str, Field(description="The same text as reasoning_content, under vLLM's name.")
+]
+TokenIdList = Annotated[
+    list[Count], Field(description="Present if the request has return_token_ids.")
+]
 _OPEN: Final = ConfigDict(extra="allow")
 
 
@@ -75,7 +83,8 @@ class ModelObject(TypedDict):
     object: Literal["model"]
     created: Time
     owned_by: str
-    max_model_len: Annotated[int, Field(ge=0, description="Prompt and output tokens together.")]  # the name is vLLM's
+    # the name is vLLM's
+    max_model_len: Annotated[int, Field(ge=0, description="Prompt and output tokens together.")]
 
 
 class ModelList(TypedDict):
@@ -102,9 +111,13 @@ class PairObject(TypedDict):
     """One pair of workers. Ids are hexadecimal, as in NATS subjects."""
 
     model: str
-    prefill: Annotated[str | None, Field(description="null: the instance serves aggregated requests.")]
+    prefill: Annotated[
+        str | None, Field(description="null: the instance serves aggregated requests.")
+    ]
     decode: str
-    state: Annotated[str, Field(json_schema_extra={"enum": ["untried", "working", "failing", "quarantined"]})]
+    state: Annotated[
+        str, Field(json_schema_extra={"enum": ["untried", "working", "failing", "quarantined"]})
+    ]
     reason: str
     age_s: Annotated[float | None, Field(description="Seconds since the last outcome.")]
 
@@ -115,15 +128,27 @@ class RejectedRecord(TypedDict):
 
 
 class ReadinessReport(TypedDict):
-    """The parts of /health beside the instances. Each list has at most as many entries as the query's `limit`."""
+    """The parts of /health beside the instances.
+
+    Each list has at most as many entries as the query's `limit`.
+    """
 
     num_pairs: Count
-    num_quarantined: Annotated[Count, Field(description="Pairs that get no requests, because they have failed.")]
-    pairs: Annotated[
-        list[PairObject], Field(description="State of KV transfer, from requests and probes; quarantined pairs first.")
+    num_quarantined: Annotated[
+        Count, Field(description="Pairs that get no requests, because they have failed.")
     ]
-    mismatched: Annotated[list[str], Field(description="Instances that match no instance of the other role, and why.")]
-    rejected_records: Annotated[list[RejectedRecord], Field(description="Rejected etcd records and the reasons.")]
+    pairs: Annotated[
+        list[PairObject],
+        Field(
+            description="State of KV transfer, from requests and probes; quarantined pairs first."
+        ),
+    ]
+    mismatched: Annotated[
+        list[str], Field(description="Instances that match no instance of the other role, and why.")
+    ]
+    rejected_records: Annotated[
+        list[RejectedRecord], Field(description="Rejected etcd records and the reasons.")
+    ]
 
 
 class InstanceTransport(TypedDict):
@@ -135,7 +160,9 @@ class InstanceObject(TypedDict):
     endpoint: str
     namespace: str
     instance_id: Count  # a number, as in Dynamo's /health
-    id: Annotated[str, Field(description="instance_id in hexadecimal, as in logs, headers and pairs.")]
+    id: Annotated[
+        str, Field(description="instance_id in hexadecimal, as in logs, headers and pairs.")
+    ]
     role: str
     model: str
     engine: str
@@ -234,7 +261,8 @@ class PromptToken(TypedDict):
     decoded_token: str
 
 
-PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]  # by token id; null: the prompt's first token
+# by token id; null: the prompt's first token
+PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
 
 
 class ChatChoice(TypedDict):
@@ -293,7 +321,9 @@ class TextChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[TokenIdList]
     token_ids: NotRequired[TokenIdList]
-    finish_reason: Annotated[Literal["stop", "length"] | None, Field(description="null in a stream until the end.")]
+    finish_reason: Annotated[
+        Literal["stop", "length"] | None, Field(description="null in a stream until the end.")
+    ]
 
 
 class TextCompletion(Completion):
@@ -349,7 +379,9 @@ class TokenizationObject(TypedDict):
     count: Count
     max_model_len: Annotated[int, Field(ge=0, description="Prompt and output tokens together.")]
     tokens: list[Count]
-    token_strs: Annotated[list[str] | None, Field(description="Tokens as the vocabulary writes them, on request.")]
+    token_strs: Annotated[
+        list[str] | None, Field(description="Tokens as the vocabulary writes them, on request.")
+    ]
 
 
 class DetokenizationObject(TypedDict):
@@ -445,7 +477,9 @@ _ROOTS: Final = (
 
 
 def response_schemas() -> dict[str, Schema]:
-    """Return the JSON Schemas of all objects by name, which is that of the class without "Object"."""
+    """Return the JSON Schemas of all objects by name, which is that of the class without
+    "Object".
+    """
     _, together = TypeAdapter.json_schemas(
         [(root.__name__, "validation", TypeAdapter(root)) for root in _ROOTS], ref_template=REF
     )
@@ -467,8 +501,12 @@ def _closed(value: Any) -> Any:
     return {"additionalProperties": False} | closed if "properties" in value else closed
 
 
-def error_body(message: str, *, type: ErrorType, param: str | None = None, code: str) -> ErrorObject:
-    return {"error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}}
+def error_body(
+    message: str, *, type: ErrorType, param: str | None = None, code: str
+) -> ErrorObject:
+    return {
+        "error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}
+    }
 
 
 def messages_error_body(
@@ -492,7 +530,10 @@ def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMeta:
-    """The fields with which every object of a response begins. `created`: seconds since the epoch."""
+    """The fields with which every object of a response begins.
+
+    `created`: seconds since the epoch.
+    """
 
     id: str
     model: str

@@ -47,7 +47,11 @@ class ServedTool(NamedTuple):
 
 
 class ResponsesFunctionTool(RequestModel):
-    no_ops: ClassVar = {"async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
+    no_ops: ClassVar = {
+        "async": (False,),
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+    }
     unsupported: ClassVar = {"output_schema": "results are not checked"}
 
     type: Literal["function"]
@@ -69,7 +73,9 @@ class CustomTool(RequestModel):
     type: Literal["custom"]
     name: chat.Name
     description: chat.Description = ""
-    format: Annotated[custom_tools.AnyText | GrammarFormat, Discriminator("type")] = custom_tools.AnyText()
+    format: Annotated[custom_tools.AnyText | GrammarFormat, Discriminator("type")] = (
+        custom_tools.AnyText()
+    )
 
     def text(self) -> str:
         """Return the description that the model sees."""
@@ -124,7 +130,9 @@ def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator
     for tool in tools:
         match tool:
             case ResponsesFunctionTool():
-                yield _served(tool.name, tool.description, tool.parameters, tool.strict, "function", namespace)
+                yield _served(
+                    tool.name, tool.description, tool.parameters, tool.strict, "function", namespace
+                )
             case CustomTool():
                 served = _served(tool.name, tool.text(), SCHEMA, True, "custom", namespace)
                 yield served._replace(is_text=tool.format.type == "text")
@@ -149,7 +157,12 @@ def echoed(tools: Iterable[RequestModel]) -> list[dict[str, Any]]:
 
 
 def _served(
-    name: str, description: str, parameters: Mapping[str, Any], is_strict: bool, kind: Kind, namespace: str | None
+    name: str,
+    description: str,
+    parameters: Mapping[str, Any],
+    is_strict: bool,
+    kind: Kind,
+    namespace: str | None,
 ) -> ServedTool:
     qualified = qualified_name(name, namespace)
     return ServedTool(qualified, description, parameters, is_strict, kind, name, namespace)
@@ -158,8 +171,8 @@ def _served(
 def qualified_name(name: str, namespace: str | None) -> str:
     """Return the name under which the model sees a function.
 
-    The names of namespaces have no dot. So only functions of gpt-oss's browser can be declared in two ways: with a
-    namespace, or with a dot in their name.
+    The names of namespaces have no dot. So only functions of gpt-oss's browser can be declared in
+    two ways: with a namespace, or with a dot in their name.
     """
     return name if namespace is None else f"{namespace}.{name}"
 

@@ -1,4 +1,7 @@
-"""Define the request of `POST /v1/responses`. `frontend/generation/responses` interprets its items."""
+"""Define the request of `POST /v1/responses`.
+
+`frontend/generation/responses` interprets its items.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +67,16 @@ class Part(RequestModel):
 
 _Parts = Annotated[List[Part], Field(max_length=MAX_ITEMS)]
 Texts = Annotated[
-    List[LongText], Field(max_length=MAX_ITEMS), BeforeValidator(_texts, json_schema_input_type=LongText | _Parts)
+    List[LongText],
+    Field(max_length=MAX_ITEMS),
+    BeforeValidator(_texts, json_schema_input_type=LongText | _Parts),
 ]
 
 
 class MessageItem(RequestModel):
-    """A message of the input or of an earlier response, in the short form (role and content) or the full form."""
+    """A message of the input or of an earlier response, in the short form (role and content) or the
+    full form.
+    """
 
     hints: ClassVar = frozenset({"status"})
 
@@ -194,7 +201,10 @@ def _typed(value: Any) -> Any:
     if not isinstance(kind, str):
         invalid("must be a string", field="type")
     if kind not in _TYPES:
-        unsupported(f"{shown(kind)} is not supported; supported item types are {', '.join(_TYPES)}", field="type")
+        unsupported(
+            f"{shown(kind)} is not supported; supported item types are {', '.join(_TYPES)}",
+            field="type",
+        )
     return value
 
 
@@ -215,18 +225,22 @@ Item = (
     | Annotated[LocalShellOutputItem, Tag("<local_shell_call_output>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
 )
-InputItem = Annotated[Item, Discriminator(lambda value: f"<{_kind(value)}>"), BeforeValidator(_typed)]
+InputItem = Annotated[
+    Item, Discriminator(lambda value: f"<{_kind(value)}>"), BeforeValidator(_typed)
+]
 
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # no effect: the reasoning is returned as plain text
+# no effect: the reasoning is returned as plain text
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 MAX_INSTRUCTIONS = 256 << 10  # characters; every event that contains the response repeats them
 MAX_INCLUDED = 16
 
 
 class Reasoning(RequestModel):
     no_ops: ClassVar = {
-        "summary": ("auto",),  # there is no summarizer: the reasoning itself is returned as `content`
+        # there is no summarizer: the reasoning itself is returned as `content`
+        "summary": ("auto",),
         "generate_summary": ("auto",),
         "context": ("auto", "current_turn"),
         "mode": ("standard",),
@@ -268,11 +282,17 @@ class TextConfig(RequestModel):
 
 
 def _tag_of_named(value: Any) -> str:
-    return HOSTED if isinstance(value, HostedTool) or _type_of_named(value) not in _CHOSEN else "<named>"
+    return (
+        HOSTED
+        if isinstance(value, HostedTool) or _type_of_named(value) not in _CHOSEN
+        else "<named>"
+    )
 
 
 def _type_of_named(value: Any) -> Any:
-    return value.get("type") or "function" if isinstance(value, dict) else getattr(value, "type", None)
+    return (
+        value.get("type") or "function" if isinstance(value, dict) else getattr(value, "type", None)
+    )
 
 
 _ToolNamed = Annotated[
@@ -330,7 +350,8 @@ ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | Respon
 Items = Annotated[List[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
 InputSent: TypeAlias = Annotated[LongText, Field(min_length=1)] | Items
 Included = Annotated[
-    List[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=MAX_INCLUDED)
+    List[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+    Field(max_length=MAX_INCLUDED),
 ]
 
 
@@ -353,7 +374,8 @@ class ResponseRequest(SamplingFields):
     tools: Tools = Field(default_factory=list)
     tool_choice: Annotated[ChoiceSent, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
-    max_tool_calls: int | None = Field(None, ge=1)  # no effect: it limits built-in tools, and there are none
+    # no effect: it limits built-in tools, and there are none
+    max_tool_calls: int | None = Field(None, ge=1)
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: Annotated[Included, BeforeValidator(_include)] = Field(default_factory=list)
@@ -366,7 +388,8 @@ class ResponseRequest(SamplingFields):
             unsupported("is not supported, except as 1; leave it out", field="n")
         if self.stream_options.continuous_usage_stats:
             unsupported(
-                "is not supported, except as false; leave it out", field="stream_options.continuous_usage_stats"
+                "is not supported, except as false; leave it out",
+                field="stream_options.continuous_usage_stats",
             )
         agreed({"max_output_tokens": self.max_output_tokens, "max_tokens": self.max_tokens})
         if (name := first_repeated(tool.name for tool in self.served_tools)) is not None:
@@ -380,7 +403,10 @@ class ResponseRequest(SamplingFields):
 
     @property
     def output_tokens(self) -> int | None:
-        """The maximum number of tokens to generate, also from `max_tokens`. None: as many as the context allows."""
+        """The maximum number of tokens to generate, also from `max_tokens`.
+
+        None: as many as the context allows.
+        """
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     @property
@@ -394,4 +420,6 @@ class ResponseRequest(SamplingFields):
         wanted = self.text.format
         if wanted.type == "text":
             return None
-        return OutputFormat(json_schema=schema_text(wanted.schema_ if isinstance(wanted, JsonSchemaFormat) else {}))
+        return OutputFormat(
+            json_schema=schema_text(wanted.schema_ if isinstance(wanted, JsonSchemaFormat) else {})
+        )

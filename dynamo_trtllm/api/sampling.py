@@ -1,7 +1,8 @@
-"""Define the request fields that endpoints share: sampling, stop conditions, output options and structured output.
+"""Define the request fields that endpoints share: sampling, stop conditions, output options and
+structured output.
 
-All generating endpoints have `SamplingFields`; chat and text completions have `CompletionFields`, whose names are those
-of OpenAI, vLLM and Dynamo.
+All generating endpoints have `SamplingFields`; chat and text completions have `CompletionFields`,
+whose names are those of OpenAI, vLLM and Dynamo.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _bias(value: Any) -> Any:
         if not (len(key) <= _ID_DIGITS and key.isascii() and key.isdigit() and int(key) < 1 << 32):
             invalid(f"must have token ids as keys; {shown(key)} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            invalid(f"must have numbers from -100 to 100 as values, not {shown(bias)} for token {key}")
+            invalid(
+                f"must have numbers from -100 to 100 as values, not {shown(bias)} for token {key}"
+            )
         biases[int(key)] = float(bias)
     return biases
 
@@ -79,7 +82,8 @@ def _stops(value: Any) -> Any:
 
 BiasSent: TypeAlias = Annotated[
     dict[
-        Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)], Annotated[float, Field(ge=-100, le=100)]
+        Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)],
+        Annotated[float, Field(ge=-100, le=100)],
     ],
     Field(max_length=MAX_BIASED),
 ]
@@ -107,7 +111,9 @@ class StreamOptions(RequestModel):
     @model_validator(mode="after")
     def _has_usage(self) -> StreamOptions:
         if self.continuous_usage_stats and not self.include_usage:
-            invalid("is only allowed with include_usage set to true", field="continuous_usage_stats")
+            invalid(
+                "is only allowed with include_usage set to true", field="continuous_usage_stats"
+            )
         return self
 
 
@@ -139,7 +145,8 @@ class NvExt(RequestModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     agent_hints: AgentHints | None = None
-    extra_fields: List[Literal["worker_id", "timing"]] = Field(default_factory=list, max_length=16)  # of the response
+    # of the response
+    extra_fields: List[Literal["worker_id", "timing"]] = Field(default_factory=list, max_length=16)
     dp_rank: DpRank | None = None
     prefill_dp_rank: DpRank | None = None
 
@@ -153,7 +160,8 @@ class SamplingFields(RequestModel):
 
     model: Id
     stream: bool = False
-    timeout: float | None = Field(None, gt=0)  # seconds until the response must be complete; the server caps it
+    # seconds until the response must be complete; the server caps it
+    timeout: float | None = Field(None, gt=0)
     stream_options: StreamOptions = Field(default_factory=lambda: _NO_STREAM_OPTIONS)
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
@@ -165,11 +173,15 @@ class SamplingFields(RequestModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: Annotated[
-        dict[int, float], Field(max_length=MAX_BIASED), BeforeValidator(_bias, json_schema_input_type=BiasSent)
+        dict[int, float],
+        Field(max_length=MAX_BIASED),
+        BeforeValidator(_bias, json_schema_input_type=BiasSent),
     ] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: Annotated[Stops, BeforeValidator(_stops, json_schema_input_type=Stop | Stops)] = Field(default_factory=list)
+    stop: Annotated[Stops, BeforeValidator(_stops, json_schema_input_type=Stop | Stops)] = Field(
+        default_factory=list
+    )
     stop_token_ids: List[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
@@ -186,8 +198,15 @@ class SamplingFields(RequestModel):
     @model_validator(mode="after")
     def _common_fields_agree(self) -> Self:
         _ = self.past_eos, self.salt, self._priority()
-        if self.attention_dp_relax and self.nvext.dp_rank is None and self.nvext.prefill_dp_rank is None:
-            invalid("is only allowed with nvext.dp_rank or nvext.prefill_dp_rank", field="attention_dp_relax")
+        if (
+            self.attention_dp_relax
+            and self.nvext.dp_rank is None
+            and self.nvext.prefill_dp_rank is None
+        ):
+            invalid(
+                "is only allowed with nvext.dp_rank or nvext.prefill_dp_rank",
+                field="attention_dp_relax",
+            )
         if "stream_options" in self.model_fields_set and not self.stream:
             invalid("is only allowed with stream set to true", field="stream_options")
         return self
@@ -205,7 +224,9 @@ class SamplingFields(RequestModel):
     @property
     def past_eos(self) -> bool:
         """True if generation continues past the model's stop tokens."""
-        return bool(agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos}))
+        return bool(
+            agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos})
+        )
 
     @property
     def salt(self) -> str | None:
@@ -231,7 +252,9 @@ class SamplingFields(RequestModel):
             dp_rank=nvext.dp_rank,
             prefill_dp_rank=nvext.prefill_dp_rank,
             relax_dp_rank=self.attention_dp_relax,
-            conversation_id=(session_id or None) if conversation is None else conversation.conversation_id,
+            conversation_id=(
+                (session_id or None) if conversation is None else conversation.conversation_id
+            ),
         )
 
 
@@ -247,11 +270,13 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
 """Fields that are accepted only with the values that do not change a response."""
 
 
-# --- structured output ---------------------------------------------------------------------------------
+# --- structured output ----------------------------------------------------------------------------
 
 
 def _parsed(value: Any) -> Any:
-    """Return a schema that is sent as text, as vLLM allows, as an object, and any other value unchanged."""
+    """Return a schema that is sent as text, as vLLM allows, as an object, and any other value
+    unchanged.
+    """
     if not isinstance(value, str):
         return value
     if len(value) > MAX_SCHEMA_BYTES:
@@ -268,7 +293,11 @@ Json = Annotated[Schema, BeforeValidator(_parsed, json_schema_input_type=JsonSen
 Word = Annotated[str, Field(min_length=1, max_length=1000)]
 Words = Annotated[
     List[Word],
-    Field(min_length=1, max_length=MAX_WORDS, description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON together."),
+    Field(
+        min_length=1,
+        max_length=MAX_WORDS,
+        description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON together.",
+    ),
     BeforeValidator(lambda words: check_size(words, MAX_SCHEMA_BYTES)),
 ]
 
@@ -300,7 +329,9 @@ class StructuredOutputs(RequestModel):
 
     def formats(self) -> dict[str, OutputFormat]:
         """Return the formats that are given, by field."""
-        any_object = {"json_object": OutputFormat(json_schema=ANY_OBJECT)} if self.json_object else {}
+        any_object = (
+            {"json_object": OutputFormat(json_schema=ANY_OBJECT)} if self.json_object else {}
+        )
         return any_object | formats_of(self.json_, self.regex, self.choice, self.grammar)
 
 
@@ -318,18 +349,24 @@ def formats_of(
 
 
 def _one_of(texts: list[str]) -> str:
-    """Return a regular expression that matches exactly these texts, in the syntax that all engines share."""
+    """Return a regular expression that matches exactly these texts, in the syntax that all engines
+    share.
+    """
     return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
 
 
 class CompletionFields(SamplingFields):
-    """The fields of chat and text completions that `/v1/responses` does not have. Their names are vLLM's."""
+    """The fields of chat and text completions that `/v1/responses` does not have.
+
+    Their names are vLLM's.
+    """
 
     hints: ClassVar = SamplingFields.hints | {"guided_decoding_backend"}
     unsupported: ClassVar = {**SamplingFields.unsupported, **rejected_fields.OF_COMPLETIONS}
 
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # keep the last ones; -1: as many as the context allows
+    # keep the last ones; -1: as many as the context allows
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json | None = None
@@ -351,9 +388,17 @@ class CompletionFields(SamplingFields):
         return self
 
     def output_formats(self) -> dict[str, OutputFormat]:
-        """Return the formats that the output must follow, by the client's path. All of them are equal."""
-        guided = formats_of(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        """Return the formats that the output must follow, by the client's path.
+
+        All of them are equal.
+        """
+        guided = formats_of(
+            self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        )
         formats = {f"guided_{kind}": output for kind, output in guided.items()}
         if self.structured_outputs is not None:
-            formats |= {f"structured_outputs.{kind}": each for kind, each in self.structured_outputs.formats().items()}
+            formats |= {
+                f"structured_outputs.{kind}": each
+                for kind, each in self.structured_outputs.formats().items()
+            }
         return formats

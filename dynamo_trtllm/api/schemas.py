@@ -14,12 +14,16 @@ MAX_DEPTH: Final = 48
 _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")  # name -> schema
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_Place: TypeAlias = tuple[Any, ...]  # (place of the enclosing schema, keys from there); (): the root schema
+# (place of the enclosing schema, keys from there); (): the root schema
+_Place: TypeAlias = tuple[Any, ...]
 _ONES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
 
 
 def check_schema(value: Any) -> Any:
-    """Check a schema and return it unchanged. A malformed schema is rejected with the place of the error."""
+    """Check a schema and return it unchanged.
+
+    A malformed schema is rejected with the place of the error.
+    """
     if not isinstance(value, dict):
         invalid(f"must be an object, not {kind_of(value)}")
     check_size(value, MAX_SCHEMA_BYTES)
@@ -29,7 +33,10 @@ def check_schema(value: Any) -> Any:
 
 Schema = Annotated[
     dict[LongText, Any],
-    Field(max_length=MAX_SCHEMA_BYTES, description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON, {MAX_DEPTH} levels."),
+    Field(
+        max_length=MAX_SCHEMA_BYTES,
+        description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON, {MAX_DEPTH} levels.",
+    ),
     BeforeValidator(check_schema),
 ]
 
@@ -48,8 +55,13 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
         invalid(f"is nested deeper than {MAX_DEPTH} schemas")
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else [kind]
-    if kind is not None and not (kinds and all(isinstance(each, str) and each in _TYPES for each in kinds)):
-        invalid(f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not {shown(kind)}")
+    if kind is not None and not (
+        kinds and all(isinstance(each, str) and each in _TYPES for each in kinds)
+    ):
+        invalid(
+            f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not"
+            f" {shown(kind)}"
+        )
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
         invalid(f"must have a list of values at {_pointer(where)}/enum")
     required = schema.get("required", [])
@@ -66,12 +78,16 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
         for key, member in members.items() if isinstance(members, dict) else enumerate(members):
             _check(member, (where, name, key), depth + 1)
     for name in _ONES:
-        if name in schema and not isinstance(schema[name], list):  # "items" was a list in old drafts
+        # "items" was a list in old drafts
+        if name in schema and not isinstance(schema[name], list):
             _check(schema[name], (where, name), depth + 1)
 
 
 def _pointer(where: _Place) -> str:
-    """Return the path of a place. It is built only for errors, because all paths together exceed the schema's size."""
+    """Return the path of a place.
+
+    It is built only for errors, because all paths together exceed the schema's size.
+    """
     steps: list[str] = []
     while where:
         steps[:0] = [cut(str(step)) for step in where[1:]]

@@ -28,8 +28,12 @@ class TokenizeRequest(ChatRequest):
     Fields of a chat request that do not change its prompt have no effect.
     """
 
-    no_ops: ClassVar = {name: values for name, values in ChatRequest.no_ops.items() if name not in _OWN}
-    unsupported: ClassVar = {name: reason for name, reason in ChatRequest.unsupported.items() if name not in _OWN}
+    no_ops: ClassVar = {
+        name: values for name, values in ChatRequest.no_ops.items() if name not in _OWN
+    }
+    unsupported: ClassVar = {
+        name: reason for name, reason in ChatRequest.unsupported.items() if name not in _OWN
+    }
 
     prompt: LongText | None = None
     messages: List[ChatMessage] = Field(default_factory=list, max_length=MAX_ITEMS)

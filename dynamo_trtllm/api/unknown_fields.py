@@ -13,7 +13,8 @@ _MOST_COMPARED: Final = 128  # unknown fields of a request; each is compared wit
 
 
 class IgnoredFields:
-    """The fields of a request that have no effect: each name once, the first few, without long ends.
+    """The fields of a request that have no effect: each name once, the first few, without long
+    ends.
 
     Args:
         rejects_misspelled: A field whose name is nearly that of a known one is not ignored.
@@ -22,7 +23,8 @@ class IgnoredFields:
     def __init__(self, *, rejects_misspelled: bool = False) -> None:
         self._names: dict[str, None] = {}
         self._rejects_misspelled = rejects_misspelled
-        self._compared: set[tuple[str, Hashable]] = set()  # names, each with the known ones of its place
+        # names, each with the known ones of its place
+        self._compared: set[tuple[str, Hashable]] = set()
 
     def add(self, names: Iterable[str]) -> None:
         """Add names."""
@@ -31,9 +33,12 @@ class IgnoredFields:
                 self._names[name[:_MAX_NAME]] = None
 
     def meant(self, name: str, known: frozenset[str]) -> str | None:
-        """Return the known name that a misspelled one stands for. None: it is an unknown field, or they are allowed.
+        """Return the known name that a misspelled one stands for.
 
-        Only the first unknown fields of a request are compared, so that no request costs more than its size.
+        None: it is an unknown field, or they are allowed.
+
+        Only the first unknown fields of a request are compared, so that no request costs more than
+        its size.
         """
         if not self._rejects_misspelled or len(self._compared) >= _MOST_COMPARED:
             return None
@@ -50,12 +55,17 @@ class IgnoredFields:
 
 
 def collector(mode: Literal["reject", "warn", "ignore"]) -> IgnoredFields | None:
-    """Return what collects the ignored fields of a request, as `--unknown-fields` says. None: all are rejected."""
+    """Return what collects the ignored fields of a request, as `--unknown-fields` says.
+
+    None: all are rejected.
+    """
     return None if mode == "reject" else IgnoredFields(rejects_misspelled=mode == "warn")
 
 
 def misspelled(name: str, known: Collection[str]) -> str | None:
-    """Return the known name from which a name differs by one edit, or by case and underscores only."""
+    """Return the known name from which a name differs by one edit, or by case and underscores
+    only.
+    """
     plain = _plain(name)
     for other in known:
         is_near = len(other) >= _SHORTEST and abs(len(other) - len(name)) <= 1
@@ -71,7 +81,9 @@ def _plain(name: str) -> str:
 
 
 def _is_one_edit(one: str, other: str) -> bool:
-    """Return True if one character is missing, too many or another one, or two neighbors are swapped."""
+    """Return True if one character is missing, too many or another one, or two neighbors are
+    swapped.
+    """
     begin = 0
     shortest = min(len(one), len(other))
     while begin < shortest and one[begin] == other[begin]:

@@ -1,4 +1,5 @@
-"""Find the benchmarks of a checkout, so that `python -m dynamo_trtllm.bench.profile` works there as in the wheel.
+"""Find the benchmarks of a checkout, so that `python -m dynamo_trtllm.bench.profile` works there as
+in the wheel.
 
 The wheel has the benchmarks in this place, without this file.
 """

@@ -1,4 +1,6 @@
-"""Chat with a running frontend (`python -m dynamo_trtllm.chat`), in a terminal or line by line from a pipe."""
+"""Chat with a running frontend (`python -m dynamo_trtllm.chat`), in a terminal or line by line from
+a pipe.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,18 @@ _DATA: Final = "data:"
 
 
 class ChatFailed(Exception):
-    """The answer is missing or incomplete. The message is one line, with advice where there is any."""
+    """The answer is missing or incomplete.
+
+    The message is one line, with advice where there is any.
+    """
 
 
 @command(ChatConfig, "python -m dynamo_trtllm.chat", ChatFailed)
 def main(config: ChatConfig) -> int:
     """Run the command.
 
-    Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer, and with 2 for a
-    bad command line.
+    Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer,
+    and with 2 for a bad command line.
     """
     model = config.model or only_model(models(config.url), config.url)
     return 1 if _converse(config.model_copy(update={"model": model})) else 0
@@ -64,7 +69,9 @@ def _converse(config: ChatConfig) -> int:
         notice_writer(sys.stderr, has_colors=has_colors),
     )
     if is_terminal:
-        chat.say(f"Connected to {config.model} at {mask_address(config.url)}. Type /help for commands.")
+        chat.say(
+            f"Connected to {config.model} at {mask_address(config.url)}. Type /help for commands."
+        )
     chat.run(_typed_lines() if is_terminal else sys.stdin)
     return 0 if is_terminal else chat.failures
 
@@ -75,15 +82,20 @@ def only_model(names: Sequence[str], url: str) -> str:
         return names[0]
     if not names:
         raise ConfigError(f"{mask_address(url)} has no model yet; start a worker, or pass --model")
-    raise ConfigError(f"{mask_address(url)} has several models; choose one with --model: {', '.join(names)}")
+    raise ConfigError(
+        f"{mask_address(url)} has several models; choose one with --model: {', '.join(names)}"
+    )
 
 
 def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
-    """Return a function that writes a line of this program, dimmed to differ from the model's output."""
+    """Return a function that writes a line of this program, dimmed to differ from the model's
+    output.
+    """
     before, after = ("\x1b[2m", "\x1b[0m") if has_colors else ("", "")
 
     def say(text: str) -> None:
-        shown = "\n".join(map(escape_controls, text.split("\n")))  # a server may have written a part of it
+        # a server may have written a part of it
+        shown = "\n".join(map(escape_controls, text.split("\n")))
         out.write(f"{before}{shown}{after}\n")
         out.flush()
 
@@ -116,7 +128,10 @@ class Chat:
         """Return the request body for the next question."""
         config = self.config
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        chosen = {name: getattr(config, name) for name in ("reasoning_effort", "max_tokens", "temperature")}
+        chosen = {
+            name: getattr(config, name)
+            for name in ("reasoning_effort", "max_tokens", "temperature")
+        }
         return {
             "model": config.model,
             "messages": [*system, *self.messages, {"role": "user", "content": question}],
@@ -176,7 +191,9 @@ def models(url: str) -> list[str]:
 
 
 def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-    """Send a chat completion request and yield the events of its stream. Close the generator to stop the answer.
+    """Send a chat completion request and yield the events of its stream.
+
+    Close the generator to stop the answer.
 
     Args:
         url: Address of the frontend.
@@ -190,7 +207,10 @@ def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], 
 
 
 def events(lines: Iterable[bytes]) -> Generator[dict[str, Any], None, None]:
-    """Yield the server-sent events before `[DONE]`. Raise ChatFailed for an error event or a missing `[DONE]`."""
+    """Yield the server-sent events before `[DONE]`.
+
+    Raise ChatFailed for an error event or a missing `[DONE]`.
+    """
     for line in lines:
         text = line.decode(errors="replace").strip()
         if not text.startswith(_DATA):
@@ -213,8 +233,12 @@ def error_text(body: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _response(url: str, path: str, content: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
-    """Send a GET request, or a POST request with JSON content, and yield the response if its status is 200."""
+def _response(
+    url: str, path: str, content: bytes | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """Send a GET request, or a POST request with JSON content, and yield the response if its status
+    is 200.
+    """
     parts, shown = urllib.parse.urlsplit(url), mask_address(url)
     headers = {} if content is None else {"Content-Type": "application/json"}
     if "@" in parts.netloc:
@@ -226,11 +250,14 @@ def _response(url: str, path: str, content: bytes | None = None) -> Iterator[htt
             connection.connect()
         except OSError as exc:
             raise ChatFailed(
-                f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address with --url"
+                f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address"
+                " with --url"
             ) from exc
         connection.sock.settimeout(_SILENCE_TIMEOUT_S)
         try:
-            connection.request("GET" if content is None else "POST", parts.path + path, content, headers)
+            connection.request(
+                "GET" if content is None else "POST", parts.path + path, content, headers
+            )
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 text = response.read().decode(errors="replace")
@@ -252,9 +279,14 @@ def _json(data: bytes | str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as exc:
-        raise ChatFailed("the server's answer is not JSON; check that --url is the address of a frontend") from exc
+        raise ChatFailed(
+            "the server's answer is not JSON; check that --url is the address of a frontend"
+        ) from exc
     if not isinstance(value, dict):
-        raise ChatFailed("the server's answer is not a JSON object; check that --url is the address of a frontend")
+        raise ChatFailed(
+            "the server's answer is not a JSON object; check that --url is the address of a"
+            " frontend"
+        )
     return value
 
 
@@ -262,7 +294,8 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # may move the cursor or change colors
+# may move the cursor or change colors
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
@@ -273,7 +306,10 @@ Delta: TypeAlias = tuple[Kind, str]
 
 @dataclass(slots=True)
 class ChatTurn:
-    """The answer received so far. Times are measured in this process, so TTFT includes the network."""
+    """The answer received so far.
+
+    Times are measured in this process, so TTFT includes the network.
+    """
 
     clock: Callable[[], float] = time.perf_counter
     content: str = ""
@@ -301,7 +337,9 @@ class ChatTurn:
 
     def report(self) -> str:
         """Return one line with TTFT, tokens, speed, and the finish reason if it is not `stop`."""
-        words = ["no text" if self.first is None else f"TTFT {(self.first - self.began) * 1e3:.0f} ms"]
+        words = [
+            "no text" if self.first is None else f"TTFT {(self.first - self.began) * 1e3:.0f} ms"
+        ]
         if self.tokens is not None:
             words.append(f"{self.tokens} tokens")
             seconds = self.last - (self.first or self.last)
@@ -313,7 +351,10 @@ class ChatTurn:
 
 
 def _deltas(delta: Mapping[str, Any]) -> Iterator[Delta]:
-    parts: list[tuple[Kind, Any]] = [("reasoning", delta.get("reasoning_content")), ("content", delta.get("content"))]
+    parts: list[tuple[Kind, Any]] = [
+        ("reasoning", delta.get("reasoning_content")),
+        ("content", delta.get("content")),
+    ]
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
         parts += [("call", function.get("name")), ("arguments", function.get("arguments"))]
@@ -321,7 +362,10 @@ def _deltas(delta: Mapping[str, Any]) -> Iterator[Delta]:
 
 
 class Screen:
-    """Prints an answer while it streams. Each part begins a line; reasoning is dim, or labeled without colors."""
+    """Prints an answer while it streams.
+
+    Each part begins a line; reasoning is dim, or labeled without colors.
+    """
 
     def __init__(self, out: TextIO, *, has_colors: bool) -> None:
         self._out = out

@@ -1,7 +1,8 @@
 """Show stale records of a deployment in etcd and JetStream, and remove them after confirmation.
 
-A worker that stops removes its record, and etcd removes that of a killed worker when its lease expires. This command
-removes records that are left nevertheless, and stored responses. It stops no process.
+A worker that stops removes its record, and etcd removes that of a killed worker when its lease
+expires. This command removes records that are left nevertheless, and stored responses. It stops no
+process.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _YES = ("y", "yes")
 def main(config: ClearNamespaceConfig) -> int:
     """Run the command.
 
-    Exit with status 0 if the namespace is clear, 1 if records are left or a server is unreachable, and 2 for a bad
-    command line.
+    Exit with status 0 if the namespace is clear, 1 if records are left or a server is unreachable,
+    and 2 for a bad command line.
     """
     observe_logging.setup(config.log_level, "clear", config.log_format)
     return 0 if asyncio.run(clear(config)) else 1
@@ -59,15 +60,16 @@ async def clear(config: ClearNamespaceConfig) -> bool:
         num_live = sum(lease is not None for lease in instances.values())
         if num_live and not config.force:
             _say(
-                f"Nothing removed: {num_live} instances are live, or died less than a lease time ago. "
-                "Stop them, wait, or pass --force."
+                f"Nothing removed: {num_live} instances are live, or died less than a lease time"
+                " ago. Stop them, wait, or pass --force."
             )
             return False
         if not config.yes and not _read_confirmation():
             _say("Nothing removed.")
             return False
         for key, lease in instances.items():
-            # a lease is revoked instead of the deletion of its key, so that a live worker registers again
+            # a lease is revoked instead of the deletion of its key, so that a live worker registers
+            # again
             await (store.delete(key) if lease is None else store.revoke(lease))
         if responses is not None:
             await delete_bucket(config.nats_server, config.namespace)

@@ -1,7 +1,9 @@
-"""The console command `dynamo-trtllm`: a table of subcommands, each of which is loaded only when it runs.
+"""The console command `dynamo-trtllm`: a table of subcommands, each of which is loaded only when it
+runs.
 
-Every subcommand has one implementation, which `python -m` of its module also runs. The flags of a subcommand come from
-its settings, so that `--help` and the completion of a shell load no engine and no server.
+Every subcommand has one implementation, which `python -m` of its module also runs. The flags of a
+subcommand come from its settings, so that `--help` and the completion of a shell load no engine and
+no server.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ _BENCH = "bench."
 
 
 class Command(NamedTuple):
-    """One subcommand. `main` is MODULE or MODULE:NAME, in `dynamo_trtllm`; without NAME it is the function `main`.
+    """One subcommand.
 
-    Its settings are the class of `config.commands` that is named for it. A benchmark has a function `parser` instead.
+    `main` is MODULE or MODULE:NAME, in `dynamo_trtllm`; without NAME it is the function `main`.
+
+    Its settings are the class of `config.commands` that is named for it. A benchmark has a function
+    `parser` instead.
     """
 
     name: str
@@ -34,7 +39,9 @@ class Command(NamedTuple):
 
 GROUPS = {
     "start a deployment on this machine": (
-        Command("demo", "Start the sample deployment, and send it a request.", "launch.main:demo_main"),
+        Command(
+            "demo", "Start the sample deployment, and send it a request.", "launch.main:demo_main"
+        ),
         Command("serve", "Serve a model with settings chosen for this machine.", "launch.serve"),
         Command("launch", "Start the processes of a deployment file.", "launch.main"),
     ),
@@ -46,7 +53,11 @@ GROUPS = {
         Command("chat", "Chat with a running deployment.", "cli.chat"),
         Command("status", "Show processes, health and load of a deployment.", "cli.status"),
         Command("explain", "Show the life of a request, or what is stuck.", "cli.explain"),
-        Command("clear-namespace", "Remove the records of a deployment that is gone.", "cli.clear_namespace"),
+        Command(
+            "clear-namespace",
+            "Remove the records of a deployment that is gone.",
+            "cli.clear_namespace",
+        ),
     ),
     "check and measure": (
         Command("preflight", "Check TensorRT-LLM settings without a GPU.", "cli.preflight"),
@@ -55,14 +66,21 @@ GROUPS = {
     ),
     "other commands": (
         Command("version", "Show versions, engines, GPUs and servers found here.", "cli.version"),
-        Command("completion", "Print a completion script for bash, zsh or fish.", "cli.console:completion_main"),
+        Command(
+            "completion",
+            "Print a completion script for bash, zsh or fish.",
+            "cli.console:completion_main",
+        ),
     ),
 }
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def main() -> None:
-    """Run the command line. Exit with the status of the subcommand, or with 2 for a bad command line."""
+    """Run the command line.
+
+    Exit with the status of the subcommand, or with 2 for a bad command line.
+    """
     with command_streams(CONSOLE):
         try:
             raise SystemExit(_run(command_line()))
@@ -94,11 +112,16 @@ def find(name: str) -> Command:
     from dynamo_trtllm.config.base import suggest
 
     guess = suggest(name, COMMANDS)
-    raise ConfigError(f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help"))
+    raise ConfigError(
+        f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help")
+    )
 
 
 def _overview() -> CommandParser:
-    """Return the parser that prints the list of subcommands. Its arguments are only shown: it parses nothing."""
+    """Return the parser that prints the list of subcommands.
+
+    Its arguments are only shown: it parses nothing.
+    """
     parser = CommandParser(
         prog=CONSOLE,
         usage=f"{CONSOLE} COMMAND [flags]",

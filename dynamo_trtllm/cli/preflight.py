@@ -1,4 +1,6 @@
-"""Check engine arguments and estimate memory (`python -m dynamo_trtllm.preflight`), without loading an engine."""
+"""Check engine arguments and estimate memory (`python -m dynamo_trtllm.preflight`), without loading
+an engine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ from dynamo_trtllm.engines.trtllm import api_manifests as trtllm_manifests
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, known_gpu
-from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table, transfer_s
+from dynamo_trtllm.engines.trtllm.preflight.memory import (
+    WORKSPACE_BYTES,
+    MemoryTable,
+    memory_table,
+    transfer_s,
+)
 from dynamo_trtllm.engines.vllm import api_manifests as vllm_manifests
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -36,11 +43,15 @@ from dynamo_trtllm.sanitize import escape_controls
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Result of a preflight check. The lists of roles lack those whose arguments TensorRT-LLM would reject."""
+    """Result of a preflight check.
+
+    The lists of roles lack those whose arguments TensorRT-LLM would reject.
+    """
 
     release: str
     gpu: str | None
-    findings: list[tuple[str, Finding]] = field(default_factory=list)  # with the role, or "pair"; the pair's are last
+    # with the role, or "pair"; the pair's are last
+    findings: list[tuple[str, Finding]] = field(default_factory=list)
     roles: list[RoleFacts] = field(default_factory=list)
     memory: list[tuple[RoleFacts, MemoryTable]] = field(default_factory=list)
     handoff_tokens: int | None = None
@@ -69,7 +80,10 @@ def as_text(report: Report) -> str:
     head = f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}"
     notes = [f"  {facts.role}: {note}" for facts in report.roles for note in facts.args.notes]
     arguments = "\n".join(["arguments:", *notes]) if notes else ""
-    end = f"{report.count('error')} errors, {report.count('warning')} warnings, {report.count('note')} notes"
+    end = (
+        f"{report.count('error')} errors, {report.count('warning')} warnings,"
+        f" {report.count('note')} notes"
+    )
     blocks = [head, *_findings(report), arguments, _memory(report), _handoff(report), end]
     text = "\n\n".join(block for block in blocks if block)
     # Values come from files, which may have characters that move a terminal's cursor.
@@ -113,8 +127,12 @@ def _memory(report: Report) -> str:
         return "Memory estimate skipped: pass --model."
     head = ["estimated memory per GPU"]
     for facts, _ in report.memory:
-        head.append(f"{facts.role}, {facts.tensor_parallel} GPU{'s' if facts.tensor_parallel > 1 else ''}")
-    return _aligned([head, *([name, *(shown(table) for _, table in report.memory)] for name, shown in _ROWS)])
+        head.append(
+            f"{facts.role}, {facts.tensor_parallel} GPU{'s' if facts.tensor_parallel > 1 else ''}"
+        )
+    return _aligned(
+        [head, *([name, *(shown(table) for _, table in report.memory)] for name, shown in _ROWS)]
+    )
 
 
 def _handoff(report: Report) -> str:
@@ -128,7 +146,9 @@ def _handoff(report: Report) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """Format rows as lines. The first column is aligned left, the others right."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows
+    )
 
 
 def _gib(count: int | None) -> str:
@@ -145,7 +165,10 @@ def _concurrency(table: MemoryTable) -> str:
 
 @command(PreflightConfig, "python -m dynamo_trtllm.preflight")
 def main(config: PreflightConfig) -> int:
-    """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
+    """Run the command.
+
+    Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line.
+    """
     report = evaluate(config)
     sys.stdout.write(as_json(report) if config.json_output else as_text(report))
     return 1 if report.count("error") else 0
@@ -161,7 +184,11 @@ def evaluate(config: PreflightConfig) -> Report:
     model = _model(config.model_path)
     gpu = _gpu(config.gpu)
     report = Report(release=config.release, gpu=gpu.name if gpu else None)
-    for role, name in ((Role.PREFILL, "prefill"), (Role.DECODE, "decode"), (Role.AGGREGATED, "agg")):
+    for role, name in (
+        (Role.PREFILL, "prefill"),
+        (Role.DECODE, "decode"),
+        (Role.AGGREGATED, "agg"),
+    ):
         path: Path | None = getattr(config, name)
         if path is None:
             continue
@@ -206,7 +233,9 @@ def _rejected(path: Path, error: ConfigError) -> Finding:
 
 
 def _check_engine_of(path: Path) -> None:
-    """Raise ConfigError if half of the arguments or more are unknown to TensorRT-LLM, and another engine knows one."""
+    """Raise ConfigError if half of the arguments or more are unknown to TensorRT-LLM, and another
+    engine knows one.
+    """
     others: dict[str, Callable[[str], bool]] = {
         "vllm": lambda key: schema.is_known(vllm_manifests.LIBRARY, key),
         "torch": lambda key: key in TorchArgs.model_fields,
@@ -216,20 +245,25 @@ def _check_engine_of(path: Path) -> None:
     except ConfigError:
         return  # an unreadable file is a finding already
     translated = trtllm_manifests.LIBRARY.moved.keys()
-    keys = [key for key in given if key not in translated and not schema.is_known(trtllm_manifests.LIBRARY, key)]
+    keys = [
+        key
+        for key in given
+        if key not in translated and not schema.is_known(trtllm_manifests.LIBRARY, key)
+    ]
     if 2 * len(keys) < len(given):
         return
     for engine, has in others.items():
         if match := next((key for key in keys if has(key)), None):
             raise ConfigError(
-                f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it has "
-                f"{match}); to check it: {CONSOLE} worker --engine {engine} --model-path MODEL "
-                f"--extra-engine-args {path} --print-config"
+                f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine"
+                f" {engine} (it has {match}); to check it: {CONSOLE} worker --engine {engine}"
+                f" --model-path MODEL --extra-engine-args {path} --print-config"
             )
 
 
 def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:
-    """Return the settings that the worker would load from this command line, without an environment.
+    """Return the settings that the worker would load from this command line, without an
+    environment.
 
     Raises:
         ConfigError: The file does not exist, or a flag is wrong or sets what this command sets.
@@ -257,7 +291,9 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
                 raise ConfigError(f"{flag} {getattr(worker, name)} can't be used here: {instead}")
         return worker
     except ConfigError as exc:
-        raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
+        raise ConfigError(
+            f"the flags of the {role} worker: {exc.message}", field=exc.field
+        ) from exc
 
 
 def _model(name: str | None) -> Checkpoint | None:

@@ -1,7 +1,8 @@
 """Show the processes of running deployments, their health and their load (`dynamo-trtllm status`).
 
-It finds the deployments that were launched on this machine by the record of their launcher, and otherwise asks a
-frontend, or etcd. It asks all processes at once, and ends when all have answered or the time is over.
+It finds the deployments that were launched on this machine by the record of their launcher, and
+otherwise asks a frontend, or etcd. It asks all processes at once, and ends when all have answered
+or the time is over.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: str
     role: str
-    state: str = ""  # ready, registered, starting, unreachable, or the phase of a process that is not ready
+    # ready, registered, starting, unreachable, or the phase of a process that is not ready
+    state: str = ""
     reason: str = ""
     address: str = ""
     instance_id: str = ""
     model: str = ""
     engine: str = ""
-    load: dict[str, float] = msgspec.field(default_factory=dict)  # metrics by name, summed over labels
+    # metrics by name, summed over labels
+    load: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class DeploymentReport(msgspec.Struct, kw_only=True):
@@ -67,11 +70,16 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        return not self.problems and all(each.state in (_READY, _REGISTERED) for each in self.processes)
+        return not self.problems and all(
+            each.state in (_READY, _REGISTERED) for each in self.processes
+        )
 
 
 class _Health(msgspec.Struct):
-    """The part of a frontend's `/health` that is shown. The lists are required: other servers do not send them."""
+    """The part of a frontend's `/health` that is shown.
+
+    The lists are required: other servers do not send them.
+    """
 
     instances: list[_HealthInstance]
     mismatched: list[object]
@@ -90,14 +98,17 @@ class _HealthInstance(msgspec.Struct):
 def main(config: StatusConfig) -> int:
     """Run the command.
 
-    Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad command line.
+    Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad
+    command line.
     """
     reports = asyncio.run(_show(config))
     return 0 if all(report.is_ready for report in reports) else 1
 
 
 async def _show(config: StatusConfig) -> list[DeploymentReport]:
-    """Show the status; with --watch until a Ctrl-C, in place on a terminal, otherwise one after the other."""
+    """Show the status; with --watch until a Ctrl-C, in place on a terminal, otherwise one after the
+    other.
+    """
     is_on_terminal = sys.stdout.isatty() and not config.json_output
     if is_on_terminal and config.watch:
         from rich.live import Live
@@ -114,7 +125,9 @@ async def _show(config: StatusConfig) -> list[DeploymentReport]:
             Console().print(_colored(reports))
         elif config.json_output:
             shown = msgspec.json.encode(reports)
-            sys.stdout.write(f"{(shown if config.watch else msgspec.json.format(shown)).decode()}\n")
+            sys.stdout.write(
+                f"{(shown if config.watch else msgspec.json.format(shown)).decode()}\n"
+            )
         else:
             sys.stdout.write(as_text(reports) + ("\n" if config.watch else ""))
         if not config.watch:
@@ -139,16 +152,27 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             raise NothingRuns(
                 f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
             ) from exc
-    is_chosen = {name: config.source_of(name) != DEFAULT_SOURCE for name in ("namespace", "etcd_endpoints")}
+    is_chosen = {
+        name: config.source_of(name) != DEFAULT_SOURCE for name in ("namespace", "etcd_endpoints")
+    }
     launched = launch_records()
-    records = [each for each in launched if not is_chosen["namespace"] or each.namespace == config.namespace]
+    records = [
+        each
+        for each in launched
+        if not is_chosen["namespace"] or each.namespace == config.namespace
+    ]
     if records and not is_chosen["etcd_endpoints"]:
         return list(await asyncio.gather(*(_of_launcher(record, deadline) for record in records)))
     others = ", ".join(sorted({each.namespace for each in launched} - {config.namespace}))
-    looked = [f"only {others} was launched on this machine" if others else "no deployment was launched on this machine"]
+    looked = [
+        f"only {others} was launched on this machine"
+        if others
+        else "no deployment was launched on this machine"
+    ]
     if not any(is_chosen.values()):
         try:
-            return [await _of_frontend(_DEFAULT_URL, now + config.timeout_s / 2)]  # the other half is for etcd
+            # the other half is for etcd
+            return [await _of_frontend(_DEFAULT_URL, now + config.timeout_s / 2)]
         except OSError as exc:
             looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
     try:
@@ -156,11 +180,17 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             report, namespaces = await _of_etcd(config)
         if report.processes or report.problems:
             return [report]
-        found = f"it has workers in {', '.join(sorted(namespaces))}" if namespaces else "nor in another one"
+        found = (
+            f"it has workers in {', '.join(sorted(namespaces))}"
+            if namespaces
+            else "nor in another one"
+        )
         looked.append(f"etcd has no worker in namespace {config.namespace} ({found})")
     except (Unreachable, TimeoutError):
         looked.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
-    raise NothingRuns(f"{', '.join(looked)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints")
+    raise NothingRuns(
+        f"{', '.join(looked)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints"
+    )
 
 
 async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentReport:
@@ -183,14 +213,21 @@ async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentRepor
 
 
 async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
-    """Ask a frontend for itself and the workers that it knows. Raise OSError if it does not answer."""
+    """Ask a frontend for itself and the workers that it knows.
+
+    Raise OSError if it does not answer.
+    """
     parts = urllib.parse.urlsplit(url)
     shown = mask_address(url)
     if parts.scheme != "http" or "@" in parts.netloc or parts.path or parts.query:
-        raise ConfigError(f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path")
+        raise ConfigError(
+            f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path"
+        )
     host, port = parts.hostname or "", parts.port or 80
     record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
-    health, process = await asyncio.gather(_health(host, port, deadline), _of_process(record, deadline))
+    health, process = await asyncio.gather(
+        _health(host, port, deadline), _of_process(record, deadline)
+    )
     namespaces = sorted({instance.namespace for instance in health.instances})
     report = DeploymentReport(namespace=", ".join(namespaces), url=url, processes=[process])
     _add_health(report, health)
@@ -198,20 +235,29 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
 
 
 async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
-    """Return the workers that are registered in etcd; if there is none, the namespaces that have workers instead.
+    """Return the workers that are registered in etcd; if there is none, the namespaces that have
+    workers instead.
 
     Raises:
         Unreachable: etcd does not answer.
     """
     from dynamo_trtllm.discovery.etcd_store import EtcdStore
-    from dynamo_trtllm.discovery.records import PREFIX, BadRecord, namespace_prefix, read_instance, shown_key
+    from dynamo_trtllm.discovery.records import (
+        PREFIX,
+        BadRecord,
+        namespace_prefix,
+        read_instance,
+        shown_key,
+    )
 
     report = DeploymentReport(namespace=config.namespace, processes=[])
     async with aclosing(EtcdStore(config)) as store:
         snapshot = await store.read_all(namespace_prefix(config.namespace))
         if not snapshot.records:
             everything = await store.read_all(f"{PREFIX}/")
-            return report, {key.removeprefix(f"{PREFIX}/").partition("/")[0] for key in everything.records}
+            return report, {
+                key.removeprefix(f"{PREFIX}/").partition("/")[0] for key in everything.records
+            }
     for key, record in sorted(snapshot.records.items()):
         try:
             instance = read_instance(key, record)
@@ -219,13 +265,20 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
             report.problems.append(f"record {shown_key(key)}: {exc}")
             continue
         model = instance.card.name
-        report.processes.append(_registered(f"{instance.id:x}", str(instance.role), model, instance.engine))
+        report.processes.append(
+            _registered(f"{instance.id:x}", str(instance.role), model, instance.engine)
+        )
     return report, set()
 
 
 def _registered(instance_id: str, role: str, model: str, engine: str) -> ProcessStatus:
     return ProcessStatus(
-        name=instance_id, role=role, state=_REGISTERED, instance_id=instance_id, model=model, engine=engine
+        name=instance_id,
+        role=role,
+        state=_REGISTERED,
+        instance_id=instance_id,
+        model=model,
+        engine=engine,
     )
 
 
@@ -251,7 +304,9 @@ async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
             _, body = await _get(process.host, process.port, "/metrics", deadline)
             status.load = sum_samples(body.decode(), PREFIX)
     except ConnectionRefusedError as exc:
-        status.state, status.reason = (_STARTING, "") if _runs(process.pid) else (_UNREACHABLE, _text(exc))
+        status.state, status.reason = (
+            (_STARTING, "") if _runs(process.pid) else (_UNREACHABLE, _text(exc))
+        )
     except (OSError, ValueError) as exc:  # ValueError: the answer of another program
         status.state, status.reason = _UNREACHABLE, _text(exc)
     return status
@@ -307,12 +362,16 @@ def _text(error: Exception) -> str:
 
 def as_text(reports: Iterable[DeploymentReport]) -> str:
     """Return the reports as plain lines."""
-    return "\n".join(_title(each) + format_table([_HEAD, *_rows(each)]) + _problems(each) for each in reports)
+    return "\n".join(
+        _title(each) + format_table([_HEAD, *_rows(each)]) + _problems(each) for each in reports
+    )
 
 
 def _title(report: DeploymentReport) -> str:
     state = "ready" if report.is_ready else "NOT READY"
-    lines = [f"deployment {report.namespace or '-'}: {state}" + (f", {report.url}" if report.url else "")]
+    lines = [
+        f"deployment {report.namespace or '-'}: {state}" + (f", {report.url}" if report.url else "")
+    ]
     models: dict[tuple[str, str], list[str]] = {}
     for process in report.processes:
         if process.model:
@@ -330,7 +389,13 @@ def _problems(report: DeploymentReport) -> str:
 def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
     for process in report.processes:
         state = f"{process.state}: {process.reason}" if process.reason else process.state
-        cells = (process.name, process.role, state, process.address or "-", _load(process.role, process.load))
+        cells = (
+            process.name,
+            process.role,
+            state,
+            process.address or "-",
+            _load(process.role, process.load),
+        )
         yield tuple(map(escape_controls, cells))
 
 

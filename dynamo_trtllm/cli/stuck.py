@@ -1,4 +1,5 @@
-"""Find the requests that are stuck and the process that holds each, from the recordings of all processes.
+"""Find the requests that are stuck and the process that holds each, from the recordings of all
+processes.
 
 The module also formats events as text.
 """
@@ -37,7 +38,9 @@ _NO_CALL: Final[dict[int, str]] = {
 _IN_WORKER: Final[dict[int, str]] = {
     RecordedEvent.WAITING_FOR_KV_BLOCKS: "the call waits for KV blocks, which other requests hold",
     RecordedEvent.WAITING_FOR_BUFFER: "the call waits for space in the transfer buffer",
-    RecordedEvent.STARTED_IN_ENGINE: "the engine runs the call, and has not computed its prompt or fetched its KV",
+    RecordedEvent.STARTED_IN_ENGINE: (
+        "the engine runs the call, and has not computed its prompt or fetched its KV"
+    ),
     RecordedEvent.PREFILL_DONE: "the prompt is computed and waits for space in the transfer buffer",
     RecordedEvent.KV_PUBLISHED: "the KV is published, and the call has not ended",
     RecordedEvent.KV_FETCHED: "the KV has arrived, and the engine has not generated from it",
@@ -100,7 +103,10 @@ class StuckReport:
 
     @property
     def exit_status(self) -> int:
-        """1 if a request is stuck, or a process does not work or answer. A process that was killed does not count."""
+        """1 if a request is stuck, or a process does not work or answer.
+
+        A process that was killed does not count.
+        """
         return 1 if self.requests or any(not process.is_over for process in self.processes) else 0
 
     def text(self) -> str:
@@ -112,29 +118,46 @@ class StuckReport:
         for stuck in self.requests:
             silent = f"silent for {stuck.silent_s:.1f} s, held by {stuck.held_by}"
             lines.append(f"request {stuck.request}: {silent}: {stuck.reason}")
-            lines += [f"  {last.process}: {last.event}, {last.age_s:.1f} s ago" for last in stuck.last_events]
+            lines += [
+                f"  {last.process}: {last.event}, {last.age_s:.1f} s ago"
+                for last in stuck.last_events
+            ]
         if not self.exit_status:
-            silent = f"no request of {self.num_running} running processes is silent for {self.older_than_s:g} s"
+            silent = (
+                f"no request of {self.num_running} running processes is silent for"
+                f" {self.older_than_s:g} s"
+            )
             lines.append(f"nothing is stuck: {silent}")
         return "\n".join(lines) + "\n"
 
     def json(self) -> str:
         """Return the report as JSON."""
-        processes = [{"process": each.title, "pid": each.pid, "reason": each.reason} for each in self.processes]
+        processes = [
+            {"process": each.title, "pid": each.pid, "reason": each.reason}
+            for each in self.processes
+        ]
         requests = [asdict(each) for each in self.requests]
         return json.dumps({"processes": processes, "requests": requests}, indent=2) + "\n"
 
 
 def silent_processes(recordings: Recordings) -> list[SilentProcess]:
-    """Return the processes that do not work or answer, have a wrong date, or were killed a short time ago."""
+    """Return the processes that do not work or answer, have a wrong date, or were killed a short
+    time ago.
+    """
     silent = []
     for process in recordings.processes:
-        is_recent = process.state is ProcessState.KILLED and time.time() - process.header.alive_at_s < _RECENT_S
+        is_recent = (
+            process.state is ProcessState.KILLED
+            and time.time() - process.header.alive_at_s < _RECENT_S
+        )
         reasons = (_why_silent(process) or _why_unconnected(process), _why_misdated(process))
         reason = "; ".join(filter(None, reasons))
         if reason and (is_recent or not process.is_over):
             silent.append(SilentProcess(process.title, process.header.pid, reason, process.is_over))
-    silent += [SilentProcess(title, None, reason, is_over=False) for title, reason in recordings.unanswered.values()]
+    silent += [
+        SilentProcess(title, None, reason, is_over=False)
+        for title, reason in recordings.unanswered.values()
+    ]
     return silent
 
 
@@ -150,8 +173,8 @@ def _why_misdated(process: ProcessRecording) -> str:
         return ""
     side = "ahead of" if process.ahead_s > 0 else "behind"
     return (
-        f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and deadlines of requests and KV "
-        "transfers are dates; synchronize the clocks"
+        f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and deadlines of"
+        " requests and KV transfers are dates; synchronize the clocks"
     )
 
 
@@ -173,7 +196,11 @@ def stuck_requests(recordings: Recordings, older_than_s: float) -> list[StuckReq
 
 
 def _stuck_choices(
-    recordings: Recordings, request: RequestRecording, steps: list[Step], older_than_s: float, now_ns: int
+    recordings: Recordings,
+    request: RequestRecording,
+    steps: list[Step],
+    older_than_s: float,
+    now_ns: int,
 ) -> Iterator[StuckRequest]:
     for choice in sorted({step.entry.choice for step in steps}):
         own = [step for step in steps if step.entry.choice == choice]
@@ -206,15 +233,25 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
         return _open_call(steps, has_finished=request.finished is not None)
     frontend = ours[-1].process
     if reason := _why_silent(frontend):
-        return Holder(frontend.title, reason) if not frontend.is_over else _open_call(steps, has_finished=False)
-    call = next((step.entry for step in reversed(ours) if step.entry.event == RecordedEvent.CALL_SENT), None)
+        return (
+            Holder(frontend.title, reason)
+            if not frontend.is_over
+            else _open_call(steps, has_finished=False)
+        )
+    call = next(
+        (step.entry for step in reversed(ours) if step.entry.event == RecordedEvent.CALL_SENT), None
+    )
     last = ours[-1].entry
     if last.event == RecordedEvent.WAITING_FOR_WORKERS:
         return _of_no_worker(recordings, frontend, last)
     if last.event == RecordedEvent.RESERVING_SLOT:
-        return _of_worker(recordings, frontend, last.a, [], "it has not answered the reservation of a slot")
+        return _of_worker(
+            recordings, frontend, last.a, [], "it has not answered the reservation of a slot"
+        )
     if last.event == RecordedEvent.LAST_TOKEN:
-        return Holder(f"the client of {frontend.title}", "it does not read the rest of the response")
+        return Holder(
+            f"the client of {frontend.title}", "it does not read the rest of the response"
+        )
     if call is None or last.event in _NO_CALL:
         return Holder(frontend.title, _NO_CALL.get(last.event, "it has not sent a call"))
     worker = recordings.instance(call.a)
@@ -225,10 +262,15 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
 def _of_no_worker(recordings: Recordings, frontend: ProcessRecording, waiting: Entry) -> Holder:
     """Return who holds a request that waits for workers."""
     if waiting.b:
-        return Holder(frontend.title, f"no worker can take it: {quarantined(waiting)} (`pairs` in /health)")
+        return Holder(
+            frontend.title, f"no worker can take it: {quarantined(waiting)} (`pairs` in /health)"
+        )
     for process in recordings.processes:
         if process.namespace == frontend.namespace and (reason := _why_unconnected(process)):
-            return Holder("etcd", f"no worker can take it: a role has no worker, and {process.title}: {reason}")
+            return Holder(
+                "etcd",
+                f"no worker can take it: a role has no worker, and {process.title}: {reason}",
+            )
     return Holder(frontend.title, "no worker can take it: a role has no worker")
 
 
@@ -239,7 +281,11 @@ def quarantined(waiting: Entry) -> str:
 
 
 def _of_worker(
-    recordings: Recordings, frontend: ProcessRecording, instance_id: int, steps: list[Step], without_steps: str
+    recordings: Recordings,
+    frontend: ProcessRecording,
+    instance_id: int,
+    steps: list[Step],
+    without_steps: str,
 ) -> Holder:
     """Return who holds a call to a worker.
 
@@ -261,7 +307,10 @@ def _of_worker(
         return Holder(worker.title, without_steps)
     last = steps[-1].entry
     if any(step.entry.event == RecordedEvent.CALL_ENDED for step in steps):
-        return Holder("NATS", f"{worker.title} has ended the call, and {frontend.title} has not received the end")
+        return Holder(
+            "NATS",
+            f"{worker.title} has ended the call, and {frontend.title} has not received the end",
+        )
     if last.event == RecordedEvent.KV_FETCH_STARTED:
         source = recordings.instance(last.a)
         if source is None:
@@ -270,11 +319,20 @@ def _of_worker(
             return Holder(holder, f"{worker.title} fetches KV from {silent.title}: {silent.reason}")
         if reason := _why_silent(source):
             return Holder(source.title, f"{worker.title} fetches KV from it, and {reason}")
-        return Holder(worker.title, f"it fetches KV from {source.title}, which works: check the network between them")
+        return Holder(
+            worker.title,
+            f"it fetches KV from {source.title}, which works: check the network between them",
+        )
     if last.event in (RecordedEvent.CALL_RECEIVED, RecordedEvent.QUEUED):
-        return Holder(worker.title, f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}")
+        return Holder(
+            worker.title,
+            f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}",
+        )
     if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):
-        return Holder(worker.title, f"the engine has generated {max(1, last.a)} tokens of the call, and no more")
+        return Holder(
+            worker.title,
+            f"the engine has generated {max(1, last.a)} tokens of the call, and no more",
+        )
     return Holder(worker.title, _IN_WORKER.get(last.event, "the call has not ended"))
 
 
@@ -291,7 +349,10 @@ def _in_front(recordings: Recordings, worker: ProcessRecording, queued: Step) ->
     if not prompts:
         return ""
     (key, _), tokens = max(prompts.items(), key=lambda item: item[1])
-    return f", behind {len(prompts)} calls; the longest is request {key:016x} with {tokens} prompt tokens"
+    return (
+        f", behind {len(prompts)} calls; the longest is request {key:016x} with {tokens} prompt"
+        " tokens"
+    )
 
 
 def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
@@ -300,7 +361,11 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
     for step in steps:
         if not step.process.is_frontend and not step.process.is_over:
             by_worker.setdefault(id(step.process), []).append(step)
-    why = "its request has finished" if has_finished else "its frontend is gone, or was not asked or did not answer"
+    why = (
+        "its request has finished"
+        if has_finished
+        else "its frontend is gone, or was not asked or did not answer"
+    )
     for own in by_worker.values():
         process, events = own[-1].process, [step.entry.event for step in own]
         silence = f"; {reason}" if (reason := _why_silent(process)) else ""
@@ -308,7 +373,9 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
             return Holder(process.title, f"it runs a call, and {why}{silence}")
         kv = next((event for event in reversed(events) if event in _HOLDS_KV), None)
         if kv == RecordedEvent.KV_PUBLISHED:
-            return Holder(process.title, f"it holds the KV of a call until a time-out, and {why}{silence}")
+            return Holder(
+                process.title, f"it holds the KV of a call until a time-out, and {why}{silence}"
+            )
     return None
 
 
@@ -317,7 +384,11 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
 
 def describe(entry: Entry, request: RequestRecording) -> str:
     """Return an event and its values as text."""
-    is_of_all = not entry.key or entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
+    is_of_all = (
+        not entry.key
+        or entry.event in _OF_ALL_CHOICES
+        or not any(step.entry.choice for step in request.steps)
+    )
     text = f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
     if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
         since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
@@ -355,7 +426,9 @@ def _values(entry: Entry) -> str:
             return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
         case RecordedEvent.PLACED_BY_COST:
             costs = [("prefill", a), ("decode" if a else "aggregated", b)]
-            return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
+            return f": {reason}, " + ", ".join(
+                f"{role} cost {_costs(number)}" for role, number in costs if number
+            )
         case RecordedEvent.WAITING_FOR_WORKERS:
             return f": {quarantined(entry)}" if b else ""
         case RecordedEvent.CALL_FAILED:

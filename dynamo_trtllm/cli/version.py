@@ -1,8 +1,9 @@
-"""Show the version of this package, and which engines, GPUs, libraries and servers are found (`dynamo-trtllm version`).
+"""Show the version of this package, and which engines, GPUs, libraries and servers are found
+(`dynamo-trtllm version`).
 
-A library that this package and an installed engine both use is shown with the requirement of the engine that it breaks.
-The command imports none of them: it reads package metadata, and runs `nvidia-smi`, `etcd` and `nats-server` for a
-moment.
+A library that this package and an installed engine both use is shown with the requirement of the
+engine that it breaks. The command imports none of them: it reads package metadata, and runs
+`nvidia-smi`, `etcd` and `nats-server` for a moment.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ _UNKNOWN = "unknown version"
 def main(config: VersionConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
     found = versions()
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if config.json_output else format_table(list(_rows(found))))
+    sys.stdout.write(
+        json.dumps(found, indent=2) + "\n"
+        if config.json_output
+        else format_table(list(_rows(found)))
+    )
 
 
 def versions() -> dict[str, Any]:
@@ -74,7 +79,8 @@ def versions() -> dict[str, Any]:
         "dynamo_trtllm": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "engines": {name: _engine(*needs) for name, needs in _ENGINES.items()} | {"mock": __version__},
+        "engines": {name: _engine(*needs) for name, needs in _ENGINES.items()}
+        | {"mock": __version__},
         "packages": {name: _package(name) for name in _SHARED},
         "broken_pins": [pin for engine in _PINNING for pin in _broken_pins(engine)],
         "nixl": next((version for name in _NIXL if (version := _package(name))), None),
@@ -86,7 +92,9 @@ def versions() -> dict[str, Any]:
 
 
 def _engine(module: str, packages: Sequence[str]) -> str | None:
-    """Return the version of an engine's library, with the names of packages that are missing beside it."""
+    """Return the version of an engine's library, with the names of packages that are missing beside
+    it.
+    """
     first, *others = packages
     version = _package(first) or (_UNKNOWN if importlib.util.find_spec(module) else None)
     missing = [name for name in others if _package(name) is None]
@@ -110,19 +118,28 @@ def _broken_pins(engine: str) -> Iterator[dict[str, str]]:
             requirement = Requirement(text)
             name = canonicalize_name(requirement.name)
             found = _package(name) if name in _SHARED else None
-            is_met = found is None or requirement.specifier.contains(Version(found), prereleases=True)
+            is_met = found is None or requirement.specifier.contains(
+                Version(found), prereleases=True
+            )
         except (InvalidRequirement, InvalidVersion):
             continue  # there is nothing to compare
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if found is not None and applies and not is_met:
             requires = str(requirement.specifier)
-            yield {"package": name, "version": found, "engine": f"{engine} {release}", "requires": requires}
+            yield {
+                "package": name,
+                "version": found,
+                "engine": f"{engine} {release}",
+                "requires": requires,
+            }
 
 
 def _ucx() -> str | None:
     """Return the package that contains UCX, on which NIXL transfers KV."""
     for name in _NIXL:
-        if (version := _package(name)) and any("libucp" in str(path) for path in importlib.metadata.files(name) or ()):
+        if (version := _package(name)) and any(
+            "libucp" in str(path) for path in importlib.metadata.files(name) or ()
+        ):
             return f"in {name} {version}"
     return None
 
@@ -137,15 +154,21 @@ def _server(find: Callable[[], str]) -> dict[str, str] | None:
 
 
 def _gpus() -> list[dict[str, str]]:
-    lines = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader").splitlines()
+    lines = _output(
+        "nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"
+    ).splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)]
+    return [
+        dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)
+    ]
 
 
 def _output(*command: str) -> str:
     """Return what a program prints; empty if it is missing, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
@@ -163,12 +186,19 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"engine {engine}", "built in" if engine == "mock" else version or missing
     for name, version in found["packages"].items():
         if version is not None:
-            yield name, version + "".join(_breaks(pin) for pin in found["broken_pins"] if pin["package"] == name)
+            yield (
+                name,
+                version
+                + "".join(_breaks(pin) for pin in found["broken_pins"] if pin["package"] == name),
+            )
     yield "NIXL", found["nixl"] or missing
     yield "UCX", found["ucx"] or missing
     for name, key in (("etcd", "etcd"), ("NATS", "nats_server")):
         yield name, f"{found[key]['version']} at {found[key]['path']}" if found[key] else missing
     for gpu in found["gpus"]:
-        yield f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory.total']}, driver {gpu['driver_version']}"
+        yield (
+            f"GPU {gpu['index']}",
+            f"{gpu['name']}, {gpu['memory.total']}, driver {gpu['driver_version']}",
+        )
     if not found["gpus"]:
         yield "GPU", "none (nvidia-smi lists none)"

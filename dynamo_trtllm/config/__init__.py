@@ -1,1 +1,3 @@
-"""Configuration: settings of all commands, and their loader, which reads argv, environment and YAML."""
+"""Configuration: settings of all commands, and their loader, which reads argv, environment and
+YAML.
+"""

@@ -42,12 +42,18 @@ def _plain(name: str) -> str:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of texts as lines with aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
+    widths = (
+        [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        if rows
+        else []
+    )
     return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
 
 
 def _role(given: object) -> object:
-    """Return the role that a newer name of NVIDIA Dynamo means: `agg`, or `pd` for a worker that does both phases."""
+    """Return the role that a newer name of NVIDIA Dynamo means: `agg`, or `pd` for a worker that
+    does both phases.
+    """
     return Role.AGGREGATED if given in ("agg", "pd") else given
 
 
@@ -60,7 +66,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 
 
 def matching(pattern: str, message: str) -> AfterValidator:
-    """Return a validator that accepts a text if the whole of it matches; otherwise the error is `message`."""
+    """Return a validator that accepts a text if the whole of it matches; otherwise the error is
+    `message`.
+    """
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -74,8 +82,8 @@ def matching(pattern: str, message: str) -> AfterValidator:
 def _reachable_host(value: str) -> str:
     if is_wildcard(value):
         raise ValueError(
-            f"other workers cannot connect to {value}; give an address of this host here, and pass {value} to "
-            "--kv-transfer-bind-host"
+            f"other workers cannot connect to {value}; give an address of this host here, and pass"
+            f" {value} to --kv-transfer-bind-host"
         )
     return value
 
@@ -98,10 +106,16 @@ Endpoint = Annotated[
     ),
 ]
 EtcdAddresses = Annotated[
-    str, matching(f"{_ETCD}(,{_ETCD})*", "expected comma-separated addresses like http://localhost:2379")
+    str,
+    matching(
+        f"{_ETCD}(,{_ETCD})*", "expected comma-separated addresses like http://localhost:2379"
+    ),
 ]
 NatsAddress = Annotated[
-    str, matching(rf"((nats|tls)://)?([^\s/@,]+@)?{_SERVER}", "expected an address like nats://localhost:4222")
+    str,
+    matching(
+        rf"((nats|tls)://)?([^\s/@,]+@)?{_SERVER}", "expected an address like nats://localhost:4222"
+    ),
 ]
 ReachableHost = Annotated[str, AfterValidator(_reachable_host)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
@@ -117,7 +131,14 @@ CODE_SOURCE = "configuration"
 
 # titles in --help, in this order
 Group = Literal[
-    "model", "engine", "role", "KV cache and transfer", "load", "HTTP and routing", "control plane", "process"
+    "model",
+    "engine",
+    "role",
+    "KV cache and transfer",
+    "load",
+    "HTTP and routing",
+    "control plane",
+    "process",
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -132,7 +153,9 @@ def option(
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
 ) -> Any:
-    """Return a pydantic field that is also a command-line option. The field's docstring is its text in `--help`.
+    """Return a pydantic field that is also a command-line option.
+
+    The field's docstring is its text in `--help`.
 
     Args:
         group: Title of the field's group in `--help`.
@@ -157,24 +180,31 @@ def option(
 class Config(BaseModel):
     """Base of all settings: immutable, rejects unknown fields, and stores the source of each value.
 
-    The docstrings of a command's settings are its help: the first line of the class describes the command, the rest is
-    what `--help` ends with, and those of the fields describe the flags.
+    The docstrings of a command's settings are its help: the first line of the class describes the
+    command, the rest is what `--help` ends with, and those of the fields describe the flags.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), defer_build=True
+    )
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
-        """Return the docstring of each field, as one line. Only help needs it: pydantic would read it at each start."""
+        """Return the docstring of each field, as one line.
+
+        Only help needs it: pydantic would read it at each start.
+        """
         texts: dict[str, str] = {}
         for each in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
             body = ast.parse(inspect.getsource(each)).body[0]
             assert isinstance(body, ast.ClassDef)
             for statement, following in pairwise(body.body):
                 match statement, following:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(text))
+                    ):
                         texts[name] = " ".join(text.split())
         return texts
 
@@ -185,8 +215,12 @@ class Config(BaseModel):
         return copy
 
     def source_of(self, name: str) -> str:
-        """Return a setting's source: `flag --x`, `environment X`, `default`, or `configuration` if code set it."""
-        return self._sources.get(name) or (CODE_SOURCE if name in self.model_fields_set else DEFAULT_SOURCE)
+        """Return a setting's source: `flag --x`, `environment X`, `default`, or `configuration` if
+        code set it.
+        """
+        return self._sources.get(name) or (
+            CODE_SOURCE if name in self.model_fields_set else DEFAULT_SOURCE
+        )
 
     def __eq__(self, other: object) -> bool:
         """Compare the values only, not their sources."""
@@ -194,7 +228,9 @@ class Config(BaseModel):
 
 
 class ConnectionConfig(Config):
-    """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace, logging."""
+    """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace,
+    logging.
+    """
 
     namespace: Namespace = option("control plane", "dynamo", env="DYN_NAMESPACE")
     """Name of the deployment. Workers and frontends see only instances of the same namespace."""
@@ -208,7 +244,9 @@ class ConnectionConfig(Config):
     """PEM file of the client certificate for etcd."""
     etcd_key: Path | None = option("control plane", None, env="ETCD_AUTH_CLIENT_KEY")
     """PEM file of the client certificate's key."""
-    nats_server: NatsAddress = option("control plane", "nats://localhost:4222", env="NATS_SERVER", is_address=True)
+    nats_server: NatsAddress = option(
+        "control plane", "nats://localhost:4222", env="NATS_SERVER", is_address=True
+    )
     """NATS address."""
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
     """Minimum log level."""
@@ -226,7 +264,11 @@ def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | N
     if setting is not None:
         return None if setting == "off" else Path(setting)
     runtime = environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
+    return (
+        Path(runtime, "dynamo_trtllm")
+        if runtime
+        else Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
+    )
 
 
 class ProcessConfig(ConnectionConfig):

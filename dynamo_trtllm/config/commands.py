@@ -1,4 +1,6 @@
-"""Define the settings of all commands, with those of `models`, and of one process of a multi-process frontend."""
+"""Define the settings of all commands, with those of `models`, and of one process of a
+multi-process frontend.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,13 @@ ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 
 class PreflightConfig(Config):
-    """Check TensorRT-LLM arguments without loading an engine: each role, the prefill/decode pair, and memory.
+    """Check TensorRT-LLM arguments without loading an engine: each role, the prefill/decode pair,
+    and memory.
 
     example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:
       %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
-        --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b \\
-        --isl 8192 --osl 1024 --concurrency 1536
+        --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b
+        \\ --isl 8192 --osl 1024 --concurrency 1536
     exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
     """
 
@@ -59,18 +62,25 @@ class PreflightConfig(Config):
     agg: Path | None = option("role", None)
     """YAML file of an aggregated worker's engine arguments."""
     prefill_args: str | None = option("role", None)
-    """More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size 32'."""
+    """More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size
+    32'.
+    """
     decode_args: str | None = option("role", None)
     """More flags of the decode worker, as one string."""
     agg_args: str | None = option("role", None)
     """More flags of the aggregated worker, as one string."""
     gpu: str | None = option("engine", None)
-    """GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of this machine."""
+    """GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000.
+
+    Default: the GPU of this machine.
+    """
     release: str = option("engine", "1.2.1")
     """TensorRT-LLM release to check against."""
     model_path: str | None = option("model", None, aliases=("--model",))
-    """Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their published shape.
-    Without it, the model's limits and memory are not checked."""
+    """Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their
+    published shape.
+    Without it, the model's limits and memory are not checked.
+    """
     isl: PositiveInt | None = option("load", None)
     """Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer."""
     osl: PositiveInt | None = option("load", None)
@@ -83,7 +93,9 @@ class PreflightConfig(Config):
     @model_validator(mode="after")
     def _has_a_role(self) -> PreflightConfig:
         if self.agg is not None and (self.prefill is not None or self.decode is not None):
-            raise ValueError("--agg can't be combined with --prefill or --decode; give it alone, or those two")
+            raise ValueError(
+                "--agg can't be combined with --prefill or --decode; give it alone, or those two"
+            )
         if self.agg is None and self.prefill is None and self.decode is None:
             raise ValueError("nothing to check; give --prefill and --decode, or --agg")
         if self.isl is None and (self.osl is not None or self.concurrency is not None):
@@ -92,22 +104,28 @@ class PreflightConfig(Config):
 
 
 class ClearNamespaceConfig(ConnectionConfig):
-    """Remove records of a deployment from etcd and JetStream: instances without a lease, and stored responses.
+    """Remove records of a deployment from etcd and JetStream: instances without a lease, and stored
+    responses.
 
     examples:
       %(prog)s --namespace dynamo
       %(prog)s --namespace dynamo --yes
-    exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
+    exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2
+    for a bad command line
     """
 
     yes: bool = option("process", False)
     """Remove without confirmation. Required when stdin is not a terminal."""
     force: bool = option("process", False)
-    """Also remove live instances by revoking their leases. A worker that still runs registers again within seconds."""
+    """Also remove live instances by revoking their leases.
+
+    A worker that still runs registers again within seconds.
+    """
 
 
 class ChatConfig(Config):
-    """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT and speed.
+    """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT
+    and speed.
 
     examples:
       %(prog)s
@@ -131,19 +149,26 @@ class ChatConfig(Config):
 
 
 class LaunchConfig(Config):
-    """Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."""
+    """Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those
+    that die.
+    """
 
     deployment: Path = option("process", ..., positional=True)
     """YAML file that lists services, frontend and workers."""
     model: str | None = option("model", None)
     """Model for all workers, instead of the one in the file."""
     engine: EngineName | None = option("engine", None)
-    """Engine for all workers, instead of the one in the file. Arguments of another engine are dropped."""
+    """Engine for all workers, instead of the one in the file.
+
+    Arguments of another engine are dropped.
+    """
     port: Port | None = option("HTTP and routing", None)
     """Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one."""
     host: NonEmpty | None = option("HTTP and routing", None)
-    """Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from other machines.
-    Default without a value in the file: 127.0.0.1."""
+    """Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections
+    from other machines.
+    Default without a value in the file: 127.0.0.1.
+    """
     demo: bool = option("process", False)
     """Once all processes are ready, send a sample request and print which workers processed it."""
     once: bool = option("process", False)
@@ -155,7 +180,8 @@ class LaunchConfig(Config):
 
 
 class ServeConfig(Config):
-    """Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU.
+    """Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its
+    CPU.
 
     examples:
       %(prog)s tiny-gpt-oss
@@ -166,15 +192,20 @@ class ServeConfig(Config):
 
     # None selects what fits the machine and the model.
     model: str = option("model", ..., positional=True)
-    """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded
-    unless it is in the cache."""
+    """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub,
+    which is downloaded
+    unless it is in the cache.
+    """
     revision: NonEmpty | None = option("model", None)
     """Branch, tag or commit of a model on the Hub. Default: its main branch."""
     served_model_name: NonEmpty | None = option("model", None)
     """Name that clients send as `model`. Default: MODEL, or the name of the folder."""
     engine: EngineName | None = option("engine", None)
-    """Inference engine. Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch that is
-    installed."""
+    """Inference engine.
+
+    Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch that is
+    installed.
+    """
     tensor_parallel_size: PositiveInt | None = option("engine", None, aliases=("--tp",))
     """GPUs per worker, over which each layer is split. Default: as few as the weights need."""
     prefill: PositiveInt | None = option("role", None)
@@ -184,12 +215,18 @@ class ServeConfig(Config):
     port: Port = option("HTTP and routing", 8000, env="DYN_HTTP_PORT", aliases=("--http-port",))
     """Port of the OpenAI-compatible API; 0 takes a free one."""
     host: NonEmpty | None = option("HTTP and routing", None, aliases=("--http-host",))
-    """Address that the API listens on; 0.0.0.0 accepts connections from other machines. Default: 127.0.0.1."""
+    """Address that the API listens on; 0.0.0.0 accepts connections from other machines.
+
+    Default: 127.0.0.1.
+    """
     namespace: Namespace = option("control plane", "dynamo", env="DYN_NAMESPACE")
     """Name of the deployment. Each has its own etcd and NATS."""
     dry_run: bool = option("process", False)
-    """Print the deployment file that the launcher would run, and start nothing. For a model on the Hub, only
-    config.json is downloaded."""
+    """Print the deployment file that the launcher would run, and start nothing.
+
+    For a model on the Hub, only
+    config.json is downloaded.
+    """
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
     """Minimum log level."""
     log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
@@ -215,12 +252,16 @@ class StatusConfig(ConnectionConfig):
       %(prog)s
       %(prog)s --watch
       %(prog)s --url http://gpu-host:8000 --json
-    exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command line
+    exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command
+    line
     """
 
     url: ServerUrl | None = option("HTTP and routing", None, is_address=True)
-    """Address of a frontend. Default: the deployments that were launched on this machine, otherwise the frontend at
-    http://localhost:8000 and the workers registered in etcd."""
+    """Address of a frontend.
+
+    Default: the deployments that were launched on this machine, otherwise the frontend at
+    http://localhost:8000 and the workers registered in etcd.
+    """
     watch: bool = option("process", False)
     """Show the status again and again until Ctrl-C."""
     interval_s: PositiveFloat = option("process", 2.0)
@@ -232,7 +273,8 @@ class StatusConfig(ConnectionConfig):
 
 
 class ExplainConfig(ConnectionConfig):
-    """Show the life of a request across the processes of all machines, or the requests that are stuck.
+    """Show the life of a request across the processes of all machines, or the requests that are
+    stuck.
 
     examples:
       %(prog)s                                  the latest requests
@@ -240,44 +282,58 @@ class ExplainConfig(ConnectionConfig):
       %(prog)s --stuck --older-than-s 5
       %(prog)s --perfetto trace.json            to open in https://ui.perfetto.dev
       %(prog)s --trace requests.jsonl           to replay with a benchmark
-    exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found something; 2 for a bad
-    command line
+    exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found
+    something; 2 for a bad command line
     """
 
     request: NonEmpty | None = option("process", None, positional=True)
-    """Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header X-Request-Id, or of a log
-    line. Default: list the latest requests."""
+    """Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header
+    X-Request-Id, or of a log
+    line. Default: list the latest requests.
+    """
     stuck: bool = option("process", False)
     """List requests that have not ended and are silent, with the process that holds each."""
     older_than_s: Annotated[float, Field(ge=1.5, le=MOST_SECONDS)] = option("process", 10.0)
-    """Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a stream is recorded once
-    a second."""
+    """Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a
+    stream is recorded once
+    a second.
+    """
     perfetto: Path | None = option("process", None)
     """Write the events to this file as a Chrome trace (JSON), for Perfetto."""
     trace: Path | None = option("process", None)
-    """Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format (JSONL)."""
+    """Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format
+    (JSONL).
+    """
     json_output: bool = option("process", False, aliases=("--json",))
     """With --stuck: print JSON."""
     recorder_dir: NonEmpty | None = option("process", None)
     """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
     /dev/shm/dynamo_trtllm-UID."""
     local: bool = option("process", False)
-    """Read only the files of this machine. Default: the running processes of other machines and containers are asked,
-    too, over etcd and NATS."""
+    """Read only the files of this machine.
+
+    Default: the running processes of other machines and containers are asked,
+    too, over etcd and NATS.
+    """
     timeout_s: PositiveFloat = option("process", 2.0)
     """Maximum seconds to wait for etcd, for NATS, and for the answers of all processes."""
 
     @model_validator(mode="after")
     def _one_question(self) -> ExplainConfig:
         if self.stuck and (self.request or self.perfetto or self.trace):
-            raise ValueError("--stuck can't be combined with a request, --perfetto or --trace; run them separately")
+            raise ValueError(
+                "--stuck can't be combined with a request, --perfetto or --trace; run them"
+                " separately"
+            )
         if self.json_output and not self.stuck:
             raise ValueError("--json needs --stuck; add it, or export the events with --perfetto")
         return self
 
 
 class VersionConfig(Config):
-    """Show the version of this package, and which engines, GPUs, libraries and servers are found."""
+    """Show the version of this package, and which engines, GPUs, libraries and servers are
+    found.
+    """
 
     json_output: bool = option("process", False, aliases=("--json",))
     """Print JSON."""

@@ -28,11 +28,14 @@ from dynamo_trtllm.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 
-_REFERENCE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))")
+_REFERENCE = re.compile(
+    r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))"
+)
 
 
 def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
-    """Replace `${NAME}` and `${NAME:-default}` in all strings of a value from YAML; keys do not change.
+    """Replace `${NAME}` and `${NAME:-default}` in all strings of a value from YAML; keys do not
+    change.
 
     As in a shell, the default also replaces an empty variable, and `$$` is a dollar sign.
 
@@ -56,12 +59,17 @@ def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
 def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
     name, default = match["name"], match["default"]
     if match["bad"]:
-        raise ConfigError(f"{where}: {match[0]!r} is not ${{NAME}} or ${{NAME:-default}}; write $$ for a dollar sign")
+        raise ConfigError(
+            f"{where}: {match[0]!r} is not ${{NAME}} or ${{NAME:-default}}; write $$ for a dollar"
+            " sign"
+        )
     if name is None:
         return "$"
     if default is None:
         if name not in environ:
-            raise ConfigError(f"{where}: {name} is not set in the environment, and {match[0]} has no default")
+            raise ConfigError(
+                f"{where}: {name} is not set in the environment, and {match[0]} has no default"
+            )
         return environ[name]
     return environ.get(name) or default
 
@@ -78,12 +86,16 @@ _RESERVED = {
 
 _GPU_NUMBERS = re.compile(r"\d+(,\d+)*")
 WorkerName = Annotated[
-    str, matching(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "expected lower-case letters, digits and dashes")
+    str,
+    matching(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "expected lower-case letters, digits and dashes"),
 ]
 
 
 def _by_field(model: type[Config], given: Any) -> Any:
-    """Return flags by field name. They may be written as on the command line, with or without leading dashes."""
+    """Return flags by field name.
+
+    They may be written as on the command line, with or without leading dashes.
+    """
     if not isinstance(given, dict):
         return given  # pydantic reports it
     field_of = {_field_name(name): flag.field for flag in flags_of(model) for name in flag.names}
@@ -115,7 +127,10 @@ def _gpu_numbers(given: Any) -> Any:
 
 
 class Section(Config):
-    """A mapping of the file. The error for an unknown key suggests the most similar one, as pydantic's would not."""
+    """A mapping of the file.
+
+    The error for an unknown key suggests the most similar one, as pydantic's would not.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -126,7 +141,10 @@ class Section(Config):
 
 
 class ServicesConfig(Section):
-    """The etcd and NATS servers. `start` runs one on a free loopback port; an address selects a running one."""
+    """The etcd and NATS servers.
+
+    `start` runs one on a free loopback port; an address selects a running one.
+    """
 
     etcd: EtcdAddresses = START
     """start, or comma-separated addresses."""
@@ -135,18 +153,26 @@ class ServicesConfig(Section):
 
 
 class RestartConfig(Section):
-    """Restart policy of all processes, etcd and NATS included. The launcher stops the deployment at the limit."""
+    """Restart policy of all processes, etcd and NATS included.
+
+    The launcher stops the deployment at the limit.
+    """
 
     max_restarts: NonNegativeInt = 3
     """Maximum restarts of one process per window."""
     window_s: PositiveFloat = 60.0
     """Window in seconds. Earlier restarts are not counted."""
     pause_s: NonNegativeFloat = 0.0
-    """Seconds before the second restart within the window, doubled with each further one. The first restart has no
-    pause."""
+    """Seconds before the second restart within the window, doubled with each further one.
+
+    The first restart has no
+    pause.
+    """
     decode_workers: bool = True
-    """When a prefill worker of the vllm engine on GPUs dies, also drain and restart its decode workers on GPUs, which
-    otherwise hold its memory. These restarts are not counted."""
+    """When a prefill worker of the vllm engine on GPUs dies, also drain and restart its decode
+    workers on GPUs, which
+    otherwise hold its memory. These restarts are not counted.
+    """
 
 
 class WorkerSpec(Section):
@@ -160,7 +186,9 @@ class WorkerSpec(Section):
     """Number of identical workers, at most 1024."""
     devices: Annotated[list[NonNegativeInt] | Literal["cpu"], BeforeValidator(_gpu_numbers)] = "cpu"
     """cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N equal parts."""
-    flags: Annotated[dict[str, Any], BeforeValidator(partial(_by_field, WorkerConfig))] = Field(default_factory=dict)
+    flags: Annotated[dict[str, Any], BeforeValidator(partial(_by_field, WorkerConfig))] = Field(
+        default_factory=dict
+    )
     """Flags of `dynamo-trtllm worker` without the leading dashes."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of its processes, added to the launcher's."""
@@ -168,7 +196,9 @@ class WorkerSpec(Section):
     @model_validator(mode="after")
     def _devices_divide(self) -> WorkerSpec:
         if self.devices != "cpu" and (not self.devices or len(self.devices) % self.count):
-            raise ValueError(f"{len(self.devices)} devices can't be divided equally among {self.count} workers")
+            raise ValueError(
+                f"{len(self.devices)} devices can't be divided equally among {self.count} workers"
+            )
         return self
 
 
@@ -179,10 +209,12 @@ class DeploymentConfig(Section):
     """Namespace of the frontend and all workers."""
     services: ServicesConfig = ServicesConfig()
     """etcd and NATS."""
-    frontend: Annotated[dict[str, Any] | None, BeforeValidator(partial(_by_field, FrontendConfig))] = Field(
-        default_factory=dict
-    )
-    """Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is started."""
+    frontend: Annotated[
+        dict[str, Any] | None, BeforeValidator(partial(_by_field, FrontendConfig))
+    ] = Field(default_factory=dict)
+    """Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is
+    started.
+    """
     workers: list[WorkerSpec] = Field(min_length=1)
     """Worker groups; at least one."""
     restart: RestartConfig = RestartConfig()
@@ -195,7 +227,9 @@ class DeploymentConfig(Section):
         names = [worker.name for worker in self.workers]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two workers are named {name!r}; give each its own name, or use count")
+                raise ValueError(
+                    f"two workers are named {name!r}; give each its own name, or use count"
+                )
         return self
 
 
@@ -210,7 +244,9 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
         ConfigError: The file is not valid. The message names the file and the path inside it.
     """
     content = read_yaml(find_file(path))
-    data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in content.items()}
+    data = {
+        key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in content.items()
+    }
     return checked_deployment(data, str(path))
 
 
@@ -238,10 +274,19 @@ def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str 
         return model.model_validate(values)
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
-        # pydantic puts the tried alternative of a union into the path, which the file does not contain
-        parts = [part for part in first["loc"] if isinstance(part, int) or part.replace("-", "_").isidentifier()]
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+        # pydantic puts the tried alternative of a union into the path, which the file does not
+        # contain
+        parts = [
+            part
+            for part in first["loc"]
+            if isinstance(part, int) or part.replace("-", "_").isidentifier()
+        ]
+        path = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts
+        ).removeprefix(".")
         message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
         problems = {"missing": " is missing", "value_error": f": {message}"}
         problem = problems.get(first["type"], f" is {first['input']!r}: {message}")
-        raise ConfigError(f"{where}{joint if path else ''}{path}{problem}", field=path or None) from exc
+        raise ConfigError(
+            f"{where}{joint if path else ''}{path}{problem}", field=path or None
+        ) from exc

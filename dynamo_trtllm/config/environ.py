@@ -1,4 +1,5 @@
-"""Write the process environment, for libraries that take a setting no other way, and the command line of a subcommand.
+"""Write the process environment, for libraries that take a setting no other way, and the command
+line of a subcommand.
 
 No other module writes them. A variable that the user has set keeps its value.
 """
@@ -23,7 +24,9 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
     """
     present = os.environ.get(name)
     if present is not None and present != value:
-        log.warning("%s=%r is set by the user, but %s needs %r; unset it", name, present, wanted_by, value)
+        log.warning(
+            "%s=%r is set by the user, but %s needs %r; unset it", name, present, wanted_by, value
+        )
         return present
     os.environ[name] = value
     return value
@@ -46,5 +49,7 @@ def command_line() -> list[str]:
 
 
 def set_command_line(program: str, words: Sequence[str]) -> None:
-    """Make `program` the name and `words` the arguments of this process, as if only they had been typed."""
+    """Make `program` the name and `words` the arguments of this process, as if only they had been
+    typed.
+    """
     sys.argv[:] = [program, *words]

@@ -1,4 +1,5 @@
-"""Turn the fields of a config model into command-line flags: names, help, conversion and an argparse parser.
+"""Turn the fields of a config model into command-line flags: names, help, conversion and an
+argparse parser.
 
 The caller passes argv; the module does not read the environment.
 """
@@ -24,7 +25,16 @@ from dynamo_trtllm.config.parser import CommandParser
 from dynamo_trtllm.errors import ConfigError
 
 ENV_PREFIX = "DYN_TRTLLM_"
-_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_TRUTH = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +115,27 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except RecursionError as exc:
-        raise ConfigError(f"{source} is nested too deep: expected a JSON object", field=field) from exc
+        raise ConfigError(
+            f"{source} is nested too deep: expected a JSON object", field=field
+        ) from exc
     except json.JSONDecodeError as exc:
         raise ConfigError(
-            f"{source} is {text!r}: expected a JSON object ({exc.msg} at column {exc.colno})", field=field
+            f"{source} is {text!r}: expected a JSON object ({exc.msg} at column {exc.colno})",
+            field=field,
         ) from exc
     except ValueError as exc:  # a whole number of more than 4,300 digits
         raise ConfigError(f"{source} can't be read: {exc}", field=field) from exc
     if not isinstance(value, dict):
-        raise ConfigError(f'{source} is {text!r}: expected a JSON object like {{"key": 1}}', field=field)
+        raise ConfigError(
+            f'{source} is {text!r}: expected a JSON object like {{"key": 1}}', field=field
+        )
     return value
 
 
 class _Store(argparse.Action):
-    """Stores the last value of each flag of a field, and rejects flags of one field that have different values."""
+    """Stores the last value of each flag of a field, and rejects flags of one field that have
+    different values.
+    """
 
     def __call__(
         self,
@@ -133,14 +150,17 @@ class _Store(argparse.Action):
         for earlier, (other, earlier_text) in given.items():
             if earlier != flag and other != value:
                 raise ConfigError(
-                    f"{earlier_text} and {text} set the same and contradict each other; remove one of them",
+                    f"{earlier_text} and {text} set the same and contradict each other; remove one"
+                    " of them",
                     field=self.dest,
                 )
         given[flag] = value, text
 
 
 def build_parser(model: type[Config], prog: str, description: str = "") -> CommandParser:
-    """Build the argument parser of a model. It leaves values as text, and sets no attribute for an absent flag.
+    """Build the argument parser of a model.
+
+    It leaves values as text, and sets no attribute for an absent flag.
 
     Args:
         model: Class of the settings.
@@ -155,13 +175,18 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
         usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
         description=description or first_line,
         epilog=(f"{examples}\n" if examples else "")
-        + f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL. Flags win.",
+        + f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL."
+        " Flags win.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dynamo_trtllm {__version__}")
-    parser.add_argument("--print-config", action="store_true", help="Print each setting, its value and source; exit.")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="Print each setting, its value and source; exit.",
+    )
     actions = {}
     for title in GROUPS:
         if in_group := [flag for flag in flags if flag.group == title]:
@@ -193,11 +218,15 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     if flag.positional:
         return group.add_argument(flag.field, metavar=metavar, action=_Store, nargs="?")
     if flag.kind is bool:
-        return group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction)
+        return group.add_argument(
+            *flag.names, dest=flag.field, action=argparse.BooleanOptionalAction
+        )
     action = group.add_argument(*flag.names, dest=flag.field, metavar=metavar, action=_Store)
     for word, value in flag.const_flags.items():
         help_text = f"{flag.names[0]} {value}"
-        group.add_argument(word, dest=flag.field, action=_Store, nargs=0, const=value, help=help_text)
+        group.add_argument(
+            word, dest=flag.field, action=_Store, nargs=0, const=value, help=help_text
+        )
     return action
 
 

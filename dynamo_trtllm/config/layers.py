@@ -1,6 +1,7 @@
 """Merge engine arguments from several sources leaf by leaf, and read and write their YAML files.
 
-The module is independent of engines: the caller of `check_keys` passes the keys that the engine accepts.
+The module is independent of engines: the caller of `check_keys` passes the keys that the engine
+accepts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def merge(layers: Iterable[Source]) -> Merged:
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
-                    notes.append(f"{layer.source.removeprefix('flag ')} {_text(value)} overrides {loser}")
+                    notes.append(
+                        f"{layer.source.removeprefix('flag ')} {_text(value)} overrides {loser}"
+                    )
             merged[key] = SourcedValue(value, layer.source)
         if layer.is_default:
             defaults.add(layer.source)
@@ -93,21 +96,29 @@ def nested(merged: Mapping[str, SourcedValue]) -> dict[str, Any]:
 
 def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in layer.items():
-        if isinstance(value, Mapping) and value and all(isinstance(k, str) and "." not in k for k in value):
+        if (
+            isinstance(value, Mapping)
+            and value
+            and all(isinstance(k, str) and "." not in k for k in value)
+        ):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
-    """Return the leaves that a new `key` replaces: itself, those above it (now a mapping) and those below it."""
+    """Return the leaves that a new `key` replaces: itself, those above it (now a mapping) and those
+    below it.
+    """
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
     return [known for known in merged if known in above or known.startswith(f"{key}.")]
 
 
 def unknown_key(given: Iterable[str], allowed: Iterable[str]) -> str:
-    """Return an error text for the first key that is not allowed, with the most similar one; "" if there is none."""
+    """Return an error text for the first key that is not allowed, with the most similar one; "" if
+    there is none.
+    """
     names = sorted(allowed)
     for key in given:
         if key not in names:
@@ -134,28 +145,37 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader that also rejects duplicate keys, and documents too large or deep after alias expansion.
+    """A YAML loader that also rejects duplicate keys, and documents too large or deep after alias
+    expansion.
 
-    PyYAML keeps only the last of two equal keys. Nine lines of aliases can expand to a billion values.
+    PyYAML keeps only the last of two equal keys. Nine lines of aliases can expand to a billion
+    values.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        self._extents: dict[int, _Extent] = {}  # by id() of each complete node; the document keeps these alive
+        # by id() of each complete node; the document keeps these alive
+        self._extents: dict[int, _Extent] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
-        _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)  # stop before reading more
+        # stop before reading more
+        _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._level -= 1
         if is_alias and id(node) not in self._extents:
-            raise yaml.composer.ComposerError(None, None, "an alias refers to a value that contains it", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "an alias refers to a value that contains it", mark
+            )
         if node is not None and not is_alias:
             inner = [self._extents[id(child)] for child in _children(node)]
-            extent = _Extent(1 + sum(each.values for each in inner), 1 + max((each.depth for each in inner), default=0))
+            extent = _Extent(
+                1 + sum(each.values for each in inner),
+                1 + max((each.depth for each in inner), default=0),
+            )
             _check_extent(extent, mark)
             self._extents[id(node)] = extent
         return node
@@ -163,7 +183,10 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            if (
+                not isinstance(key_node, yaml.ScalarNode)
+                or key_node.tag == "tag:yaml.org,2002:merge"
+            ):
                 continue
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
@@ -185,7 +208,9 @@ def _check_extent(extent: _Extent, mark: yaml.Mark) -> None:
         problem = f"more than {MAX_YAML_VALUES} values with aliases expanded; give a smaller file"
         raise yaml.composer.ComposerError(None, None, problem, mark)
     if extent.depth > MAX_YAML_DEPTH:
-        raise yaml.composer.ComposerError(None, None, f"more than {MAX_YAML_DEPTH} levels; nest less", mark)
+        raise yaml.composer.ComposerError(
+            None, None, f"more than {MAX_YAML_DEPTH} levels; nest less", mark
+        )
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:
@@ -217,23 +242,29 @@ def find_file(path: Path) -> Path:
 def _packaged(path: Path) -> list[Path]:
     """Return the places of a packaged file: in the wheel, and beside the package in a checkout."""
     package = Path(__file__).parent.parent
-    return [package / path] + ([package.parent / path] if path.parts[:1] and path.parts[0] in CONFIG_FOLDERS else [])
+    return [package / path] + (
+        [package.parent / path] if path.parts[:1] and path.parts[0] in CONFIG_FOLDERS else []
+    )
 
 
 def _alias(path: Path) -> Path:
-    """Map a path in Dynamo's source tree or container, as its guides use it, to ours; return others unchanged."""
+    """Map a path in Dynamo's source tree or container, as its guides use it, to ours; return others
+    unchanged.
+    """
     theirs = _GUIDE_PATH.match(str(path))
     if theirs is None:
         return path
-    return Path(f"engine_configs{'/gpt-oss-120b/v0.5' if theirs['gpt_oss'] else ''}{str(path)[theirs.end() :]}")
+    return Path(
+        f"engine_configs{'/gpt-oss-120b/v0.5' if theirs['gpt_oss'] else ''}{str(path)[theirs.end() :]}"
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file gives an empty mapping.
 
     Raises:
-        ConfigError: The file can't be read, is not a mapping, has a duplicate key, or is too large or too deep with
-            aliases expanded. The message names file and line.
+        ConfigError: The file can't be read, is not a mapping, has a duplicate key, or is too large
+            or too deep with aliases expanded. The message names file and line.
     """
     try:
         with path.open("rb") as file:
@@ -242,14 +273,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: has more than {MAX_YAML_BYTES} bytes; give a smaller file")
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: can't be read: {getattr(exc, 'strerror', None) or exc}") from exc
+        raise ConfigError(
+            f"{path}: can't be read: {getattr(exc, 'strerror', None) or exc}"
+        ) from exc
     try:
         value = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError(f"{where}: {getattr(exc, 'problem', None) or exc}") from exc
-    # A value looks like a date but is invalid, is too long an integer, or does not fit its tag (!!bool x).
+    # A value looks like a date but is invalid, is too long an integer, or does not fit its tag
+    # (!!bool x).
     except (ValueError, KeyError, AttributeError, IndexError) as exc:
         raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
@@ -264,7 +298,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    return "".join(_yaml_lines(nested({key: SourcedValue(leaf, "") for key, leaf in leaves.items()}), ""))
+    return "".join(
+        _yaml_lines(nested({key: SourcedValue(leaf, "") for key, leaf in leaves.items()}), "")
+    )
 
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:

@@ -1,7 +1,10 @@
-"""Load a config model from defaults, environment and flags. No other module reads argv or os.environ.
+"""Load a config model from defaults, environment and flags.
 
-Flags override the environment, which overrides defaults. The source of each value is stored. An error is a ConfigError
-of one line. For an unknown flag it names ours, if the flag is one of another server, or says what to do instead.
+No other module reads argv or os.environ.
+
+Flags override the environment, which overrides defaults. The source of each value is stored. An
+error is a ConfigError of one line. For an unknown flag it names ours, if the flag is one of another
+server, or says what to do instead.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, build_parser, flags_of, read_flags, variable
+from dynamo_trtllm.config.flags import (
+    ENV_PREFIX,
+    Flag,
+    build_parser,
+    flags_of,
+    read_flags,
+    variable,
+)
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
@@ -50,7 +60,8 @@ def load(
 
     Args:
         model: Class of the settings.
-        prog: Command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that was typed.
+        prog: Command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that
+            was typed.
         argv: Command line without the program name. Default: that of this process.
         environ: Environment. Default: that of this process.
         more: Returns the text that `--print-config` prints below the settings.
@@ -75,7 +86,9 @@ def load(
 
 
 def program(prog: str) -> str:
-    """Return the name of this program in messages: `dynamo-trtllm COMMAND` if it was typed so, otherwise `prog`."""
+    """Return the name of this program in messages: `dynamo-trtllm COMMAND` if it was typed so,
+    otherwise `prog`.
+    """
     typed = "".join(sys.argv[:1])
     return typed if typed.startswith(f"{CONSOLE} ") else prog
 
@@ -88,11 +101,13 @@ def exit_with(prog: str, error: ConfigError) -> NoReturn:
 
 @contextmanager
 def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
-    """End a command with a status, and with one line instead of a traceback, if it raises an error in this context.
+    """End a command with a status, and with one line instead of a traceback, if it raises an error
+    in this context.
 
     Args:
         prog: Command, as for `load`.
-        failures: Errors that end it with their `exit_status` or 1. Another DynamoError is logged and ends it with 1.
+        failures: Errors that end it with their `exit_status` or 1. Another DynamoError is logged
+            and ends it with 1.
 
     Raises:
         SystemExit: After an error; with status 2 after a ConfigError, and 130 after Ctrl-C.
@@ -116,8 +131,8 @@ def command(
 ) -> Callable[[Callable[[C], int | None]], Callable[..., NoReturn]]:
     """Return a decorator that makes a function of settings the `main` of a command.
 
-    `main(argv)` loads the settings, calls the function, and exits with the status that it returns, or with 0. `load`
-    describes `argv`, and `command_errors` how errors end it.
+    `main(argv)` loads the settings, calls the function, and exits with the status that it returns,
+    or with 0. `load` describes `argv`, and `command_errors` how errors end it.
 
     Args:
         model: Class of the settings.
@@ -138,7 +153,9 @@ def command(
 
 
 def process_environment() -> dict[str, str]:
-    """Return a copy of this process's environment, for child processes and for engines that read it."""
+    """Return a copy of this process's environment, for child processes and for engines that read
+    it.
+    """
     return dict(os.environ)
 
 
@@ -150,12 +167,17 @@ def is_color_disabled() -> bool:
 def config_table(config: Config) -> str:
     """Format field, value and source as a table. Passwords are masked."""
     flags = flags_of(type(config))
-    rows = [(flag.field, _shown(flag, getattr(config, flag.field)), config.source_of(flag.field)) for flag in flags]
+    rows = [
+        (flag.field, _shown(flag, getattr(config, flag.field)), config.source_of(flag.field))
+        for flag in flags
+    ]
     return format_table([("field", "value", "source"), *rows])
 
 
 def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
-    """Return the flags that set these values, so that `load` returns them. None values are left out.
+    """Return the flags that set these values, so that `load` returns them.
+
+    None values are left out.
 
     Args:
         model: Class of the settings.
@@ -269,27 +291,44 @@ def _read_by(models: Iterable[type[Config]]) -> set[str]:
 def _without_unusable_otel(
     model: type[Config], env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]
 ) -> Mapping[str, str]:
-    """Leave out empty OTEL_ variables, and all if one can't be used: clusters set them for other programs in a pod."""
+    """Leave out empty OTEL_ variables, and all if one can't be used: clusters set them for other
+    programs in a pod.
+    """
     flags = {name: flag for flag in flags_of(model) for name in flag.env}
     flags = {name: flag for name, flag in flags.items() if name.startswith("OTEL_")}
     env = {name: text for name, text in env.items() if name not in flags or text.strip()}
     problem, is_off = "", env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     for name, flag in flags.items():
-        if name in env and flag.field not in {*typed, *(flag.field for own in flag.variables() if own in env)}:
+        if name in env and flag.field not in {
+            *typed,
+            *(flag.field for own in flag.variables() if own in env),
+        }:
             try:
                 _validate(model, {flag.field: (env[name], f"environment {name}")})
             except ConfigError as exc:
                 problem = exc.message
             protocol = env.get(_OTLP_PROTOCOL, "").strip()
             if flag.field == "otlp_endpoint" and protocol and not protocol.startswith("http/"):
-                problem = f"environment {_OTLP_PROTOCOL} is {protocol!r}: only OTLP over HTTP is supported"
+                problem = (
+                    f"environment {_OTLP_PROTOCOL} is {protocol!r}: only OTLP over HTTP is"
+                    " supported"
+                )
     if problem and not is_off:
-        log.warning("%s; no OTEL_ variable is used, and no traces are sent without --otlp-endpoint", problem)
-    return {name: text for name, text in env.items() if name not in flags} if problem or is_off else env
+        log.warning(
+            "%s; no OTEL_ variable is used, and no traces are sent without --otlp-endpoint", problem
+        )
+    return (
+        {name: text for name, text in env.items() if name not in flags}
+        if problem or is_off
+        else env
+    )
 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
-    """Reject unknown DYN_TRTLLM_ variables. Those of all commands are known, because processes share environments."""
+    """Reject unknown DYN_TRTLLM_ variables.
+
+    Those of all commands are known, because processes share environments.
+    """
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     if not names:
         return
@@ -348,13 +387,20 @@ _COMMANDS: Mapping[type[Config], str] = {
     FrontendConfig: f"{CONSOLE} frontend",
     LaunchConfig: _LAUNCHER,
 }
-_SUBCOMMANDS = frozenset({"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"})
+_SUBCOMMANDS = frozenset(
+    {"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"}
+)
 
 
 def reject_unknown(
-    model: type[Config], given: argparse.Namespace, unknown: Sequence[str], parser: argparse.ArgumentParser
+    model: type[Config],
+    given: argparse.Namespace,
+    unknown: Sequence[str],
+    parser: argparse.ArgumentParser,
 ) -> None:
-    """Reject unknown flags and arguments, and subcommands of other servers. Return if there are none.
+    """Reject unknown flags and arguments, and subcommands of other servers.
+
+    Return if there are none.
 
     Args:
         model: Settings of the command.
@@ -366,14 +412,16 @@ def reject_unknown(
         ConfigError: There is an unknown word. The message says what to type or do instead.
     """
     positional = next((flag for flag in flags_of(model) if flag.positional), None)
-    first: Mapping[str, tuple[str, str]] = getattr(given, positional.field, {}) if positional else {}
+    first: Mapping[str, tuple[str, str]] = (
+        getattr(given, positional.field, {}) if positional else {}
+    )
     words = [*(value for value, _ in first.values()), *unknown]
     if words and words[0].replace("_", "-") in _SUBCOMMANDS:
         name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
         raise ConfigError(
-            f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve {name}; for a "
-            f"deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; for one worker: {_WORKER} --model-path "
-            f"{name}"
+            f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE}"
+            f" serve {name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; for"
+            f" one worker: {_WORKER} --model-path {name}"
         )
     if not unknown:
         return
@@ -388,7 +436,9 @@ def reject_unknown(
     name = word.partition("=")[0]
     answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
     if answer is None:
-        guess = suggest(name, (each for each in parser._option_string_actions if each.startswith("--")))
+        guess = suggest(
+            name, (each for each in parser._option_string_actions if each.startswith("--"))
+        )
         answer = f"did you mean {guess}?" if guess else "see --help"
     raise ConfigError(f"unknown flag {name}; {answer}")
 
@@ -409,10 +459,16 @@ def _without_fixed(model: type[Config], unknown: Sequence[str]) -> list[str]:
 
 
 def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
-    """Return what to type or do instead of an unknown flag; None if it is not known, here or in other servers."""
+    """Return what to type or do instead of an unknown flag; None if it is not known, here or in
+    other servers.
+    """
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
-    own = {field.replace("_", "-"): [field] for each in (model, *_COMMANDS) for field in each.model_fields}
+    own = {
+        field.replace("_", "-"): [field]
+        for each in (model, *_COMMANDS)
+        for field in each.model_fields
+    }
     others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
     prefix = name.partition(".")[0] + "."  # of --trtllm.section.key
     fields = others.get(prefix if prefix in name else name) or own.get(name, [])
@@ -430,7 +486,9 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
     return None
 
 
-def _of_another(model: type[Config], owner: type[Config], command: str, field: str, name: str) -> str:
+def _of_another(
+    model: type[Config], owner: type[Config], command: str, field: str, name: str
+) -> str:
     flag = _flag(field)
     if model is ServeConfig and owner is WorkerConfig:
         return f"it is a flag of the workers; type it last, after --: -- {flag} VALUE"

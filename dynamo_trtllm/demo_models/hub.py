@@ -1,6 +1,8 @@
-"""Find a model of the Hugging Face Hub in the local cache, or download the files that engines and frontends read.
+"""Find a model of the Hugging Face Hub in the local cache, or download the files that engines and
+frontends read.
 
-The library huggingface_hub is imported at first use. It reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
+The library huggingface_hub is imported at first use. It reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE
+and HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -28,8 +30,13 @@ _WEIGHTS: Final = "*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _NOT_NEEDED: Final = ["*/*", "consolidated*"]  # the same weights in other formats
 _GIB: Final = 1 << 30
-# huggingface_hub's names of the progress bars that count the bytes of the files: one for all, before 1.0 one for each
-_BARS_OF_BYTES: Final = {"huggingface_hub.snapshot_download", "huggingface_hub.http_get", "huggingface_hub.xet_get"}
+# huggingface_hub's names of the progress bars that count the bytes of the files: one for all,
+# before 1.0 one for each
+_BARS_OF_BYTES: Final = {
+    "huggingface_hub.snapshot_download",
+    "huggingface_hub.http_get",
+    "huggingface_hub.xet_get",
+}
 
 Show = Callable[[str], None]
 
@@ -58,15 +65,16 @@ class Hub:
     cache_dir: Path | None = None
 
     def find(self, name: str, revision: str | None = None) -> HubModel:
-        """Return a model from the cache, without network access; otherwise look it up and download config.json.
+        """Return a model from the cache, without network access; otherwise look it up and download
+        config.json.
 
         Args:
             name: ORG/NAME.
             revision: Branch, tag or commit hash. Default: the main branch.
 
         Raises:
-            ConfigError: There is no such model, access is denied, the hub can't be reached, or the model has no
-                weights in the safetensors format.
+            ConfigError: There is no such model, access is denied, the hub can't be reached, or the
+                model has no weights in the safetensors format.
         """
         if (cached := self._cached(name, revision)) is not None:
             return cached
@@ -74,26 +82,45 @@ class Hub:
 
         with self._errors(name, revision):
             api = HfApi(endpoint=self.endpoint)
-            info = api.model_info(name, revision=revision, files_metadata=True, timeout=_LOOK_UP_TIMEOUT_S)
-            sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if _is_needed(file.rfilename)}
+            info = api.model_info(
+                name, revision=revision, files_metadata=True, timeout=_LOOK_UP_TIMEOUT_S
+            )
+            sizes = {
+                file.rfilename: file.size or 0
+                for file in info.siblings or ()
+                if _is_needed(file.rfilename)
+            }
             weights = [size for file, size in sizes.items() if fnmatch(file, _WEIGHTS)]
             if CONFIG not in sizes or not weights:
                 lacking = "weights in the safetensors format" if CONFIG in sizes else CONFIG
-                raise ConfigError(f"model {name} has no {lacking} at its top level; choose another model or --revision")
-            # It stores the commit of a branch or tag in the cache, which makes a later look-up unnecessary.
-            config = hf_hub_download(name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint)
+                raise ConfigError(
+                    f"model {name} has no {lacking} at its top level; choose another model or"
+                    " --revision"
+                )
+            # It stores the commit of a branch or tag in the cache, which makes a later look-up
+            # unnecessary.
+            config = hf_hub_download(
+                name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint
+            )
         folder = Path(config).parent
         missing = sum(size for file, size in sizes.items() if not (folder / file).exists())
         return HubModel(
-            name=name, revision=folder.name, folder=folder, weight_bytes=sum(weights), download_bytes=missing
+            name=name,
+            revision=folder.name,
+            folder=folder,
+            weight_bytes=sum(weights),
+            download_bytes=missing,
         )
 
     def download(self, model: HubModel, show: Show) -> Path:
-        """Download the missing files of a model and return its folder. An interrupted download keeps complete files.
+        """Download the missing files of a model and return its folder.
+
+        An interrupted download keeps complete files.
 
         Args:
             model: Return value of `find`.
-            show: Writes a line of progress. On a terminal, progress bars on stderr replace these lines.
+            show: Writes a line of progress. On a terminal, progress bars on stderr replace these
+                lines.
 
         Raises:
             ConfigError: The disk has too little space, or the download fails.
@@ -104,8 +131,9 @@ class Hub:
         free = shutil.disk_usage(cache).free
         if free < model.download_bytes:
             raise ConfigError(
-                f"downloading {model.name} needs {model.download_bytes / _GIB:.1f} GiB in {cache}, which has "
-                f"{free / _GIB:.1f} GiB free; free space, or set HF_HOME to a folder on another disk"
+                f"downloading {model.name} needs {model.download_bytes / _GIB:.1f} GiB in {cache},"
+                f" which has {free / _GIB:.1f} GiB free; free space, or set HF_HOME to a folder on"
+                " another disk"
             )
         show(f"downloading {model.name}: {model.download_bytes / _GIB:.1f} GiB to {model.folder}")
         with _stop_on_signals() as is_stopping, self._errors(model.name, model.revision):
@@ -124,10 +152,20 @@ class Hub:
             except LocalEntryNotFoundError:
                 return None
         weights = _weight_files(folder)
-        if not (folder / CONFIG).is_file() or not weights or not all(file.is_file() for file in weights):
+        if (
+            not (folder / CONFIG).is_file()
+            or not weights
+            or not all(file.is_file() for file in weights)
+        ):
             return None  # another program has downloaded a part of the model
         sizes = [file.stat().st_size for file in weights]
-        return HubModel(name=name, revision=folder.name, folder=folder, weight_bytes=sum(sizes), download_bytes=0)
+        return HubModel(
+            name=name,
+            revision=folder.name,
+            folder=folder,
+            weight_bytes=sum(sizes),
+            download_bytes=0,
+        )
 
     def _snapshot(self, name: str, revision: str | None, **options: Any) -> Path:
         """Return the folder of the needed files, from the cache or the hub."""
@@ -143,28 +181,40 @@ class Hub:
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        # OSError covers a full disk, a missing network, and before 1.0 all errors of the HTTP library. From 1.0 on, a
-        # base class of HfHubHTTPError is that of the HTTP library's errors. hf-xet, a faster download, raises
-        # RuntimeError.
-        known: tuple[type[Any], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
+        # OSError covers a full disk, a missing network, and before 1.0 all errors of the HTTP
+        # library. From 1.0 on, a base class of HfHubHTTPError is that of the HTTP library's errors.
+        # hf-xet, a faster download, raises RuntimeError.
+        known: tuple[type[Any], ...] = (
+            HFValidationError,
+            RuntimeError,
+            OSError,
+            *HfHubHTTPError.__bases__,
+        )
         try:
             yield
         except BrokenPipeError:  # the reader of this program's output has exited
             raise
         except known as exc:
             endpoint = self.endpoint or constants.ENDPOINT
-            raise ConfigError(f"model {name}: {_reason(exc, endpoint, revision)}", field="model") from exc
+            raise ConfigError(
+                f"model {name}: {_reason(exc, endpoint, revision)}", field="model"
+            ) from exc
 
 
 def _is_needed(file: str) -> bool:
-    return any(fnmatch(file, pattern) for pattern in _NEEDED) and not any(fnmatch(file, each) for each in _NOT_NEEDED)
+    return any(fnmatch(file, pattern) for pattern in _NEEDED) and not any(
+        fnmatch(file, each) for each in _NOT_NEEDED
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files that a folder should have."""
     index = folder / WEIGHT_INDEX
     if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        return [
+            folder / name
+            for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        ]
     return sorted(folder.glob(_WEIGHTS))
 
 
@@ -173,31 +223,46 @@ def _reason(exc: Exception, endpoint: str, revision: str | None) -> str:
 
     match exc:
         case errors.GatedRepoError():
-            return f"access is restricted; accept its terms at {endpoint}, and set HF_TOKEN to a token with access"
+            return (
+                f"access is restricted; accept its terms at {endpoint}, and set HF_TOKEN to a token"
+                " with access"
+            )
         case errors.RepositoryNotFoundError():
-            return f"{endpoint} has no such model, or it is private; check the name, or set HF_TOKEN"
+            return (
+                f"{endpoint} has no such model, or it is private; check the name, or set HF_TOKEN"
+            )
         case errors.RevisionNotFoundError():
             return f"there is no revision {revision!r}; pass another --revision, or leave it out"
         case errors.OfflineModeIsEnabled():
-            return "it is not in the cache, and HF_HUB_OFFLINE is set; unset it, or pass a model folder"
+            return (
+                "it is not in the cache, and HF_HUB_OFFLINE is set; unset it, or pass a model"
+                " folder"
+            )
         case errors.HFValidationError():
             return f"{exc}; expected ORG/NAME"
         case errors.HfHubHTTPError():
-            return f"{endpoint} answered with status {exc.response.status_code}; try again, or pass a model folder"
+            return (
+                f"{endpoint} answered with status {exc.response.status_code}; try again, or pass a"
+                " model folder"
+            )
         case OSError(strerror=str(text), errno=int()):
             where = f"{exc.filename}: " if exc.filename else ""
             return f"{where}{text}; correct this, or pass a model folder"
     text = " ".join(str(exc).split()) or type(exc).__name__
     return (
-        f"{endpoint} can't be reached or broke off ({text}); check the network or HF_ENDPOINT, or pass a model folder"
+        f"{endpoint} can't be reached or broke off ({text}); check the network or HF_ENDPOINT, or"
+        " pass a model folder"
     )
 
 
 @contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """Set an event on SIGINT and SIGTERM, before the exception. A second signal ends the process at once.
+    """Set an event on SIGINT and SIGTERM, before the exception.
 
-    huggingface_hub waits for its threads. They look at the event when they receive data, which may take long.
+    A second signal ends the process at once.
+
+    huggingface_hub waits for its threads. They look at the event when they receive data, which may
+    take long.
     """
     stopping = threading.Event()
 
@@ -236,7 +301,8 @@ class _Progress:
 
 
 def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]:
-    """Return the class of progress bars for huggingface_hub; without a terminal, it writes a line for each tenth.
+    """Return the class of progress bars for huggingface_hub; without a terminal, it writes a line
+    for each tenth.
 
     Args:
         total: Bytes to download.
@@ -268,10 +334,11 @@ def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]
 def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
     """Make huggingface_hub use a class for the progress bars of single files.
 
-    Before 1.0, `snapshot_download` counts files with its `tqdm_class`, and only these bars count bytes. Later releases
-    don't show them.
+    Before 1.0, `snapshot_download` counts files with its `tqdm_class`, and only these bars count
+    bytes. Later releases don't show them.
     """
-    module: Any = importlib.import_module("huggingface_hub.utils.tqdm")  # the attribute of this name is the class
+    # the attribute of this name is the class
+    module: Any = importlib.import_module("huggingface_hub.utils.tqdm")
     original = module.tqdm
     module.tqdm = progress
     try:

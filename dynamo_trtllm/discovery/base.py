@@ -1,4 +1,7 @@
-"""Define the discovery interface. `etcd` implements it, and tests have an implementation within one process."""
+"""Define the discovery interface.
+
+`etcd` implements it, and tests have an implementation within one process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A record was rejected, or the reason changed, or the rejected record is gone or valid (reason None)."""
+    """A record was rejected, or the reason changed, or the rejected record is gone or valid (reason
+    None).
+    """
 
     key: str  # escaped and shortened by `keys.shown_key`
     reason: str | None
@@ -42,8 +47,8 @@ Event = Added | Removed | Rejected | Synced
 class Registration(Protocol):
     """The registration of one instance.
 
-    A background task renews its lease. It writes the record again when the store has lost its data, and also, within
-    the time of a lease, when another client has deleted or overwritten the record.
+    A background task renews its lease. It writes the record again when the store has lost its data,
+    and also, within the time of a lease, when another client has deleted or overwritten the record.
     """
 
     async def aclose(self) -> None:
@@ -62,10 +67,11 @@ class Discovery(Protocol):
         """
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Yield Added or Rejected for each existing record, then Synced, then all changes without end.
+        """Yield Added or Rejected for each existing record, then Synced, then all changes without
+        end.
 
-        While the store is unreachable, the generator yields nothing. Afterwards it yields the differences, and missing
-        instances get some time to register again. Consume with `aclosing`.
+        While the store is unreachable, the generator yields nothing. Afterwards it yields the
+        differences, and missing instances get some time to register again. Consume with `aclosing`.
         """
 
     async def aclose(self) -> None:

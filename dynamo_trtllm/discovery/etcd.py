@@ -1,9 +1,11 @@
-"""Implement discovery on etcd: instance records on leases, and a watch that lists all records after each interruption.
+"""Implement discovery on etcd: instance records on leases, and a watch that lists all records after
+each interruption.
 
-A new list, instead of a resume at a revision, is correct in every case (compaction, data loss, another etcd member). It
-takes one range read per watcher and reconnect. New instances of a list are reported at once. An instance that is
-missing in it has left, or etcd lost its data; etcd does not show which. So missing instances get the time of a lease to
-register again before they are removed. Meanwhile a request to an instance that has left is retried on another worker.
+A new list, instead of a resume at a revision, is correct in every case (compaction, data loss,
+another etcd member). It takes one range read per watcher and reconnect. New instances of a list are
+reported at once. An instance that is missing in it has left, or etcd lost its data; etcd does not
+show which. So missing instances get the time of a lease to register again before they are removed.
+Meanwhile a request to an instance that has left is retried on another worker.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 5.0  # enough for an etcd that starts at the same moment; a wrong address is reported soon
-AWAY_TIMEOUT_S = 120.0  # if etcd has answered before: a restart of this worker would reload its model for minutes
+# enough for an etcd that starts at the same moment; a wrong address is reported soon
+START_TIMEOUT_S = 5.0
+# if etcd has answered before: a restart of this worker would reload its model for minutes
+AWAY_TIMEOUT_S = 120.0
 LOG_EVERY_S = 5.0
 _ETCD = "etcd"  # in the flight recorder
 
@@ -58,8 +62,11 @@ class EtcdDiscovery:
         for earlier in replaced:
             self._registrations.remove(earlier)
             await earlier.replace()
-        registration = LeaseKeeper(self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks)
-        self._registrations.append(registration)  # before the call, because a cancel may arrive after the record is put
+        registration = LeaseKeeper(
+            self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks
+        )
+        # before the call, because a cancel may arrive after the record is put
+        self._registrations.append(registration)
         try:
             await self._retry_at_start(registration.start)
         except Unreachable:
@@ -87,7 +94,12 @@ class EtcdDiscovery:
                     raise
                 if waited_s >= log_at_s:
                     log_at_s += LOG_EVERY_S
-                    log.warning("waiting for etcd for %.0f s (up to %.0f s): %s", waited_s, limit_s, exc.message)
+                    log.warning(
+                        "waiting for etcd for %.0f s (up to %.0f s): %s",
+                        waited_s,
+                        limit_s,
+                        exc.message,
+                    )
                 await asyncio.sleep(delay_s)
             else:
                 RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
@@ -99,7 +111,11 @@ class EtcdDiscovery:
         Raises:
             Unreachable: etcd does not answer the first list.
         """
-        prefix, cache, delays = namespace_prefix(namespace), InstanceCache(grace_s=self.lease_ttl_s), backoff()
+        prefix, cache, delays = (
+            namespace_prefix(namespace),
+            InstanceCache(grace_s=self.lease_ttl_s),
+            backoff(),
+        )
         loop = asyncio.get_running_loop()
         snapshot = await self._retry_at_start(lambda: self._store.read_all(prefix))
         for event in cache.relist(snapshot.records):
@@ -110,7 +126,9 @@ class EtcdDiscovery:
                 async for batch in batches:
                     delays = backoff()  # the watch runs
                     for key, record in batch:
-                        for event in cache.delete(key) if record is None else cache.put(key, record):
+                        for event in (
+                            cache.delete(key) if record is None else cache.put(key, record)
+                        ):
                             yield event
             again = await self._list_again(prefix, cache, delays)
             if again is None:
@@ -119,13 +137,18 @@ class EtcdDiscovery:
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
             if cache.next_list_s:  # 0.0: for another reason
-                text = "etcd no longer lists some workers; keeping them for %g s in case they register again"
+                text = (
+                    "etcd no longer lists some workers; keeping them for %g s in case they register"
+                    " again"
+                )
                 log.warning(text, self.lease_ttl_s)
 
     async def _changes(
         self, prefix: str, snapshot: Snapshot, cache: InstanceCache
     ) -> AsyncGenerator[list[Change], None]:
-        """Yield the changes after a list until the watch is interrupted, or until missing instances need a new list."""
+        """Yield the changes after a list until the watch is interrupted, or until missing instances
+        need a new list.
+        """
         try:
             async with aclosing(self._store.changes(prefix, snapshot.revision + 1)) as batches:
                 while True:
@@ -143,7 +166,9 @@ class EtcdDiscovery:
             RECORDER.record_process(RecordedEvent.CONNECTION_LOST, _ETCD)
             log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
-    async def _list_again(self, prefix: str, cache: InstanceCache, delays: Iterator[float]) -> Snapshot | None:
+    async def _list_again(
+        self, prefix: str, cache: InstanceCache, delays: Iterator[float]
+    ) -> Snapshot | None:
         """Retry until the list is read. Return None if this object is closed first."""
         while not self._store.closed:
             await asyncio.sleep(next(delays))

@@ -2,11 +2,12 @@
 
 Every gRPC failure is raised as `Unreachable`.
 
-The module uses only the generated stubs of etcd3aio 0.3.0, a maintained gRPC client for asyncio. The client's own watch
-resumes from the reply header's revision, so it skips pending events after a disconnect, and it hangs after a
-compaction. Its channels accept no host names, and a new client inherits the old channel's reconnect delay. The
-HTTP-based etcd3-py 0.1.6 makes 408 puts/s instead of 1741, its asynchronous watch delivered 17 of 201 events, and its
-keep-alive thread ends after an outage of 4 s. (Measured on 2 CPU cores with etcd 3.5.1.)
+The module uses only the generated stubs of etcd3aio 0.3.0, a maintained gRPC client for asyncio.
+The client's own watch resumes from the reply header's revision, so it skips pending events after a
+disconnect, and it hangs after a compaction. Its channels accept no host names, and a new client
+inherits the old channel's reconnect delay. The HTTP-based etcd3-py 0.1.6 makes 408 puts/s instead
+of 1741, its asynchronous watch delivered 17 of 201 events, and its keep-alive thread ends after an
+outage of 4 s. (Measured on 2 CPU cores with etcd 3.5.1.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
-# Also for long leases: after etcd has lost its data, workers must register again before watchers remove them (10 s).
+# Also for long leases: after etcd has lost its data, workers must register again before watchers
+# remove them (10 s).
 LONGEST_PAUSE_S = 3.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0  # between attempts
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
@@ -51,7 +53,10 @@ _OPTIONS = [
 
 
 def parse_endpoints(text: str) -> list[str]:
-    """Return `host:port` of each comma-separated endpoint of a `ConnectionConfig`. The default port is 2379."""
+    """Return `host:port` of each comma-separated endpoint of a `ConnectionConfig`.
+
+    The default port is 2379.
+    """
     hosts = [part.strip().rpartition("//")[2].rstrip("/") for part in text.split(",")]
     return [host if _PORT.search(host) else f"{host}:2379" for host in hosts]
 
@@ -60,40 +65,54 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
     """Return TLS credentials for https:// endpoints, or None for http:// ones.
 
     Raises:
-        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or not needed.
+        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or
+            not needed.
     """
     schemes = {part.strip().startswith("https://") for part in config.etcd_endpoints.split(",")}
     if len(schemes) > 1:
         raise ConfigError(
-            f"the etcd endpoints {config.etcd_endpoints} mix https:// and http://; use https:// for all of them or for "
-            "none",
+            f"the etcd endpoints {config.etcd_endpoints} mix https:// and http://; use https:// for"
+            " all of them or for none",
             field="etcd_endpoints",
         )
     if schemes != {True}:
         if config.etcd_ca or config.etcd_cert or config.etcd_key:
             raise ConfigError(
-                "--etcd-ca, --etcd-cert or --etcd-key is set, but the endpoints are http://; use https:// endpoints "
-                "or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY",
+                "--etcd-ca, --etcd-cert or --etcd-key is set, but the endpoints are http://; use"
+                " https:// endpoints or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and"
+                " ETCD_AUTH_CLIENT_KEY",
                 field="etcd_endpoints",
             )
         return None
     if (config.etcd_cert is None) != (config.etcd_key is None):
-        raise ConfigError("only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert")
-    return grpc.ssl_channel_credentials(*(_pem(config, field) for field in ("etcd_ca", "etcd_key", "etcd_cert")))
+        raise ConfigError(
+            "only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert"
+        )
+    return grpc.ssl_channel_credentials(
+        *(_pem(config, field) for field in ("etcd_ca", "etcd_key", "etcd_cert"))
+    )
 
 
 def _pem(config: ConnectionConfig, field: str) -> bytes | None:
-    """Read a PEM file at the start. Without --etcd-ca, the certificate authorities of the system are used."""
+    """Read a PEM file at the start.
+
+    Without --etcd-ca, the certificate authorities of the system are used.
+    """
     path: Path | None = getattr(config, field)
     try:
         return None if path is None else path.read_bytes()
     except OSError as exc:
         flag = "--" + field.replace("_", "-")
-        raise ConfigError(f"{flag} {path} can't be read: {exc.strerror or exc}", field=field) from exc
+        raise ConfigError(
+            f"{flag} {path} can't be read: {exc.strerror or exc}", field=field
+        ) from exc
 
 
 def key_text(key: bytes) -> str:
-    """Decode a key so that `key_bytes` restores it. Never raises, because etcd accepts any bytes as a key."""
+    """Decode a key so that `key_bytes` restores it.
+
+    Never raises, because etcd accepts any bytes as a key.
+    """
     return key.decode("utf-8", "surrogateescape")
 
 
@@ -113,13 +132,15 @@ class Lease(NamedTuple):
     """A lease of etcd."""
 
     id: int
-    ttl_s: int  # as granted, which may be more than requested; in the result of `leases`, the remaining seconds
+    # as granted, which may be more than requested; in the result of `leases`, the remaining seconds
+    ttl_s: int
 
 
 class EtcdStore:
     """Client of one etcd cluster. After a failed call, the next call uses the next endpoint.
 
-    Create it on a running event loop. Raises ConfigError if endpoints and certificate files don't fit together.
+    Create it on a running event loop. Raises ConfigError if endpoints and certificate files don't
+    fit together.
     """
 
     def __init__(self, config: ConnectionConfig) -> None:
@@ -141,8 +162,8 @@ class EtcdStore:
     def _translated(self) -> Iterator[None]:
         """Raise failures as Unreachable.
 
-        grpc.aio 1.85 raises InvalidStateError for a write to a broken call, and CancelledError or UsageError for a call
-        that `aclose` ended.
+        grpc.aio 1.85 raises InvalidStateError for a write to a broken call, and CancelledError or
+        UsageError for a call that `aclose` ended.
         """
         used = self._current
         try:
@@ -151,7 +172,11 @@ class EtcdStore:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
             if used == self._current:
                 self._current = (used + 1) % len(self._channels)
-            reason = f"{exc.code().name}: {exc.details()}" if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
+            reason = (
+                f"{exc.code().name}: {exc.details()}"
+                if isinstance(exc, grpc.aio.AioRpcError)
+                else str(exc)
+            )
             raise self._unreachable(used, reason) from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
@@ -160,7 +185,10 @@ class EtcdStore:
             raise
 
     def _unreachable(self, index: int, reason: str) -> Unreachable:
-        text = f"etcd at {self.addresses[index]} did not answer ({reason}); check --etcd-endpoints and that etcd runs"
+        text = (
+            f"etcd at {self.addresses[index]} did not answer ({reason}); check --etcd-endpoints and"
+            " that etcd runs"
+        )
         return Unreachable(text, field="etcd_endpoints")
 
     async def _call(self, stub: Any, method: str, request: Any) -> Any:
@@ -171,10 +199,15 @@ class EtcdStore:
         """Return all records under a prefix."""
         reply = await self._range(prefix)
         written = sorted(reply.kvs, key=lambda kv: kv.mod_revision)
-        return Snapshot(records={key_text(kv.key): kv.value for kv in written}, revision=reply.header.revision)
+        return Snapshot(
+            records={key_text(kv.key): kv.value for kv in written}, revision=reply.header.revision
+        )
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
-        """Return the lease of every key under a prefix, with its remaining time. None: no lease, or an expired one."""
+        """Return the lease of every key under a prefix, with its remaining time.
+
+        None: no lease, or an expired one.
+        """
         reply = await self._range(prefix)
         return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
 
@@ -185,17 +218,25 @@ class EtcdStore:
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:
             return None
-        reply = await self._call(pb.LeaseStub, "LeaseTimeToLive", pb.LeaseTimeToLiveRequest(ID=lease_id))
-        return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None  # 0: less than a second
+        reply = await self._call(
+            pb.LeaseStub, "LeaseTimeToLive", pb.LeaseTimeToLiveRequest(ID=lease_id)
+        )
+        # 0: less than a second
+        return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None
 
     async def put(self, key: str, record: bytes, lease: Lease) -> int:
-        """Write a record that expires with the lease. Return the revision of etcd with which it was written."""
+        """Write a record that expires with the lease.
+
+        Return the revision of etcd with which it was written.
+        """
         request = pb.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
         reply = await self._call(pb.KVStub, "Put", request)
         return int(reply.header.revision)
 
     async def revision_of(self, key: str) -> int:
-        """Return the revision of etcd with which a key was last written; 0 if the key does not exist."""
+        """Return the revision of etcd with which a key was last written; 0 if the key does not
+        exist.
+        """
         request = pb.RangeRequest(key=key_bytes(key), keys_only=True)
         reply = await self._call(pb.KVStub, "Range", request)
         return int(reply.kvs[0].mod_revision) if reply.kvs else 0
@@ -206,7 +247,9 @@ class EtcdStore:
 
     async def grant(self, ttl_s: float) -> Lease:
         """Create a lease of at least `ttl_s` seconds."""
-        reply = await self._call(pb.LeaseStub, "LeaseGrant", pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s))))
+        reply = await self._call(
+            pb.LeaseStub, "LeaseGrant", pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
+        )
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
@@ -234,10 +277,12 @@ class EtcdStore:
                     raise
 
     async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[Change], None]:
-        """Yield the changes from a revision on, in batches. The first batch is empty and shows that the watch runs.
+        """Yield the changes from a revision on, in batches.
 
-        The generator ends if etcd cancels the watch, as after a compaction, or if etcd's revision is older than
-        expected, as after data loss.
+        The first batch is empty and shows that the watch runs.
+
+        The generator ends if etcd cancels the watch, as after a compaction, or if etcd's revision
+        is older than expected, as after data loss.
 
         Raises:
             Unreachable: the connection is lost.
@@ -252,7 +297,10 @@ class EtcdStore:
                 while (reply := await call.read()) is not grpc.aio.EOF and not reply.canceled:
                     if reply.header.revision + 1 < from_revision:
                         break
-                    yield [(key_text(e.kv.key), None if e.type == _DELETE else e.kv.value) for e in reply.events]
+                    yield [
+                        (key_text(e.kv.key), None if e.type == _DELETE else e.kv.value)
+                        for e in reply.events
+                    ]
             finally:
                 call.cancel()
 
@@ -264,7 +312,9 @@ class EtcdStore:
 
 
 def backoff() -> Iterator[float]:
-    """Yield delays in seconds that double up to a limit, with jitter so that clients don't retry together."""
+    """Yield delays in seconds that double up to a limit, with jitter so that clients don't retry
+    together.
+    """
     full_s = FIRST_DELAY_S
     while True:
         yield full_s * random.uniform(0.5, 1.0)
@@ -274,11 +324,13 @@ def backoff() -> Iterator[float]:
 class LeaseKeeper:
     """A `Registration` in etcd.
 
-    It replaces a lost lease and writes the same key again. Whenever it renews the lease, it also checks the key, and
-    writes it again if another client has deleted or overwritten it.
+    It replaces a lost lease and writes the same key again. Whenever it renews the lease, it also
+    checks the key, and writes it again if another client has deleted or overwritten it.
     """
 
-    def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:
+    def __init__(
+        self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks
+    ) -> None:
         self._store = store
         self._tasks = tasks
         self.key = key
@@ -289,7 +341,10 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Write the record and start to renew its lease. Raise Unreachable if etcd does not answer."""
+        """Write the record and start to renew its lease.
+
+        Raise Unreachable if etcd does not answer.
+        """
         lease = await self._acquire()
         self._task = self._tasks.start(self._keep(lease), f"lease of {self.key}")
 
@@ -325,7 +380,10 @@ class LeaseKeeper:
             log.info("registration %s is renewed", self.key)
 
     async def _recover(self, lease: Lease) -> Lease:
-        """Retry until the old lease is renewed or the key is written with a new lease. Return the lease."""
+        """Retry until the old lease is renewed or the key is written with a new lease.
+
+        Return the lease.
+        """
         delays = backoff()
         while True:
             try:

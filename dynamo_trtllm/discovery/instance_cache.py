@@ -1,4 +1,7 @@
-"""Cache the instance records of a watcher, and turn lists and changes into events. No I/O, no clock."""
+"""Cache the instance records of a watcher, and turn lists and changes into events.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed
-from dynamo_trtllm.discovery.records import BadRecord, card_mismatch, parse_instance_key, read_instance, shown_key
+from dynamo_trtllm.discovery.records import (
+    BadRecord,
+    card_mismatch,
+    parse_instance_key,
+    read_instance,
+    shown_key,
+)
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 log = logging.getLogger(__name__)
@@ -16,7 +25,9 @@ MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etc
 
 
 class _ModelInstances:
-    """The instances of one model that are in use, by key, in the order in which their records were written."""
+    """The instances of one model that are in use, by key, in the order in which their records were
+    written.
+    """
 
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
@@ -60,43 +71,50 @@ class _ModelInstances:
 class InstanceCache:
     """Cache of valid and rejected instance records by key. An unchanged record produces no event.
 
-    A record that is missing in a list does not prove that its worker left: the store may have lost it, and the worker
-    will register again. So an instance is removed only after lists have lacked it for `grace_s` seconds. A deleted
-    record is removed at once.
+    A record that is missing in a list does not prove that its worker left: the store may have lost
+    it, and the worker will register again. So an instance is removed only after lists have lacked
+    it for `grace_s` seconds. A deleted record is removed at once.
 
     Records that conflict with earlier ones are rejected:
 
     * a key with an instance id that an earlier key has
-    * an instance whose card does not fit the earlier instances of its model, so that it can't take over the model
+    * an instance whose card does not fit the earlier instances of its model, so that it can't take
+      over the model
 
-    Earlier means that the record was written earlier. A record that is written again counts as new, also if it has not
-    changed, because a list has the records in the order in which they were last written. So a cache that has followed
-    all changes orders them as one that has read a list.
+    Earlier means that the record was written earlier. A record that is written again counts as new,
+    also if it has not changed, because a list has the records in the order in which they were last
+    written. So a cache that has followed all changes orders them as one that has read a list.
 
-    When an earlier instance is removed, a new list is needed to check the rejected records again. They must fit the
-    instances that are in use, although these may have been written later.
+    When an earlier instance is removed, a new list is needed to check the rejected records again.
+    They must fit the instances that are in use, although these may have been written later.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         self._records: dict[str, bytes] = {}
         self._owners: dict[int, str] = {}  # instance id -> key of the valid record
-        self._missing: dict[str, float] = {}  # key -> time from which a list without the key removes its instance
+        # key -> time from which a list without the key removes its instance
+        self._missing: dict[str, float] = {}
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
         self._models: dict[str, _ModelInstances] = {}
         self._model_of: dict[str, str] = {}  # key -> model, of the instances in `_models`
-        self._unfit: dict[str, str] = {}  # key -> model, of records that were rejected for their card
+        # key -> model, of records that were rejected for their card
+        self._unfit: dict[str, str] = {}
         self._needs_list = False  # an instance was removed, and rejected records may be valid now
         self._has_logged_full = False
 
     @property
     def next_list_s(self) -> float | None:
-        """Return the time at which a new list is needed, 0.0 if at once; None if it is not needed."""
+        """Return the time at which a new list is needed, 0.0 if at once; None if it is not
+        needed.
+        """
         return 0.0 if self._needs_list else min(self._missing.values(), default=None)
 
     def restart_grace(self) -> None:
-        """Give missing instances the whole grace time again, because they can't register while the store is down."""
+        """Give missing instances the whole grace time again, because they can't register while the
+        store is down.
+        """
         self._missing.clear()
 
     def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[Event]:
@@ -120,14 +138,20 @@ class InstanceCache:
         return events + self._put_listed(listed)
 
     def _put_listed(self, listed: Mapping[str, bytes]) -> list[Event]:
-        """Return the events for the records of a list, without those that are unchanged and in the same order."""
+        """Return the events for the records of a list, without those that are unchanged and in the
+        same order.
+        """
         events: list[Event] = []
-        unvisited: dict[str, Iterator[str]] = {}  # model -> the listed keys of its instances, in the order so far
+        # model -> the listed keys of its instances, in the order so far
+        unvisited: dict[str, Iterator[str]] = {}
         for model, instances in self._models.items():
             keys = [key for key in instances.keys() if key in listed]
             unvisited[model] = iter(keys)
         for key, record in listed.items():
-            if self._records.get(key) == record and next(unvisited[self._model_of[key]], None) == key:
+            if (
+                self._records.get(key) == record
+                and next(unvisited[self._model_of[key]], None) == key
+            ):
                 self._missing.pop(key, None)
                 continue
             events += self.put(key, record)
@@ -137,7 +161,10 @@ class InstanceCache:
         return events
 
     def put(self, key: str, record: bytes) -> list[Event]:
-        """Return the events for a record that was written. A rejected record is logged once per key."""
+        """Return the events for a record that was written.
+
+        A rejected record is logged once per key.
+        """
         if self._records.get(key) != record:
             return self._put(key, record)
         model = self._model_of[key]
@@ -157,7 +184,10 @@ class InstanceCache:
         owner = self._owners.get(instance.id, key)
         if owner != key:
             self._contested.add(instance.id)
-            reason = f"instance id {instance.id:x} is already registered under the key {shown_key(owner)}"
+            reason = (
+                f"instance id {instance.id:x} is already registered under the key"
+                f" {shown_key(owner)}"
+            )
             return self._reject(key, reason)
         model = instance.card.name
         self._leave_model(key)
@@ -208,7 +238,10 @@ class InstanceCache:
         if known is None:
             if len(self._rejected) >= MOST_REJECTED:
                 if not self._has_logged_full:
-                    text = "%d etcd records rejected, not logging further ones; check which client writes them"
+                    text = (
+                        "%d etcd records rejected, not logging further ones; check which client"
+                        " writes them"
+                    )
                     log.warning(text, MOST_REJECTED)
                 self._has_logged_full = True
                 return []

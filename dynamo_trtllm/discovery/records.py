@@ -1,8 +1,9 @@
-"""Encode instance records and their keys, and validate them, because any client of etcd can write them.
+"""Encode instance records and their keys, and validate them, because any client of etcd can write
+them.
 
-The types of numbers check their ranges; the other checks are in this module. A record that fails a check is rejected.
-Unknown fields are ignored. Unknown names of renderers and parsers are accepted here; the frontend checks them when it
-uses them.
+The types of numbers check their ranges; the other checks are in this module. A record that fails a
+check is rejected. Unknown fields are ignored. Unknown names of renderers and parsers are accepted
+here; the frontend checks them when it uses them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm.config.base import NAME, NAME_RULE
 from dynamo_trtllm.errors import BadFrame, ConfigError
-from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role, decode, encode, wire_mismatch
+from dynamo_trtllm.messages import (
+    Instance,
+    ModelDeploymentCard,
+    Role,
+    decode,
+    encode,
+    wire_mismatch,
+)
 
 PREFIX: Final = "v1/instances"  # of the keys
 MOST_RECORD_BYTES: Final = 256 << 10
@@ -34,7 +42,8 @@ _SHOWN_CHARACTERS: Final = 256  # of a key
 _SHOWN_HEAD: Final = 200
 
 _ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # no leading zeros, so that one id has one key
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # a log line with one of them may become two lines
+# a log line with one of them may become two lines
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _KIND = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_SHORT - 1}}}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -51,7 +60,9 @@ class EndpointId(NamedTuple):
 
 
 def parse_endpoint(text: str) -> EndpointId:
-    """Parse `dyn://namespace.component.endpoint`, the format of NVIDIA Dynamo, which `--endpoint` has."""
+    """Parse `dyn://namespace.component.endpoint`, the format of NVIDIA Dynamo, which `--endpoint`
+    has.
+    """
     return EndpointId(*text.removeprefix("dyn://").split("."))
 
 
@@ -71,7 +82,10 @@ def instance_key(endpoint_id: EndpointId, instance_id: int) -> str:
 
 
 def parse_instance_key(key: str) -> tuple[EndpointId, int]:
-    """Return the endpoint and the instance id of a key. Raise ValueError if it is not a key of `instance_key`."""
+    """Return the endpoint and the instance id of a key.
+
+    Raise ValueError if it is not a key of `instance_key`.
+    """
     parts = key.split("/")
     if len(parts) != 6 or f"{parts[0]}/{parts[1]}" != PREFIX or not _ID.fullmatch(parts[5]):
         raise ValueError(f"{shown_key(key)} is not an instance key")
@@ -79,7 +93,10 @@ def parse_instance_key(key: str) -> tuple[EndpointId, int]:
 
 
 def shown_key(key: str) -> str:
-    """Return a key escaped like `repr` and shortened. A shortened key ends with its hash to differ from others."""
+    """Return a key escaped like `repr` and shortened.
+
+    A shortened key ends with its hash to differ from others.
+    """
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text
@@ -88,7 +105,10 @@ def shown_key(key: str) -> str:
 
 
 def subject(endpoint_id: EndpointId, instance_id: int) -> str:
-    """Return the request-plane subject of an instance, e.g. `dynamo_backend.generate-694d997dbae9a315` (as Dynamo)."""
+    """Return the request-plane subject of an instance, e.g.
+
+    `dynamo_backend.generate-694d997dbae9a315` (as Dynamo).
+    """
     return f"{endpoint_id.namespace}_{endpoint_id.component}.{endpoint_id.endpoint}-{instance_id:x}"
 
 
@@ -97,7 +117,9 @@ class BadRecord(Exception):
 
     def __init__(self, reason: str) -> None:
         escaped = _CONTROL.sub(lambda match: repr(match.group())[1:-1], reason[: _MOST_REASON + 1])
-        super().__init__(escaped if len(escaped) <= _MOST_REASON else f"{escaped[:_MOST_REASON]}...")
+        super().__init__(
+            escaped if len(escaped) <= _MOST_REASON else f"{escaped[:_MOST_REASON]}..."
+        )
 
 
 def read_instance(key: str, record: bytes) -> Instance:
@@ -109,7 +131,9 @@ def read_instance(key: str, record: bytes) -> Instance:
     try:
         endpoint, instance_id = parse_instance_key(key)
     except ValueError as exc:
-        raise BadRecord(f"the key is not of the form {PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID") from exc
+        raise BadRecord(
+            f"the key is not of the form {PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID"
+        ) from exc
     if len(record) > MOST_RECORD_BYTES:
         raise BadRecord(f"the record has {len(record)} bytes; the limit is {MOST_RECORD_BYTES}")
     try:
@@ -135,8 +159,8 @@ def written(instance: Instance) -> tuple[str, bytes]:
         read_instance(key, record)
     except BadRecord as exc:
         raise ConfigError(
-            f"this worker can't register because frontends would reject its record: {exc}; fix this value and restart "
-            "the worker"
+            f"this worker can't register because frontends would reject its record: {exc}; fix this"
+            " value and restart the worker"
         ) from exc
     return key, record
 
@@ -144,14 +168,16 @@ def written(instance: Instance) -> tuple[str, bytes]:
 def card_mismatch(instance: Instance, first: Instance, first_decode: Instance | None) -> str:
     """Return why the card of an instance does not fit those of its model; "" if it fits.
 
-    Requests are rendered with the tokenizer and limits of the model's first instances, so later ones must be able to
-    run them. Parsers, chat template and sampling defaults may differ, as they do while a new release is rolled out. The
-    context length of prefill workers may differ, too: they reject prompts that are too long for them.
+    Requests are rendered with the tokenizer and limits of the model's first instances, so later
+    ones must be able to run them. Parsers, chat template and sampling defaults may differ, as they
+    do while a new release is rolled out. The context length of prefill workers may differ, too:
+    they reject prompts that are too long for them.
 
     Args:
         instance: the instance.
         first: the other instance of the model whose record was written first.
-        first_decode: the first one of them that is a decode or aggregated instance; None: there is none.
+        first_decode: the first one of them that is a decode or aggregated instance; None: there is
+            none.
     """
     card = instance.card
     theirs = first.card
@@ -160,7 +186,9 @@ def card_mismatch(instance: Instance, first: Instance, first_decode: Instance | 
     if card.renderer != theirs.renderer:
         return _mismatch("renderer", card.renderer, theirs.renderer, first)
     if card.files.get(_TOKENIZER) != theirs.files.get(_TOKENIZER):
-        return _mismatch(f"files.{_TOKENIZER}", card.files.get(_TOKENIZER), theirs.files.get(_TOKENIZER), first)
+        return _mismatch(
+            f"files.{_TOKENIZER}", card.files.get(_TOKENIZER), theirs.files.get(_TOKENIZER), first
+        )
     if first_decode is not None and instance.role is not Role.PREFILL:
         context_length = first_decode.card.context_length
         if card.context_length < context_length:
@@ -170,8 +198,9 @@ def card_mismatch(instance: Instance, first: Instance, first_decode: Instance | 
 
 def _mismatch(field: str, mine: object, theirs: object, first: Instance) -> str:
     return (
-        f"card.{field} is {mine}, and {theirs} on instance {first.id:x}, which registered the model first; start all "
-        "workers of a model with the same files and flags, or with another --served-model-name"
+        f"card.{field} is {mine}, and {theirs} on instance {first.id:x}, which registered the model"
+        " first; start all workers of a model with the same files and flags, or with another"
+        " --served-model-name"
     )
 
 
@@ -184,22 +213,30 @@ def check_model_name(name: str) -> None:
     try:
         _check_text("the served model name", name, most=MOST_MODEL_NAME_CHARACTERS)
     except BadRecord as exc:
-        raise ConfigError(f"{exc}; pass another --served-model-name", field="served_model_name") from exc
+        raise ConfigError(
+            f"{exc}; pass another --served-model-name", field="served_model_name"
+        ) from exc
 
 
 def _check_place(instance: Instance, endpoint: EndpointId, instance_id: int) -> None:
-    """Check that id, endpoint and subject match the key, because puts, deletes and leases act on the key."""
+    """Check that id, endpoint and subject match the key, because puts, deletes and leases act on
+    the key.
+    """
     if instance.id != instance_id:
         raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
     own = endpoint_of(instance)
     for field, expected, actual in zip(own._fields, endpoint, own, strict=True):
         if actual != expected:
-            raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(actual)} in the record")
+            raise BadRecord(
+                f"{field} is {_shown(expected)} in the key and {_shown(actual)} in the record"
+            )
         if not re.fullmatch(NAME, actual):
             raise BadRecord(f"{field}: name {_shown(actual)} must have {NAME_RULE}")
     wanted = subject(own, instance.id)
     if instance.subject != wanted:  # requests would go to a process other than this instance
-        raise BadRecord(f"subject is {_shown(instance.subject)}; instance {instance.id:x} must have {wanted}")
+        raise BadRecord(
+            f"subject is {_shown(instance.subject)}; instance {instance.id:x} must have {wanted}"
+        )
 
 
 def _check_kinds(instance: Instance) -> None:
@@ -218,7 +255,9 @@ def _check_card(card: ModelDeploymentCard) -> None:
     _check_text("card.name", card.name, most=MOST_MODEL_NAME_CHARACTERS)
     _check_size("card.eos_token_ids", card.eos_token_ids, _MOST_EOS_IDS)
     if card.eos_token_ids and (largest := max(card.eos_token_ids)) >= card.vocab_size:
-        raise BadRecord(f"card.eos_token_ids contains {largest}; the vocabulary has {card.vocab_size} tokens")
+        raise BadRecord(
+            f"card.eos_token_ids contains {largest}; the vocabulary has {card.vocab_size} tokens"
+        )
     for field in ("renderer", "reasoning_parser", "tool_call_parser"):
         _check_kind(f"card.{field}", getattr(card, field))
     _check_names("card.refuses", card.unsupported_features)
@@ -228,7 +267,9 @@ def _check_card(card: ModelDeploymentCard) -> None:
         if name in (".", "..") or "/" in name or "\\" in name:
             raise BadRecord(f"file name {_shown(name)} must be a plain name without a path")
         if not _SHA256.fullmatch(sha256):
-            raise BadRecord(f"the hash of file {_shown(name)} is {_shown(sha256)}; it must be 64 hex digits")
+            raise BadRecord(
+                f"the hash of file {_shown(name)} is {_shown(sha256)}; it must be 64 hex digits"
+            )
 
 
 def _check_size(field: str, values: Collection[object], most: int) -> None:
@@ -244,7 +285,9 @@ def _check_names(field: str, names: Collection[str]) -> None:
 
 def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:
     if not least <= len(value) <= most:
-        raise BadRecord(f"{field} {_shown(value)} has {len(value)} characters; it must have {least} to {most}")
+        raise BadRecord(
+            f"{field} {_shown(value)} has {len(value)} characters; it must have {least} to {most}"
+        )
     if _CONTROL.search(value):
         raise BadRecord(f"{field} {_shown(value)} has control characters")
 
@@ -252,8 +295,8 @@ def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:
 def _check_kind(field: str, value: str) -> None:
     if not _KIND.fullmatch(value):
         raise BadRecord(
-            f"{field} is {_shown(value)}; it must be 1 to {_SHORT} letters, digits, '_', '-' and '.', and begin with a "
-            "letter or digit"
+            f"{field} is {_shown(value)}; it must be 1 to {_SHORT} letters, digits, '_', '-' and"
+            " '.', and begin with a letter or digit"
         )
 
 

@@ -1,7 +1,9 @@
-"""Merge an engine's arguments from a worker's configuration, check them by its schema, and remember their sources.
+"""Merge an engine's arguments from a worker's configuration, check them by its schema, and remember
+their sources.
 
-Later sources override earlier ones: YAML < environment < flag < override JSON. The schema is a pydantic model if the
-engine belongs to this package, and the manifest of a release if it wraps a library.
+Later sources override earlier ones: YAML < environment < flag < override JSON. The schema is a
+pydantic model if the engine belongs to this package, and the manifest of a release if it wraps a
+library.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=BaseModel)
 
-# Every flag that sets an engine argument. A flag that the chosen engine has no argument for is rejected.
+# Every flag that sets an engine argument. A flag that the chosen engine has no argument for is
+# rejected.
 ENGINE_FLAGS = (
     "load_format",
     "max_num_tokens",
@@ -69,7 +72,8 @@ def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
     args = _checked(merged, schema, engine)
     if config.publish_kv_events and not getattr(args, "enable_prefix_caching", True):
         raise ConfigError(
-            "--publish-kv-events needs the engine argument enable_prefix_caching: true. Set it, or remove the flag.",
+            "--publish-kv-events needs the engine argument enable_prefix_caching: true. Set it, or"
+            " remove the flag.",
             field="enable_prefix_caching",
         )
     return args
@@ -137,13 +141,19 @@ def check_source(layer: Source, release: ApiManifest) -> list[str]:
     for key, leaf in layers.merge([layer]).leaves.items():
         for name, fix in release.library.engine_set.items():
             if key == name or key.startswith(f"{name}."):
-                raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key)
+                raise ConfigError(
+                    f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key
+                )
     try:
         return library_schema.check(layer.values, release, layer.source)
     except ConfigError as exc:
         key = exc.field or ""
         value = layers.merge([layer]).leaves.get(key)
-        hint = release.library.removed_values.get(key, {}).get(str(value.value)) if value is not None else None
+        hint = (
+            release.library.removed_values.get(key, {}).get(str(value.value))
+            if value is not None
+            else None
+        )
         if hint is None:
             raise
         raise ConfigError(f"{exc.message}. {hint}", field=exc.field) from exc
@@ -156,17 +166,27 @@ def described_library_arguments(args: LibraryArgs) -> Described:
     """
     release, library = args.release, args.release.library
     title = f"{library.name} {release.title}"
-    keys = [key for key in library_schema.every_key(release, args.values) if key not in library.engine_set]
+    keys = [
+        key
+        for key in library_schema.every_key(release, args.values)
+        if key not in library.engine_set
+    ]
     every = {key: _default(args, key) for key in keys}
-    sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
+    # unknown keys inside
+    sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}
     every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
     order = {key: i for i, key in enumerate(release.fields(library.root))}
-    ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
+    ordered = dict(
+        sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order)))
+    )
     return Described(title, args.leaves, ordered, args.notes)
 
 
 def _default(args: LibraryArgs, key: str) -> SourcedValue:
-    """Return the release's default of an argument. Its source says if the argument's class was read in part only."""
+    """Return the release's default of an argument.
+
+    Its source says if the argument's class was read in part only.
+    """
     release = args.release
     _, field, owner = library_schema.find(release, key)
     is_known = field is None or field.default_known
@@ -201,7 +221,11 @@ def file_layer(config: WorkerConfig) -> Source:
         ConfigError: the file is missing or is not a YAML mapping.
     """
     path = config.extra_engine_args
-    return Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}") if path else Source({}, "YAML")
+    return (
+        Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}")
+        if path
+        else Source({}, "YAML")
+    )
 
 
 def override_layer(config: WorkerConfig) -> Source:
@@ -232,7 +256,9 @@ def _checked(merged: Merged, schema: type[S], engine: str) -> S:
         first = exc.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         source = f" ({merged.leaves[key].source})" if key in merged.leaves else ""
-        raise ConfigError(f"{engine} engine argument {key}{source}: {first['msg']}", field=key) from exc
+        raise ConfigError(
+            f"{engine} engine argument {key}{source}: {first['msg']}", field=key
+        ) from exc
 
 
 def _reject_foreign(config: WorkerConfig, name: str, schema: type[BaseModel], engine: str) -> None:
@@ -241,4 +267,6 @@ def _reject_foreign(config: WorkerConfig, name: str, schema: type[BaseModel], en
         flag = "--" + name.replace("_", "-")
         source = config.source_of(name)
         suffix = "" if flag in source or source == CODE_SOURCE else f" ({source})"
-        raise ConfigError(f"{flag}{suffix}: the {engine} engine {why}. Remove the flag.", field=name)
+        raise ConfigError(
+            f"{flag}{suffix}: the {engine} engine {why}. Remove the flag.", field=name
+        )

@@ -1,4 +1,6 @@
-"""Define the interface between a worker and its inference engine, which receives and returns token ids."""
+"""Define the interface between a worker and its inference engine, which receives and returns token
+ids.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, 
 from dynamo_trtllm.streams import Generator, KvHolder, OnEvent, StreamHandle
 
 MOST_STEPS = 512  # measured steps that wait for the worker
-_CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
+# as the frontend appends it to the unique part of an id
+_CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")
 _DEFAULTS = Sampling(max_tokens=1)
 
 
@@ -31,22 +34,30 @@ class EngineInfo:
     renderer: str  # "harmony" or "chat_template"
     layout: KvLayout
     limits: Limits
-    kv_compat: Mapping[str, str] = field(default_factory=dict)  # what prefill and decode must share besides the layout
-    # Unsupported fields of Sampling, "cache_salt" and "resumed_tokens". An engine with "resumed_tokens" treats output
-    # of another worker as prompt, which is equivalent only for greedy requests without grammar and penalties.
+    # what prefill and decode must share besides the layout
+    kv_compat: Mapping[str, str] = field(default_factory=dict)
+    # Unsupported fields of Sampling, "cache_salt" and "resumed_tokens". An engine with
+    # "resumed_tokens" treats output of another worker as prompt, which is equivalent only for
+    # greedy requests without grammar and penalties.
     unsupported_features: tuple[str, ...] = ()
-    # "priority" and "dp_rank", if requests may have them. Only such workers get requests that need them.
+    # "priority" and "dp_rank", if requests may have them. Only such workers get requests that need
+    # them.
     supported_features: tuple[str, ...] = ()
     can_aggregate: bool = False  # accepts Phase.AGGREGATED in every role
-    # Only a fetch or a timeout of the library frees KV that a prefill call has exported: frontends have it fetched.
+    # Only a fetch or a timeout of the library frees KV that a prefill call has exported: frontends
+    # have it fetched.
     keeps_unfetched_kv: bool = False
-    files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
-    cost_prior: CostModel | None = None  # what is known of the time of its steps before they are measured
+    # tokenizer and template files, for frontends
+    files: Mapping[str, Path] = field(default_factory=dict)
+    # what is known of the time of its steps before they are measured
+    cost_prior: CostModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters of an engine at one moment, read at every scrape of /metrics and for every report of the load."""
+    """Counters of an engine at one moment, read at every scrape of /metrics and for every report of
+    the load.
+    """
 
     running: int  # requests in the batch
     waiting: int  # requests queued for KV blocks or a batch slot
@@ -55,14 +66,19 @@ class EngineStats:
     tickets_held: int  # KV transfers whose KV the engine still holds
     ticket_kv_blocks: int  # blocks of those transfers
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
-    kv_event_gaps: int = 0  # times that the engine's library lost KV events because its buffer was full
+    # times that the engine's library lost KV events because its buffer was full
+    kv_event_gaps: int = 0
     kv_events_unreadable: int = 0  # KV events of the library that could not be read
-    leaked_kv_blocks: int = 0  # blocks that no decode worker fetched and that the engine's library never frees
-    queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill or are in it, as far as not yet computed
+    # blocks that no decode worker fetched and that the engine's library never frees
+    leaked_kv_blocks: int = 0
+    # prompt tokens that wait for prefill or are in it, as far as not yet computed
+    queued_prefill_tokens: int = 0
     context_tokens: int = 0  # tokens of the requests in the batch, prompts and output
 
 
-NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
+NO_STATS = EngineStats(
+    running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
+)
 """The counters of an engine that has not been started."""
 
 
@@ -74,13 +90,16 @@ class Finding:
     rule: str  # stable name, as in docs/preflight.md
     field: str  # dotted name of the argument
     value: str  # its value and the source of the value
-    other: str = ""  # what it conflicts with: another argument, the other role, the GPU or the model
+    # what it conflicts with: another argument, the other role, the GPU or the model
+    other: str = ""
     why: str
     fix: str
 
 
 class Engine(Generator, KvHolder, Protocol):
-    """An inference engine. `generate` starts a stream; cancelling the stream aborts the request and frees its KV.
+    """An inference engine.
+
+    `generate` starts a stream; cancelling the stream aborts the request and frees its KV.
 
     Parts that an engine may lack have a default here.
     """
@@ -96,10 +115,10 @@ class Engine(Generator, KvHolder, Protocol):
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """Start a request. See `streams.Generator.generate`.
 
-        A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and the tokens if the
-        request ends with its first token. The first chunk of a DECODE call has the first token of the transfer
-        parameters. An engine that samples this token again (vLLM, for penalties, structured output and seeds) sends
-        its own instead.
+        A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and
+        the tokens if the request ends with its first token. The first chunk of a DECODE call has
+        the first token of the transfer parameters. An engine that samples this token again (vLLM,
+        for penalties, structured output and seeds) sends its own instead.
 
         Errors that end a stream, among others:
             RequestRejected: this engine does not support the request.
@@ -111,10 +130,16 @@ class Engine(Generator, KvHolder, Protocol):
         """Raise EngineFailed if the engine can no longer serve requests."""
 
     async def drain(self) -> None:
-        """Wait until no request runs and no KV of a transfer is held. The caller sets the time limit."""
+        """Wait until no request runs and no KV of a transfer is held.
+
+        The caller sets the time limit.
+        """
 
     async def aclose(self) -> None:
-        """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
+        """Shut down; running streams end in EngineFailed.
+
+        Idempotent, and allowed after a failed `start`.
+        """
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """Return the problems of the arguments. A worker calls it once, before `start`.
@@ -125,7 +150,10 @@ class Engine(Generator, KvHolder, Protocol):
         return ()
 
     def progress(self) -> str:
-        """Describe the current step of `start` in a few words; "" when it does not run. Thread-safe."""
+        """Describe the current step of `start` in a few words; "" when it does not run.
+
+        Thread-safe.
+        """
         return ""
 
     def stats(self) -> EngineStats:
@@ -134,24 +162,33 @@ class Engine(Generator, KvHolder, Protocol):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """The newest measured steps, at most MOST_STEPS, the oldest first. Their one reader removes them."""
+        """The newest measured steps, at most MOST_STEPS, the oldest first.
+
+        Their one reader removes them.
+        """
         return deque()
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """Call `on_events` on the event loop when KV blocks were stored in the prefix cache or removed, until `aclose`.
+        """Call `on_events` on the event loop when KV blocks were stored in the prefix cache or
+        removed, until `aclose`.
 
-        A worker with `--publish-kv-events` calls it once, after `start`. The prefix cache is empty then, but for blocks
-        of the warm-up.
+        A worker with `--publish-kv-events` calls it once, after `start`. The prefix cache is empty
+        then, but for blocks of the warm-up.
         """
         return
 
     @property
     def sleep_obstacle(self) -> str:
-        """Why this engine can't release its GPU memory while no request runs, as text; "" if it can."""
+        """Why this engine can't release its GPU memory while no request runs, as text; "" if it
+        can.
+        """
         return "this engine can't sleep"
 
     async def sleep(self) -> None:
-        """Release GPU memory. No request runs, and none comes before `wake`. Raises EngineFailed."""
+        """Release GPU memory.
+
+        No request runs, and none comes before `wake`. Raises EngineFailed.
+        """
         raise EngineFailed(self.sleep_obstacle)
 
     async def wake(self) -> None:
@@ -188,7 +225,8 @@ def check_request(
         transfers_kv: the engine accepts prefill and decode calls.
         engine: its name, for error texts.
         limit: length of the prompt; None: the engine checks it.
-        priority_argument: name of the argument that gives priorities an effect; "": the engine has none.
+        priority_argument: name of the argument that gives priorities an effect; "": the engine has
+            none.
 
     Raises:
         RequestRejected: names the field.
@@ -198,21 +236,25 @@ def check_request(
         raise RequestRejected("the prompt is empty", field="token_ids")
     _check_vocabulary(request, info.vocab_size)
     if request.phase is not Phase.AGGREGATED and not transfers_kv:
-        raise RequestRejected(f"this worker is aggregated and does not accept {request.phase} calls", field="phase")
+        raise RequestRejected(
+            f"this worker is aggregated and does not accept {request.phase} calls", field="phase"
+        )
     for name in info.unsupported_features:
         if _is_used(request, name):
             raise RequestRejected(
-                f"{name} is not supported by this worker's {engine}; omit it, or see the worker's log for the reason",
+                f"{name} is not supported by this worker's {engine}; omit it, or see the worker's"
+                " log for the reason",
                 field=name,
             )
     if limit is not None and len(request.token_ids) > limit.tokens:
         raise ContextTooLong(
-            f"the prompt has {len(request.token_ids)} tokens, but this worker accepts at most {limit.tokens} "
-            f"({limit.why}); shorten it"
+            f"the prompt has {len(request.token_ids)} tokens, but this worker accepts at most"
+            f" {limit.tokens} ({limit.why}); shorten it"
         )
     if priority_argument and request.priority and "priority" not in info.supported_features:
         raise RequestRejected(
-            f"priority has no effect on this worker; omit it, or start the worker with {priority_argument}: priority",
+            "priority has no effect on this worker; omit it, or start the worker with"
+            f" {priority_argument}: priority",
             field="priority",
         )
 
@@ -233,7 +275,9 @@ def _check_vocabulary(request: GenerateRequest, vocab_size: int) -> None:
         largest = max(token_ids, default=0)
         if largest >= vocab_size:
             raise RequestRejected(
-                f"token id {largest} in {name} is out of range: the vocabulary has {vocab_size} tokens", field=name
+                f"token id {largest} in {name} is out of range: the vocabulary has {vocab_size}"
+                " tokens",
+                field=name,
             )
 
 
@@ -248,7 +292,8 @@ def _is_used(request: GenerateRequest, name: str) -> bool:
 def stop_token_ids(sampling: Sampling, info: EngineInfo) -> frozenset[int]:
     """Return the token ids that end the output. Ids outside of the vocabulary are left out.
 
-    With `ignore_eos` the model's own stop tokens do not count, even if the request lists them; others do.
+    With `ignore_eos` the model's own stop tokens do not count, even if the request lists them;
+    others do.
 
     Args:
         sampling: sampling parameters of the request.

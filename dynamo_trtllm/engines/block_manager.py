@@ -1,8 +1,9 @@
-"""Reserve the KV blocks of requests, reuse full blocks of earlier ones, and evict those that no request uses.
+"""Reserve the KV blocks of requests, reuse full blocks of earlier ones, and evict those that no
+request uses.
 
-A block is found by its tokens and the block before it, and the first one by its tokens and the cache salt. These are
-compared, not a hash of them, so KV of another prompt is never reused. The engine owns the memory, of which this module
-knows block numbers only.
+A block is found by its tokens and the block before it, and the first one by its tokens and the
+cache salt. These are compared, not a hash of them, so KV of another prompt is never reused. The
+engine owns the memory, of which this module knows block numbers only.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []  # of its blocks, in the order of its tokens
-        # The blocks of the cache with the content of its first blocks, as far as it has them. If another request has
-        # stored the same content, such a block has another number.
+        # The blocks of the cache with the content of its first blocks, as far as it has them. If
+        # another request has stored the same content, such a block has another number.
         self.chain: list[CachedBlock] = []
         self.refused_at = -1  # number of the manager's changes when it last refused the request
 
     def own(self) -> list[int]:
         """Return the numbers of the blocks that the cache does not have."""
         pairs = zip(self.numbers, self.chain, strict=False)
-        return [number for number, cached in pairs if number != cached.number] + self.numbers[len(self.chain) :]
+        return [number for number, cached in pairs if number != cached.number] + self.numbers[
+            len(self.chain) :
+        ]
 
 
 class BlockManager:
     """The KV blocks of one engine. Not thread-safe.
 
-    The most recently freed blocks are reserved first, so that the operating system maps no more memory than was used.
-    The hash of a full block stands for all tokens up to its end. It is a number that no other block of the engine gets.
+    The most recently freed blocks are reserved first, so that the operating system maps no more
+    memory than was used. The hash of a full block stands for all tokens up to its end. It is a
+    number that no other block of the engine gets.
 
     Args:
         num_blocks: number of blocks.
@@ -66,7 +70,8 @@ class BlockManager:
         self._has_prefix_cache = has_prefix_cache
         self._free = list(range(num_blocks))  # the last ones are reserved first
         self._blocks: dict[_Key, CachedBlock] = {}
-        self._unused: OrderedDict[int, CachedBlock] = OrderedDict()  # by hash, the least recently used first
+        # by hash, the least recently used first
+        self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self._last_hash = 0
         self._changes = 0  # after which a refused request may have enough blocks
 
@@ -75,14 +80,20 @@ class BlockManager:
         """The number of blocks that requests use."""
         return self._num_blocks - len(self._free) - len(self._unused)
 
-    def reserve(self, table: BlockTable, prompt: TokenIds | None, salt: str | None, num_blocks: int) -> bool:
-        """Reserve the blocks of a request. Those that its prompt begins with are reused, others evicted if needed.
+    def reserve(
+        self, table: BlockTable, prompt: TokenIds | None, salt: str | None, num_blocks: int
+    ) -> bool:
+        """Reserve the blocks of a request.
 
-        The first waiting request asks before each step, so a refusal stays until blocks were freed or stored.
+        Those that its prompt begins with are reused, others evicted if needed.
+
+        The first waiting request asks before each step, so a refusal stays until blocks were freed
+        or stored.
 
         Args:
             table: the request's table, without blocks.
-            prompt: its tokens; None reuses nothing. The last one is never reused, because the engine needs its logits.
+            prompt: its tokens; None reuses nothing. The last one is never reused, because the
+                engine needs its logits.
             salt: blocks of requests with another salt are not reused.
             num_blocks: blocks that the request needs, the reused ones included.
 
@@ -109,7 +120,8 @@ class BlockManager:
     def store(self, table: BlockTable, tokens: TokenIds, salt: str | None) -> None:
         """Let later requests reuse the full blocks of a request, which continues to use them.
 
-        If a block with the same content is cached, the request uses that one, too, and its own one stays its own.
+        If a block with the same content is cached, the request uses that one, too, and its own one
+        stays its own.
 
         Args:
             table: the request's table.
@@ -122,8 +134,11 @@ class BlockManager:
         size, width, data = self._block_tokens, tokens.itemsize, tokens.tobytes()
         chain, parent = table.chain, table.chain[-1].hash if table.chain else None
         numbers = table.numbers[len(chain) :]
-        runs: list[tuple[int | None, list[KvBlock]]] = []  # new blocks that follow each other, and the one before
-        for begin, number in zip(range(len(chain) * size, len(tokens) - size + 1, size), numbers, strict=False):
+        # new blocks that follow each other, and the one before
+        runs: list[tuple[int | None, list[KvBlock]]] = []
+        for begin, number in zip(
+            range(len(chain) * size, len(tokens) - size + 1, size), numbers, strict=False
+        ):
             key = (salt if parent is None else parent, data[begin * width : (begin + size) * width])
             block = self._blocks.get(key)
             if block is None:
@@ -138,10 +153,17 @@ class BlockManager:
             chain.append(block)
             parent = block.hash
         if self.on_events is not None and runs:
-            self.on_events([BlocksStored(blocks=tuple(run), parent=first, cache_salt=salt) for first, run in runs])
+            self.on_events(
+                [
+                    BlocksStored(blocks=tuple(run), parent=first, cache_salt=salt)
+                    for first, run in runs
+                ]
+            )
 
     def forget(self, table: BlockTable) -> None:
-        """Let no other request begin to reuse the blocks of a request, which continues to use them."""
+        """Let no other request begin to reuse the blocks of a request, which continues to use
+        them.
+        """
         known = [block for block in table.chain if not block.is_forgotten]
         for block in known:
             block.is_forgotten = True
@@ -174,9 +196,13 @@ class BlockManager:
             block.users += 1
 
     def _release(self, chain: Sequence[CachedBlock]) -> list[int]:
-        """End the use of cached blocks. Return the numbers of those that are free, because they were forgotten."""
+        """End the use of cached blocks.
+
+        Return the numbers of those that are free, because they were forgotten.
+        """
         free = []
-        for block in reversed(chain):  # so that the last ones are evicted first: nothing finds them without the others
+        # so that the last ones are evicted first: nothing finds them without the others
+        for block in reversed(chain):
             block.users -= 1
             if block.users:
                 continue

@@ -1,4 +1,5 @@
-"""Read a model's shape, token ids and defaults from the JSON files of its folder, and compute its weight sizes.
+"""Read a model's shape, token ids and defaults from the JSON files of its folder, and compute its
+weight sizes.
 
 Neither the weights nor an inference library are loaded.
 """
@@ -44,18 +45,22 @@ class Checkpoint:
     context_length: int  # tokens; 0 if the files do not set it
     sliding_window: int | None = None  # tokens
     num_sliding_layers: int = 0
-    has_recurrent_layers: bool = False  # some layers keep a state of constant size instead of KV (hybrid models)
-    latent_kv_dim: int = 0  # values of one token in a layer with latent attention (MLA); 0: KV has heads
+    # some layers keep a state of constant size instead of KV (hybrid models)
+    has_recurrent_layers: bool = False
+    # values of one token in a layer with latent attention (MLA); 0: KV has heads
+    latent_kv_dim: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
-    kv_quantization: str | None = None  # of KV blocks, for which the weights were calibrated: "fp8", "nvfp4", …
+    # of KV blocks, for which the weights were calibrated: "fp8", "nvfp4", …
+    kv_quantization: str | None = None
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     index_bytes: int | None = (
-        None  # total of all tensors, from the safetensors index or the file sizes; None without weights
+        # total of all tensors, from the safetensors index or the file sizes; None without weights
+        None
     )
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, by name
 
@@ -99,7 +104,8 @@ def model_file(folder: Path) -> Path:
     ggufs = list(folder.glob("*.gguf"))
     if len(ggufs) != 1:
         raise ConfigError(
-            f"Model folder {folder} contains neither {CONFIG} nor exactly one .gguf file. Download the model again.",
+            f"Model folder {folder} contains neither {CONFIG} nor exactly one .gguf file. Download"
+            " the model again.",
             field="model_path",
         )
     return ggufs[0]
@@ -108,7 +114,8 @@ def model_file(folder: Path) -> Path:
 def _require_folder(folder: Path) -> None:
     if not os.path.isdir(folder):
         raise ConfigError(
-            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
+            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.",
+            field="model_path",
         )
 
 
@@ -126,14 +133,16 @@ def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
     if found.name != CONFIG:
         if not reads_gguf:
             raise ConfigError(
-                f"{found} is a GGUF file, which only the torch engine supports. Pass a folder with {CONFIG}.",
+                f"{found} is a GGUF file, which only the torch engine supports. Pass a folder with"
+                f" {CONFIG}.",
                 field="model_path",
             )
         return
     model_type = _Fields(found, _read_json(found)).text("model_type")
     if renderer_of(model_type) != "harmony" and not (folder / TOKENIZER).is_file():
         raise ConfigError(
-            f"Model folder {folder} has no {TOKENIZER}, which frontends need to render prompts. Download it too.",
+            f"Model folder {folder} has no {TOKENIZER}, which frontends need to render prompts."
+            " Download it too.",
             field="model_path",
         )
 
@@ -168,7 +177,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         num_sliding_layers=windows,
         has_recurrent_layers=_has_recurrent_layers(config),
         latent_kv_dim=_latent_kv_dim(config),
-        num_experts=config.count("num_local_experts", config.count("num_experts", config.count("n_routed_experts", 0))),
+        num_experts=config.count(
+            "num_local_experts", config.count("num_experts", config.count("n_routed_experts", 0))
+        ),
         experts_per_token=config.count("num_experts_per_tok", config.count("experts_per_token", 0)),
         quantization=_quantization(config),
         kv_quantization=_kv_quantization(folder),
@@ -182,7 +193,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return the sampling values of the folder's generation_config.json; no values without that file.
+    """Return the sampling values of the folder's generation_config.json; no values without that
+    file.
 
     Raises:
         ConfigError: names the field that is invalid.
@@ -197,7 +209,8 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         return msgspec.convert(values, SamplingDefaults)
     except msgspec.ValidationError as exc:
         raise ConfigError(
-            f"{path}: {exc}. Correct the file or start the worker with --generation-config none.", field="model_path"
+            f"{path}: {exc}. Correct the file or start the worker with --generation-config none.",
+            field="model_path",
         ) from exc
 
 
@@ -228,14 +241,18 @@ class _Fields:
 
     def wrong(self, name: str, expected: str) -> ConfigError:
         found = repr(self._values[name]) if name in self._values else "missing"
-        return ConfigError(f"{self.path}: {name} is {found}: expected {expected}", field="model_path")
+        return ConfigError(
+            f"{self.path}: {name} is {found}: expected {expected}", field="model_path"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
-        raise ConfigError(f"{path} does not exist. Pass --model-path a model folder.", field="model_path") from exc
+        raise ConfigError(
+            f"{path} does not exist. Pass --model-path a model folder.", field="model_path"
+        ) from exc
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path} can't be read: {exc}", field="model_path") from exc
     if not isinstance(value, dict):
@@ -244,7 +261,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _sliding_layers(config: _Fields) -> int:
-    """Count sliding-window layers. Without `layer_types` all layers have full attention, as in the torch engine."""
+    """Count sliding-window layers.
+
+    Without `layer_types` all layers have full attention, as in the torch engine.
+    """
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
         return 0
@@ -252,7 +272,9 @@ def _sliding_layers(config: _Fields) -> int:
 
 
 def _latent_kv_dim(config: _Fields) -> int:
-    """Return the size of latent KV, of DeepSeek and its kin: one vector and its rotary part instead of heads."""
+    """Return the size of latent KV, of DeepSeek and its kin: one vector and its rotary part instead
+    of heads.
+    """
     if not isinstance(config.get("kv_lora_rank"), int):
         return 0
     return config.count("kv_lora_rank") + config.count("qk_rope_head_dim", 0)
@@ -263,7 +285,10 @@ _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba"})
 
 
 def _has_recurrent_layers(config: _Fields) -> bool:
-    """Return whether the model is a hybrid of attention and recurrent layers. Nemotron-H has a pattern of letters."""
+    """Return whether the model is a hybrid of attention and recurrent layers.
+
+    Nemotron-H has a pattern of letters.
+    """
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and any(kind in _RECURRENT_LAYERS for kind in kinds):
         return True
@@ -282,7 +307,9 @@ def _quantization(config: _Fields) -> str | None:
 
 
 def _kv_quantization(folder: Path) -> str | None:
-    """Return the type of KV blocks that ModelOpt's file sets; None without the file, or if it sets none."""
+    """Return the type of KV blocks that ModelOpt's file sets; None without the file, or if it sets
+    none.
+    """
     path = folder / KV_CONFIG
     if not path.is_file():
         return None
@@ -293,25 +320,37 @@ def _kv_quantization(folder: Path) -> str | None:
 
 def _dtype(config: _Fields) -> str:
     """Return the type of the weights that are not quantized; bfloat16 if the file has no type."""
-    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     if found not in _DTYPES:
-        raise config.wrong("dtype" if config.get("dtype") else "torch_dtype", f"one of {', '.join(_DTYPES)}")
+        raise config.wrong(
+            "dtype" if config.get("dtype") else "torch_dtype", f"one of {', '.join(_DTYPES)}"
+        )
     return found
 
 
-def read_eos_token_ids(folder: Path, config: Mapping[str, Any], *, vocab_size: int | None = None) -> tuple[int, ...]:
-    """Return the stop tokens of generation_config.json, which lists all of them, else those of config.json.
+def read_eos_token_ids(
+    folder: Path, config: Mapping[str, Any], *, vocab_size: int | None = None
+) -> tuple[int, ...]:
+    """Return the stop tokens of generation_config.json, which lists all of them, else those of
+    config.json.
 
     Args:
         folder: model folder.
         config: the values of its config.json.
-        vocab_size: leave out ids that are not in a vocabulary of this size; some models have -1 for none.
+        vocab_size: leave out ids that are not in a vocabulary of this size; some models have -1 for
+            none.
 
     Raises:
-        ConfigError: names the file and the field that is invalid. Without `vocab_size`, a negative id is invalid.
+        ConfigError: names the file and the field that is invalid. Without `vocab_size`, a negative
+            id is invalid.
     """
     path, source = folder / GENERATION_CONFIG, _Fields(folder / CONFIG, config)
-    if path.is_file() and (generation := _Fields(path, _read_json(path))).get("eos_token_id") is not None:
+    if (
+        path.is_file()
+        and (generation := _Fields(path, _read_json(path))).get("eos_token_id") is not None
+    ):
         source = generation
     found = source.get("eos_token_id")
     if found is None:
@@ -338,7 +377,9 @@ def _index_bytes(folder: Path) -> int | None:
 
 _KNOWN = msgspec.yaml.decode(Path(__file__).with_name("known_models.yaml").read_bytes())
 SHAPES: Mapping[str, Checkpoint] = {
-    name: msgspec.convert({**shape, "folder": name}, Checkpoint, dec_hook=lambda kind, value: kind(value))
+    name: msgspec.convert(
+        {**shape, "folder": name}, Checkpoint, dec_hook=lambda kind, value: kind(value)
+    )
     for name, shape in _KNOWN.items()
 }
 
@@ -372,7 +413,8 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     dense = item if model.quantization == "mxfp4" else packed
     hidden, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
     heads, kv_heads, experts = model.num_attention_heads, model.num_kv_heads, model.num_experts
-    is_gpt_oss = model.model_type == "gpt_oss"  # only its experts have biases, and its attention has sinks
+    # only its experts have biases, and its attention has sinks
+    is_gpt_oss = model.model_type == "gpt_oss"
     # Values of one layer: gate, up and down matrices; query, key, value and output matrices.
     mlp = 3 * hidden * inner * max(1, experts)
     attention = 2 * hidden * (heads + kv_heads) * model.head_dim

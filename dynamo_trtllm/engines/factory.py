@@ -1,4 +1,7 @@
-"""Choose and create the engine of a configuration. A library is imported only if its engine is chosen."""
+"""Choose and create the engine of a configuration.
+
+A library is imported only if its engine is chosen.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
 
 
 def chosen_engine(config: WorkerConfig) -> EngineName:
-    """Return the engine of `--engine`; by default TensorRT-LLM, if it is installed. Nothing is imported.
+    """Return the engine of `--engine`; by default TensorRT-LLM, if it is installed.
+
+    Nothing is imported.
 
     Raises:
         ConfigError: `--engine` is not given and TensorRT-LLM is not installed.
@@ -60,9 +65,9 @@ def chosen_engine(config: WorkerConfig) -> EngineName:
     if importlib.util.find_spec("tensorrt_llm") is not None:
         return "trtllm"
     raise ConfigError(
-        "--engine is not given and the default, TensorRT-LLM, is not installed. Pass --engine torch (transformers on "
-        "CPU or GPU), --engine vllm or --engine mock (no weights), or pip install tensorrt-llm on a machine with "
-        "NVIDIA GPUs.",
+        "--engine is not given and the default, TensorRT-LLM, is not installed. Pass --engine torch"
+        " (transformers on CPU or GPU), --engine vllm or --engine mock (no weights), or pip install"
+        " tensorrt-llm on a machine with NVIDIA GPUs.",
         field="engine",
     )
 
@@ -75,8 +80,8 @@ def check_prerequisites(
     Args:
         config: settings of the worker.
         environment: environment variables of the worker's process.
-        locate: returns the model folder for a value of `--model-path`, or None if the folder will be written later;
-            raises ConfigError.
+        locate: returns the model folder for a value of `--model-path`, or None if the folder will
+            be written later; raises ConfigError.
 
     Raises:
         ConfigError: names what is missing.
@@ -100,16 +105,23 @@ def _has_cpu_vllm() -> bool:
 
 
 def _check_gpus(environment: Mapping[str, str], engine: EngineName) -> None:
-    """Raise ConfigError if a requested GPU number does not exist: the torch engine would silently use the CPU."""
+    """Raise ConfigError if a requested GPU number does not exist: the torch engine would silently
+    use the CPU.
+    """
     requested = [word.strip() for word in environment.get(gpu.VISIBLE, "").split(",")]
     if not all(word.isdecimal() for word in requested):
         return  # no GPU is requested, or by UUID
     found = gpu.count_visible(environment)
     if found is None or found >= len(requested):
         return
-    or_cpu = ", or run on the CPU (devices: cpu, or an empty CUDA_VISIBLE_DEVICES)" if engine == "torch" else ""
+    or_cpu = (
+        ", or run on the CPU (devices: cpu, or an empty CUDA_VISIBLE_DEVICES)"
+        if engine == "torch"
+        else ""
+    )
     raise ConfigError(
-        f"The {engine} engine requests GPUs {','.join(requested)} (devices of the deployment file, or {gpu.VISIBLE}), "
-        f"but this machine shows {found} of them. Choose GPUs that nvidia-smi -L lists{or_cpu}.",
+        f"The {engine} engine requests GPUs {','.join(requested)} (devices of the deployment file,"
+        f" or {gpu.VISIBLE}), but this machine shows {found} of them. Choose GPUs that nvidia-smi"
+        f" -L lists{or_cpu}.",
         field="devices",
     )

@@ -1,6 +1,8 @@
-"""List the GPUs that this process may use and their memory, from the driver, without a CUDA context.
+"""List the GPUs that this process may use and their memory, from the driver, without a CUDA
+context.
 
-Engines ask NVML. `list_gpus` asks nvidia-smi, which needs no Python package and can't block this process.
+Engines ask NVML. `list_gpus` asks nvidia-smi, which needs no Python package and can't block this
+process.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from typing import Any
 from dynamo_trtllm.config.load import process_environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.total,memory.free,name", "--format=csv,noheader,nounits")
+_NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=uuid,memory.total,memory.free,name",
+    "--format=csv,noheader,nounits",
+)
 _NVIDIA_SMI_TIMEOUT_S = 20.0  # without persistence mode the driver loads first
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux, WSL
 
@@ -41,7 +47,9 @@ class GpuMemory:
 
 
 def list_gpus(environment: Mapping[str, str]) -> tuple[list[GpuMemory], str]:
-    """Return the GPUs that a process with this environment may use, and if there is none, the reason."""
+    """Return the GPUs that a process with this environment may use, and if there is none, the
+    reason.
+    """
     try:
         listed = subprocess.run(
             _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
@@ -54,10 +62,14 @@ def list_gpus(environment: Mapping[str, str]) -> tuple[list[GpuMemory], str]:
         return [], f"nvidia-smi failed with status {exc.returncode}"
     rows = [line.split(", ", 3) for line in listed.splitlines() if line.startswith("GPU-")]
     gpus = [
-        GpuMemory(number=number, name=name, total_bytes=int(total) << 20, free_bytes=int(free) << 20)
+        GpuMemory(
+            number=number, name=name, total_bytes=int(total) << 20, free_bytes=int(free) << 20
+        )
         for number, (_, total, free, name) in enumerate(rows)
     ]
-    visible = [gpus[number] for number in _chosen(environment.get(VISIBLE), [row[0] for row in rows])]
+    visible = [
+        gpus[number] for number in _chosen(environment.get(VISIBLE), [row[0] for row in rows])
+    ]
     return visible, "" if visible else f"{VISIBLE} hides all" if gpus else "nvidia-smi lists none"
 
 
@@ -65,8 +77,8 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
     """Return the visible GPUs; [] without a driver or NVML.
 
     Args:
-        environment: variables that CUDA_VISIBLE_DEVICES is read from; default: this process's. If the variable is not
-            set, all GPUs are returned in the driver's order.
+        environment: variables that CUDA_VISIBLE_DEVICES is read from; default: this process's. If
+            the variable is not set, all GPUs are returned in the driver's order.
     """
     try:
         import pynvml
@@ -89,7 +101,9 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
 
 
 def count_visible(environment: Mapping[str, str]) -> int | None:
-    """Return how many GPUs a process with this environment may use; None if the driver does not respond."""
+    """Return how many GPUs a process with this environment may use; None if the driver does not
+    respond.
+    """
     if gpus := visible_gpus(environment):
         return len(gpus)
     is_known = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
@@ -97,20 +111,25 @@ def count_visible(environment: Mapping[str, str]) -> int | None:
 
 
 def memory_free_bytes() -> list[tuple[int, int]]:
-    """Return the free and total bytes of each visible GPU; [] without a driver or NVML. Thread-safe."""
+    """Return the free and total bytes of each visible GPU; [] without a driver or NVML.
+
+    Thread-safe.
+    """
     return [(gpu.free_bytes, gpu.memory_bytes) for gpu in visible_gpus()]
 
 
 def memory_used_bytes() -> int | None:
-    """Return the bytes that all processes use on the first visible GPU; None without a driver or NVML. Thread-safe."""
+    """Return the bytes that all processes use on the first visible GPU; None without a driver or
+    NVML. Thread-safe.
+    """
     return next((total - free for free, total in memory_free_bytes()), None)
 
 
 def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
     """Return the indexes of the visible GPUs, by CUDA's rules for CUDA_VISIBLE_DEVICES.
 
-    Entries are numbers or prefixes of UUIDs. CUDA ignores an unknown entry and all entries after it; an empty text
-    hides all GPUs. The UUID of a MIG slice matches no GPU and counts as unknown.
+    Entries are numbers or prefixes of UUIDs. CUDA ignores an unknown entry and all entries after
+    it; an empty text hides all GPUs. The UUID of a MIG slice matches no GPU and counts as unknown.
     """
     if visible is None:
         return list(range(len(uuids)))

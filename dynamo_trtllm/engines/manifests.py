@@ -1,7 +1,8 @@
 """Describe the public Python API of a library, release by release, from manifests in JSON.
 
-Manifests are extracted from a library's published sources or from the installed package and are not edited by hand.
-What they do not say is in a file library.yaml beside them. The library itself is not imported.
+Manifests are extracted from a library's published sources or from the installed package and are not
+edited by hand. What they do not say is in a file library.yaml beside them. The library itself is
+not imported.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class ManifestField:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LibraryReleases:
-    """A library, the manifests of its releases, and what annotations do not say about its arguments."""
+    """A library, the manifests of its releases, and what annotations do not say about its
+    arguments.
+    """
 
     name: str  # for messages
     package: str  # Python package of the JSON files
@@ -52,19 +55,27 @@ class LibraryReleases:
     # Release -> its own manifest, after those that fill its gaps; oldest release first.
     manifests: dict[str, tuple[str, ...]]
     development: str | None = None  # manifest of an unreleased commit
-    ranges: dict[str, tuple[int | float, int | float | None]]  # key -> smallest and largest number, or item of a list
-    any_case: frozenset[str]  # types whose words are compared without case: an enumeration, or "Literal"
+    # key -> smallest and largest number, or item of a list
+    ranges: dict[str, tuple[int | float, int | float | None]]
+    # types whose words are compared without case: an enumeration, or "Literal"
+    any_case: frozenset[str]
     flags: dict[str, str]  # setting of the worker -> argument
-    engine_set: dict[str, str]  # argument that only the engine sets -> what to do instead, or the reason
-    foreign: dict[str, str] = field(default_factory=dict)  # argument of another library -> what replaces it
+    # argument that only the engine sets -> what to do instead, or the reason
+    engine_set: dict[str, str]
+    # argument of another library -> what replaces it
+    foreign: dict[str, str] = field(default_factory=dict)
     unsupported: frozenset[str] = frozenset()  # arguments that must not be set, or be false
     moved: dict[str, str] = field(default_factory=dict)  # deprecated argument -> its replacement
     # argument -> value that newer releases lack -> what to set instead
     removed_values: dict[str, dict[str, str]] = field(default_factory=dict)
-    modules: dict[str, tuple[str, ...]] = field(default_factory=dict)  # class -> those that may define it, by release
-    needed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names without which the engine can't run
-    optional: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names used only if the release has them
-    error_hints: dict[str, str] = field(default_factory=dict)  # pattern in the text of an error -> what to do
+    # class -> those that may define it, by release
+    modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # names without which the engine can't run
+    needed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # names used only if the release has them
+    optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # pattern in the text of an error -> what to do
+    error_hints: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, package: str) -> LibraryReleases:
@@ -75,7 +86,9 @@ class LibraryReleases:
     @functools.cached_property
     def releases(self) -> tuple[ApiManifest, ...]:
         """All known releases, oldest first."""
-        return tuple(ApiManifest(self, name, manifests) for name, manifests in self.manifests.items())
+        return tuple(
+            ApiManifest(self, name, manifests) for name, manifests in self.manifests.items()
+        )
 
     @property
     def newest(self) -> ApiManifest:
@@ -89,10 +102,12 @@ class LibraryReleases:
 
 
 class ApiManifest:
-    """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`).
+    """The API of one release.
 
-    What was not read of a release is taken from the manifest of another one, and counts as read in part: it may have
-    more names and more values.
+    An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`).
+
+    What was not read of a release is taken from the manifest of another one, and counts as read in
+    part: it may have more names and more values.
     """
 
     def __init__(self, library: LibraryReleases, name: str, manifests: Iterable[str]) -> None:
@@ -101,8 +116,8 @@ class ApiManifest:
         Args:
             library: the library.
             name: the release.
-            manifests: names of the files. A later one replaces classes of an earlier one. The one that is named after
-                the release is its own.
+            manifests: names of the files. A later one replaces classes of an earlier one. The one
+                that is named after the release is its own.
         """
         self.library = library
         self.read: ApiManifest | None = None  # what was read, if this is a similar release
@@ -113,7 +128,9 @@ class ApiManifest:
         not_read: set[str] = set()
         partly: set[str] = set()  # owners and enumerations
         for file in manifests:
-            manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
+            manifest = json.loads(
+                resources.files(library.package).joinpath(f"{file}.json").read_bytes()
+            )
             gaps = {_in_part(text) for text in manifest["not_read"]}
             owners = _owners(manifest["classes"])
             for owner in owners.keys() & self.owners.keys():
@@ -130,12 +147,15 @@ class ApiManifest:
         self.not_read = frozenset(not_read - self.owners.keys() - self.enums.keys())
         self.not_read |= {f"{owner} in part" for owner in partly & self.owners.keys()}
         self.open_enums = frozenset(partly & self.enums.keys())
-        self.members = _members(self.enums)  # properties and methods with unknown types: `CompletionOutput.length`
+        # properties and methods with unknown types: `CompletionOutput.length`
+        self.members = _members(self.enums)
         types = " ".join(each.type for fields in self.owners.values() for each in fields.values())
         self.mentioned = frozenset(re.findall(r"\w+", types))  # every name in the annotations
 
     def as_nearest(self) -> ApiManifest:
-        """Return this API for a similar release that was not read: all of it counts as read in part."""
+        """Return this API for a similar release that was not read: all of it counts as read in
+        part.
+        """
         nearest = copy.copy(self)
         nearest.read = self
         nearest.title = f"{self.name} (the nearest release that was read)"
@@ -156,16 +176,21 @@ class ApiManifest:
             return Presence.NOT_READ
         if self._has_read(owner):
             return Presence.ABSENT
-        # A class that another release has may exist here too; a name that no release has is a misspelling.
+        # A class that another release has may exist here too; a name that no release has is a
+        # misspelling.
         mentioned = any(other.speaks_of(owner) for other in self.library.releases)
         return Presence.NOT_READ if mentioned else Presence.ABSENT
 
     def speaks_of(self, owner: str) -> bool:
-        """Return True if the manifest mentions the class or method: as read, as not read, or in an annotation."""
+        """Return True if the manifest mentions the class or method: as read, as not read, or in an
+        annotation.
+        """
         return self._has_read(owner) or owner in self.not_read or owner in self.mentioned
 
     def _has_read(self, owner: str) -> bool:
-        return owner in self.owners or any(member.startswith(f"{owner}.") for member in self.members)
+        return owner in self.owners or any(
+            member.startswith(f"{owner}.") for member in self.members
+        )
 
     def fields(self, owner: str) -> Mapping[str, ManifestField]:
         """Return the fields or parameters by name, in order; empty for an unknown owner."""
@@ -177,18 +202,24 @@ class ApiManifest:
 
 
 def _owners(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, ManifestField]]:
-    """Return the fields of each class and the parameters of each method in the section "classes" of a manifest."""
+    """Return the fields of each class and the parameters of each method in the section "classes" of
+    a manifest.
+    """
     owners: dict[str, Mapping[str, ManifestField]] = {}
     for cls, entry in classes.items():
         owners[cls] = {item["name"]: ManifestField(item) for item in entry.get("fields", ())}
         for method, described in entry.items():
             if isinstance(described, dict):
-                owners[f"{cls}.{method}"] = {item["name"]: ManifestField(item) for item in described["params"]}
+                owners[f"{cls}.{method}"] = {
+                    item["name"]: ManifestField(item) for item in described["params"]
+                }
     return owners
 
 
 def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
-    """Return the members that a manifest lists without types, as in `CompletionOutput.properties`."""
+    """Return the members that a manifest lists without types, as in
+    `CompletionOutput.properties`.
+    """
     listed = [(enum.partition("."), value) for enum, values in enums.items() for value in values]
     return frozenset(
         f"{cls}.{part.partition('(')[0]}"
@@ -199,7 +230,9 @@ def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
 
 
 def _value(text: str | None) -> Any:
-    """Parse a default from the source: `'auto'`, `0.9`, `LoadFormat.AUTO`, `<factory X>`, `1024**3`."""
+    """Parse a default from the source: `'auto'`, `0.9`, `LoadFormat.AUTO`, `<factory X>`,
+    `1024**3`.
+    """
     if text is None or text.startswith("<factory"):
         return None
     power = re.fullmatch(r"(\d+)\*\*(\d+)", text)
@@ -212,6 +245,8 @@ def _value(text: str | None) -> Any:
 
 
 def _in_part(text: str) -> str:
-    """Mark a partly covered class: "KvCacheConfig after use_kv_cache_manager_v2" → "KvCacheConfig in part"."""
+    """Mark a partly covered class: "KvCacheConfig after use_kv_cache_manager_v2" → "KvCacheConfig
+    in part".
+    """
     owner, space, _ = text.partition(" ")
     return f"{owner} in part" if space else owner

@@ -1,7 +1,8 @@
-"""Define preflight rules, and evaluate them against facts about a worker, a pair of workers, or a live peer.
+"""Define preflight rules, and evaluate them against facts about a worker, a pair of workers, or a
+live peer.
 
-A rule is a function that receives the facts and returns what it found. Its name, severity and texts are in its
-decorator. docs/preflight.md and docs/vllm.md are printed from them.
+A rule is a function that receives the facts and returns what it found. Its name, severity and texts
+are in its decorator. docs/preflight.md and docs/vllm.md are printed from them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class PeerFacts(Generic[F]):
 
     mine: F
     peer: Instance
-    kv_compat: Mapping[str, str] | None = None  # values that this worker will register; None: not compared
+    # values that this worker will register; None: not compared
+    kv_compat: Mapping[str, str] | None = None
 
     @property
     def name(self) -> str:

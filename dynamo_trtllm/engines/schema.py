@@ -1,4 +1,5 @@
-"""Check arguments of a library against the manifest of a release: names, types, allowed values and ranges.
+"""Check arguments of a library against the manifest of a release: names, types, allowed values and
+ranges.
 
 Arguments are named by dotted keys, as in the YAML: `kv_cache_config.dtype`.
 """
@@ -50,7 +51,8 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
         where: name of the source; error texts begin with it.
 
     Returns:
-        A note for each key that the manifests do not cover, and for each word that may exist although it is not listed.
+        A note for each key that the manifests do not cover, and for each word that may exist
+            although it is not listed.
 
     Raises:
         ConfigError: names the first invalid key.
@@ -59,7 +61,8 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
 
 
 def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
-    """Return the release's default of a dotted key; None if it has none, is unknown, or its section is null.
+    """Return the release's default of a dotted key; None if it has none, is unknown, or its section
+    is null.
 
     Args:
         release: API of the library.
@@ -77,10 +80,17 @@ def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
 
 
 def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the dotted key of each known argument. A section that is null, by default or in `given`, is one key."""
+    """Yield the dotted key of each known argument.
+
+    A section that is null, by default or in `given`, is one key.
+    """
     for name, field in release.fields(release.library.root).items():
         is_on = isinstance(given[name], Mapping) if name in given else field.is_built
-        inner = [part for owner in owners(release, field) for part in release.fields(owner)] if is_on else []
+        inner = (
+            [part for owner in owners(release, field) for part in release.fields(owner)]
+            if is_on
+            else []
+        )
         yield from (f"{name}.{part}" for part in inner) if inner else (name,)
 
 
@@ -102,7 +112,9 @@ def _is_missing(release: ApiManifest, key: str) -> bool:
     return release.read is not None and find(release.read, key).presence is Presence.ABSENT
 
 
-def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str) -> Iterator[str]:
+def _check(
+    values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str
+) -> Iterator[str]:
     for name, value in values.items():
         key = f"{prefix}{name}"
         presence, field, owner = find(release, key)
@@ -128,21 +140,27 @@ def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
     having = _having(release.library, key)
     if having:
         fix = f"Remove it, or install a release that has it ({having})."
-        raise ConfigError(f"{where}: {release.library.name} {release.title} has no {key}. {fix}", field=key)
+        raise ConfigError(
+            f"{where}: {release.library.name} {release.title} has no {key}. {fix}", field=key
+        )
     parent, _, name = key.rpartition(".")
     field = find(release, parent).field if parent else None
     classes = owners(release, field) if field is not None else (release.library.root,)
     names = [known for owner in classes for known in release.fields(owner)]
     guess = suggest(name, names)
     inside = f"{parent}." if field is not None else ""
-    listed = f"known: {', '.join(sorted(names))}" if inside else "--print-config lists the known keys"
+    listed = (
+        f"known: {', '.join(sorted(names))}" if inside else "--print-config lists the known keys"
+    )
     hint = f"did you mean {inside + guess!r}?" if guess else listed
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
 
 
 def _having(library: LibraryReleases, key: str) -> str:
     """Return the names of the releases that have the argument."""
-    return ", ".join(each.name for each in library.releases if find(each, key).presence is Presence.PRESENT)
+    return ", ".join(
+        each.name for each in library.releases if find(each, key).presence is Presence.PRESENT
+    )
 
 
 def _known_places(library: LibraryReleases, key: str) -> str:
@@ -150,14 +168,23 @@ def _known_places(library: LibraryReleases, key: str) -> str:
     if having := _having(library, key):
         return f"in {having}"
     parent, _, name = key.rpartition(".")
-    above = [field for each in library.releases if parent and (field := find(each, parent).field) is not None]
-    classes = {each for field in above for each in value_types.config_classes(field.type)} or {library.root}
-    is_planned = library.unreleased is not None and any(name in library.unreleased.fields(each) for each in classes)
+    above = [
+        field
+        for each in library.releases
+        if parent and (field := find(each, parent).field) is not None
+    ]
+    classes = {each for field in above for each in value_types.config_classes(field.type)} or {
+        library.root
+    }
+    is_planned = library.unreleased is not None and any(
+        name in library.unreleased.fields(each) for each in classes
+    )
     return "in an unreleased commit" if is_planned else ""
 
 
 def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
-    """Return True if a value has no other fault than a word that is not listed, where not all words were read.
+    """Return True if a value has no other fault than a word that is not listed, where not all words
+    were read.
 
     A word that is known to be removed is not meant.
     """
@@ -167,10 +194,15 @@ def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: Ap
     return value_types.may_fit(value, field.type, release, is_in_part=release.is_in_part(owner))
 
 
-def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
+def _check_value(
+    key: str, value: Any, field: ManifestField, release: ApiManifest, where: str
+) -> None:
     low, high = release.library.ranges.get(key, (None, None))
     if isinstance(value, int) and abs(value) > _LARGEST:
-        raise ConfigError(f"{where}: {key} has {len(str(abs(value)))} digits: expected a number of 64 bits", field=key)
+        raise ConfigError(
+            f"{where}: {key} has {len(str(abs(value)))} digits: expected a number of 64 bits",
+            field=key,
+        )
     if not value_types.fits(value, field.type, release):
         expected = value_types.description(field.type, release)
     elif low is not None and not _is_within(value, low, high):
@@ -182,13 +214,18 @@ def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifes
 
 
 def _is_within(value: Any, low: float, high: float | None) -> bool:
-    """Return True if a number, or each item of a list with items, is in the range. Other values have no range."""
+    """Return True if a number, or each item of a list with items, is in the range.
+
+    Other values have no range.
+    """
     if isinstance(value, list):
         return bool(value) and all(_is_within(item, low, high) for item in value)
     return not isinstance(value, (int, float)) or (value >= low and (high is None or value <= high))
 
 
 def owners(release: ApiManifest, field: ManifestField) -> tuple[str, ...]:
-    """Return the configuration classes that describe the keys of a mapping; only the known ones if there are any."""
+    """Return the configuration classes that describe the keys of a mapping; only the known ones if
+    there are any.
+    """
     named = value_types.config_classes(field.type)
     return tuple(name for name in named if release.fields(name)) or named

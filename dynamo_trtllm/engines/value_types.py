@@ -1,7 +1,9 @@
-"""Convert the annotations in manifests to types that pydantic checks, and describe these for error texts.
+"""Convert the annotations in manifests to types that pydantic checks, and describe these for error
+texts.
 
-A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here: `schema` checks its keys.
-A class that no manifest describes accepts every value, and so does an annotation that was not read.
+A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here:
+`schema` checks its keys. A class that no manifest describes accepts every value, and so does an
+annotation that was not read.
 """
 
 from __future__ import annotations
@@ -72,9 +74,13 @@ def value_type(annotation: str, release: ApiManifest, openness: Openness = _CLOS
         openness: lists of words in whose place every text fits.
     """
     nodes = _alternatives(_parsed(annotation))
-    members = [node.id for node in nodes if isinstance(node, ast.Name) and _members(node.id, release)]
+    members = [
+        node.id for node in nodes if isinstance(node, ast.Name) and _members(node.id, release)
+    ]
     # An enumeration restricts text: Union[str, LoadFormat] is one of its members.
-    kept = [node for node in nodes if not (members and isinstance(node, ast.Name) and node.id == "str")]
+    kept = [
+        node for node in nodes if not (members and isinstance(node, ast.Name) and node.id == "str")
+    ]
     return Union[tuple(_single(node, release, openness) for node in kept)]  # noqa: UP007 - the number of types is not fixed
 
 
@@ -95,15 +101,21 @@ def may_fit(value: Any, annotation: str, release: ApiManifest, *, is_in_part: bo
     Args:
         value: the value.
         annotation: text in the manifest.
-        release: API of the library, which knows the enumerations of which not all members were read.
-        is_in_part: only a part of the argument's class was read, and so of the words in its annotations.
+        release: API of the library, which knows the enumerations of which not all members were
+            read.
+        is_in_part: only a part of the argument's class was read, and so of the words in its
+            annotations.
     """
     openness = Openness(literals=is_in_part, enums=release.open_enums)
     try:
         _adapter(annotation, release, openness).validate_python(value)
     except ValidationError:
         return False
-    words = [word for alternative in _union(value_type(annotation, release)) for word in _words_of(alternative)]
+    words = [
+        word
+        for alternative in _union(value_type(annotation, release))
+        for word in _words_of(alternative)
+    ]
     return str(value).casefold() not in {str(word).casefold() for word in words}
 
 
@@ -114,7 +126,9 @@ def description(annotation: str, release: ApiManifest) -> str:
 
 
 @functools.cache
-def _adapter(annotation: str, release: ApiManifest, openness: Openness = _CLOSED) -> TypeAdapter[Any]:
+def _adapter(
+    annotation: str, release: ApiManifest, openness: Openness = _CLOSED
+) -> TypeAdapter[Any]:
     return TypeAdapter(value_type(annotation, release, openness), config=_STRICT)
 
 
@@ -124,7 +138,9 @@ def _parsed(annotation: str) -> ast.expr:
 
 
 def _alternatives(node: ast.expr) -> list[ast.expr]:
-    """Return the members of a union: Optional[Union[str, LoadFormat]] has str, LoadFormat and None."""
+    """Return the members of a union: Optional[Union[str, LoadFormat]] has str, LoadFormat and
+    None.
+    """
     outer = _outer_name(node)
     if outer not in ("Optional", "Union"):
         return [node]
@@ -171,7 +187,10 @@ def _single(node: ast.expr, release: ApiManifest, openness: Openness) -> Any:
 
 
 def _members(name: str, release: ApiManifest) -> tuple[str, ...]:
-    """Return the members of an enumeration; () for other names. For some classes manifests list the subclasses."""
+    """Return the members of an enumeration; () for other names.
+
+    For some classes manifests list the subclasses.
+    """
     return () if name.endswith("Config") else release.values(name)
 
 

@@ -1,4 +1,6 @@
-"""Order the requests that wait in the mock and the torch engine: by priority and arrival, but none waits for ever."""
+"""Order the requests that wait in the mock and the torch engine: by priority and arrival, but none
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from collections import deque
 from typing import Final, Protocol, TypeVar
 
 FIRST: Final = -math.inf  # order of a request that no other one may overtake
-# A client that sends only requests of a high priority could keep those of all others waiting. After this time, they go
-# first. It is longer than what a priority is for, and shorter than the time for which clients wait (minutes).
+# A client that sends only requests of a high priority could keep those of all others waiting. After
+# this time, they go first. It is longer than what a priority is for, and shorter than the time for
+# which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
 
 
@@ -39,7 +42,8 @@ def enqueue(waiting: deque[R], request: R) -> None:
 def promote_overdue(waiting: deque[R]) -> None:
     """Move the request that has waited longest to the front, if it has waited for MAX_WAIT_S.
 
-    A request of order FIRST keeps its place. If all have the same order, they are in the order of arrival already.
+    A request of order FIRST keeps its place. If all have the same order, they are in the order of
+    arrival already.
     """
     if not waiting or waiting[0].queue_order in (FIRST, waiting[-1].queue_order):
         return

@@ -1,4 +1,6 @@
-"""Compile an engine's kernels before users need them: warm-up requests and passes, and folders of compiled kernels."""
+"""Compile an engine's kernels before users need them: warm-up requests and passes, and folders of
+compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,21 @@ import msgspec
 
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Sampling, StructuredOutput, token_ids
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    OutputFormat,
+    Sampling,
+    StructuredOutput,
+    token_ids,
+)
 from dynamo_trtllm.streams import Generator, run_stream
 
 _log = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0
 _SLOWEST = 5  # steps in the log
-_BATCH = 8  # vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on
+# vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on
+_BATCH = 8
 _SAMPLED = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)
 _JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
 # What clients may ask for, the number of requests at once, and the fields of Sampling.
@@ -38,8 +47,13 @@ _VARIANTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 
 def cache_folders(root: Path) -> dict[str, str]:
-    """Return environment variables with which Triton and FlashInfer store compiled kernels below `root`."""
-    return {"TRITON_CACHE_DIR": str(root / "triton"), "FLASHINFER_WORKSPACE_BASE": str(root / "flashinfer")}
+    """Return environment variables with which Triton and FlashInfer store compiled kernels below
+    `root`.
+    """
+    return {
+        "TRITON_CACHE_DIR": str(root / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(root / "flashinfer"),
+    }
 
 
 class WarmUpStep(NamedTuple):
@@ -66,7 +80,10 @@ class WarmUp:
         return f"warming up {self._done + 1}/{self._total}" if self._done < self._total else ""
 
     async def run(self, steps: Sequence[WarmUpStep]) -> tuple[str, ...]:
-        """Run the steps in their order. Log and return the names of those that did not run or failed."""
+        """Run the steps in their order.
+
+        Log and return the names of those that did not run or failed.
+        """
         began = time.monotonic()
         self._done, self._total = 0, len(steps)
         failed: list[str] = []
@@ -86,8 +103,8 @@ class WarmUp:
         self._done = self._total
         if missing:
             _log.warning(
-                "warm-up stopped after %g s; not reached: %s. The first requests of these kinds may wait until kernels "
-                "are compiled; raise --warm-up-budget-s",
+                "warm-up stopped after %g s; not reached: %s. The first requests of these kinds may"
+                " wait until kernels are compiled; raise --warm-up-budget-s",
                 self._budget_s,
                 ", ".join(missing),
             )
@@ -102,7 +119,9 @@ class WarmUp:
         return (*failed, *missing)
 
 
-def variants(engine: Generator, model: str, info: EngineInfo, cache_salt: str | None = None) -> list[WarmUpStep]:
+def variants(
+    engine: Generator, model: str, info: EngineInfo, cache_salt: str | None = None
+) -> list[WarmUpStep]:
     """Return a step for each kind of request that the engine supports.
 
     Args:
@@ -121,15 +140,25 @@ def variants(engine: Generator, model: str, info: EngineInfo, cache_salt: str | 
     return steps
 
 
-async def first_request(engine: Generator, model: str, *, max_tokens: int, cache_salt: str | None = None) -> None:
+async def first_request(
+    engine: Generator, model: str, *, max_tokens: int, cache_salt: str | None = None
+) -> None:
     """Run one greedy request without a KV transfer to its end. Raises its error."""
-    await requests(engine, model, Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), 1, cache_salt)
+    await requests(
+        engine,
+        model,
+        Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        1,
+        cache_salt,
+    )
 
 
 async def requests(
     engine: Generator, model: str, sampling: Sampling, count: int, cache_salt: str | None = None
 ) -> None:
-    """Run equal requests at once, without a KV transfer, to their end. Raises an error of one of them.
+    """Run equal requests at once, without a KV transfer, to their end.
+
+    Raises an error of one of them.
 
     Args:
         engine: the engine.

@@ -1,1 +1,4 @@
-"""The HTTP frontend: accepts OpenAI requests, calls prefill and decode workers, streams tokens. Imports no engine."""
+"""The HTTP frontend: accepts OpenAI requests, calls prefill and decode workers, streams tokens.
+
+Imports no engine.
+"""

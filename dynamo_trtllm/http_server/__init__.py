@@ -1,1 +1,3 @@
-"""The HTTP server of frontends and workers: connection limits, error responses and writing responses to sockets."""
+"""The HTTP server of frontends and workers: connection limits, error responses and writing
+responses to sockets.
+"""

@@ -17,8 +17,19 @@ import httptools
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server import request_head
-from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
-from dynamo_trtllm.http_server.request_head import MAX_HEADERS, READ_HEADERS, SMALL_HEAD_BYTES, Headers
+from dynamo_trtllm.http_server.exchange import (
+    ClientDisconnected,
+    Exchange,
+    HttpRequest,
+    HttpResponse,
+    ReadTimer,
+)
+from dynamo_trtllm.http_server.request_head import (
+    MAX_HEADERS,
+    READ_HEADERS,
+    SMALL_HEAD_BYTES,
+    Headers,
+)
 from dynamo_trtllm.network.addresses import network_of
 
 if TYPE_CHECKING:
@@ -26,22 +37,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, before the connection is closed
-_DRAIN_S = 1.0  # time for a request that was sent before its client could know that the server shuts down
-_LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
+# time to send the error for a body that arrived too slowly, before the connection is closed
+_GRACE_S = 5.0
+# time for a request that was sent before its client could know that the server shuts down
+_DRAIN_S = 1.0
+# time for a rejected client to read the error: closing while it still sends would discard the error
+_LINGER_S = 1.0
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
-_FRAMING_BYTES = 16 << 10  # more chunk sizes, chunk extensions and trailers must not exceed the data of a body
+# more chunk sizes, chunk extensions and trailers must not exceed the data of a body
+_FRAMING_BYTES = 16 << 10
 _WAITING = 8  # requests that wait behind another one
-# The most that is parsed at once. The parser does not report where in it a head begins, so the received bytes of a head
-# are only known to this precision. Nor does it stop at the end of a request, so a few more than `_WAITING` may wait.
+# The most that is parsed at once. The parser does not report where in it a head begins, so the
+# received bytes of a head are only known to this precision. Nor does it stop at the end of a
+# request, so a few more than `_WAITING` may wait.
 _PART_BYTES = 2 << 10
 _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection. It runs one handler at a time; requests that the client sends before its response wait."""
+    """One connection.
+
+    It runs one handler at a time; requests that the client sends before its response wait.
+    """
 
     _transport: asyncio.Transport
     _file = -1  # descriptor of the socket; -1 if there is none
@@ -51,10 +70,12 @@ class HttpConnection(asyncio.BufferedProtocol):
     _received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
     _num_headers = 0  # headers and trailers of the newest request
-    _body_bytes = 0  # received bytes of the newest body, with chunk sizes, chunk extensions and trailers
+    # received bytes of the newest body, with chunk sizes, chunk extensions and trailers
+    _body_bytes = 0
     _data_bytes = 0  # of the newest body, without them
     _ignores_data = False  # what the client still sends is discarded
-    _is_lingering = False  # the response was sent; the connection stays open so that the client can read it
+    # the response was sent; the connection stays open so that the client can read it
+    _is_lingering = False
     _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
     _is_reading = True
@@ -79,10 +100,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if this connection may be closed to accept another one: it is open and runs no request."""
+        """True if this connection may be closed to accept another one: it is open and runs no
+        request.
+        """
         return self in self._server.idle
 
-    # --- called by the event loop ------------------------------------------------------------------------
+    # --- called by the event loop -----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
@@ -123,7 +146,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_turn(is_behind=True)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes are received: the buffer of all connections, because they are copied at once."""
+        """Return where the next bytes are received: the buffer of all connections, because they are
+        copied at once.
+        """
         return self._server.receive_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -144,7 +169,9 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _may_parse(self) -> bool:
-        """True if something was received that can be parsed: a packet can have thousands of requests."""
+        """True if something was received that can be parsed: a packet can have thousands of
+        requests.
+        """
         return bool(self._unparsed) and len(self._waiting) < _WAITING
 
     def _parse_part(self) -> None:
@@ -162,7 +189,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._server.parsing_turns.wait(self, is_behind=is_behind)
 
     def take_turn(self) -> None:
-        """Begin the next request that waits, and parse a part of what was received. Called by `ParsingTurns`."""
+        """Begin the next request that waits, and parse a part of what was received.
+
+        Called by `ParsingTurns`.
+        """
         self._awaits_turn = False
         self._begin_next()
         if self._may_parse:
@@ -189,11 +219,19 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         limits = self._limits
         if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
-            text = f"the request body is larger than the limit of {limits.max_body_bytes} bytes, including chunk "
+            text = (
+                f"the request body is larger than the limit of {limits.max_body_bytes} bytes,"
+                " including chunk "
+            )
             self._reject(errors.PayloadTooLarge(text + "sizes, extensions and trailers"))
         elif self._body_bytes - self._data_bytes > _FRAMING_BYTES + self._data_bytes:
-            text = "the chunk sizes, chunk extensions and trailers of the request take more bytes than its body, and "
-            self._reject(errors.InvalidRequest(f"{text}more than {_FRAMING_BYTES} bytes; send larger chunks"))
+            text = (
+                "the chunk sizes, chunk extensions and trailers of the request take more bytes than"
+                " its body, and "
+            )
+            self._reject(
+                errors.InvalidRequest(f"{text}more than {_FRAMING_BYTES} bytes; send larger chunks")
+            )
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
             self._reject(request_head.head_too_large(limits.max_header_bytes))
         elif self._in_head and self._received_bytes > SMALL_HEAD_BYTES:
@@ -203,14 +241,18 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._reject(error)
 
     def _parse(self, view: memoryview) -> None:
-        """Parse bytes. If a head asks for an upgrade, go on with one that does not (see `without_upgrade`)."""
+        """Parse bytes.
+
+        If a head asks for an upgrade, go on with one that does not (see `without_upgrade`).
+        """
         while view:
             try:
                 self._parser.feed_data(view)
                 return
             except httptools.HttpParserUpgrade as exc:
                 if self._plain_head is None:
-                    self._ignores_data = True  # what follows may be of another protocol, which is not offered
+                    # what follows may be of another protocol, which is not offered
+                    self._ignores_data = True
                     return
                 view = view[exc.args[0] :]
             head = self._plain_head
@@ -218,7 +260,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._parsed_bytes = 0
             self._parser.feed_data(head)
 
-    # --- called by the parser, within `data_received` ----------------------------------------------------
+    # --- called by the parser, within `data_received` ---------------------------------------------
 
     def on_message_begin(self) -> None:
         self._url = b""
@@ -251,7 +293,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise errors.Draining("the server is shutting down; retry")
         if self._parser.should_upgrade():
             method = self._parser.get_method()
-            self._plain_head = request_head.without_upgrade(method, self._url, version, self._headers)
+            self._plain_head = request_head.without_upgrade(
+                method, self._url, version, self._headers
+            )
             if self._plain_head is not None:
                 return
         request = self._new_request(version, url.path or b"/", url.query or b"")
@@ -269,7 +313,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._on_end,
             is_head=request.method == "HEAD",
             is_chunked=version == "1.1",
-            keeps_alive=version == "1.1" and self._parser.should_keep_alive() and not self._parser.should_upgrade(),
+            keeps_alive=version == "1.1"
+            and self._parser.should_keep_alive()
+            and not self._parser.should_upgrade(),
         )
         self._url = b""
         self._headers = Headers()  # the request has the others
@@ -321,7 +367,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise request_head.head_too_large(self._limits.max_header_bytes)
 
     def _hold_heads(self, head_bytes: int) -> None:
-        """Count the large heads of this connection: the newest one, of `head_bytes`, and those of its requests.
+        """Count the large heads of this connection: the newest one, of `head_bytes`, and those of
+        its requests.
 
         Raises:
             Overloaded: the large heads of all connections together exceed their limit.
@@ -330,17 +377,24 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not num_bytes:
             self._server.large_heads.release(self)
         elif not self._server.large_heads.hold(self, num_bytes):
-            text = f"all request heads of more than {SMALL_HEAD_BYTES} bytes together reach their limit of "
-            raise errors.Overloaded(f"{text}{self._limits.max_large_head_bytes} bytes; send fewer or try again later")
+            text = (
+                f"all request heads of more than {SMALL_HEAD_BYTES} bytes together reach their"
+                " limit of "
+            )
+            raise errors.Overloaded(
+                f"{text}{self._limits.max_large_head_bytes} bytes; send fewer or try again later"
+            )
 
-    # --- requests ----------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _exchanges(self) -> list[Exchange]:
         """Return the current request, if there is one, and those that wait."""
         return [*self._waiting] if self._current is None else [self._current, *self._waiting]
 
     def _begin_next(self) -> None:
-        """Run the handler of the next request, if the response before it was sent and the client reads it."""
+        """Run the handler of the next request, if the response before it was sent and the client
+        reads it.
+        """
         if self._current is not None and not self._current.response.ended:
             return
         if not self._waiting or self._transport.is_closing():
@@ -362,7 +416,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         task.add_done_callback(self._served)
 
     def _keep_open(self) -> None:
-        """Keep this connection open even if others need one: it runs a request that was received."""
+        """Keep this connection open even if others need one: it runs a request that was
+        received.
+        """
         if self._current is not None and not self._current.request.is_probe:
             self._server.mark_running(self)
 
@@ -404,7 +460,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._current is None:
             return
         request, response = self._current
-        if request.expects_continue and not (request.is_complete or request.unread_bytes or response.started):
+        if request.expects_continue and not (
+            request.is_complete or request.unread_bytes or response.started
+        ):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.expects_continue = False
         self._update_reading()
@@ -427,9 +485,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Receive data unless too many requests wait, a body is not read by its handler, or others have their turn."""
+        """Receive data unless too many requests wait, a body is not read by its handler, or others
+        have their turn.
+        """
         newest = self._newest
-        is_full = newest is not None and newest.request.unread_bytes > _UNREAD_BYTES and not newest.response.ended
+        is_full = (
+            newest is not None
+            and newest.request.unread_bytes > _UNREAD_BYTES
+            and not newest.response.ended
+        )
         reads = len(self._waiting) < _WAITING and not is_full and not self._awaits_turn
         if reads == self._is_reading or self._transport.is_closing():
             return
@@ -442,7 +506,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             if self._file >= 0:
                 self._server.hangups.add(self, self._file)
 
-    # --- time ----------------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def _arm(self, seconds: float, action: Callable[[], None]) -> None:
         self._disarm()
@@ -469,18 +533,24 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._is_reading and self._waiting:
             self._arm(seconds, self._cut)  # the request could not arrive
         elif self._in_head and self._received_bytes:
-            self._reject(errors.RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
+            self._reject(
+                errors.RequestTimeout(
+                    f"the request line and headers did not arrive within {seconds:g} s"
+                )
+            )
         else:
             self._close()
 
-    # --- the end -------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Close the connection. Data that the client has not read is lost."""
         self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close the connection, whose client sends no more, as the event loop does at the end of what it reads."""
+        """Close the connection, whose client sends no more, as the event loop does at the end of
+        what it reads.
+        """
         if self._is_lingering:
             return  # the client may still read the response, which an early end would discard
         self._transport.close()
@@ -488,7 +558,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._read_timer.watch()
 
     def evict(self) -> None:
-        """Close this idle connection at once, so that others can be accepted. A partly received request gets 429."""
+        """Close this idle connection at once, so that others can be accepted.
+
+        A partly received request gets 429.
+        """
         self._server.remove(self)
         self._disarm()
         self._ignores_data = True
@@ -497,10 +570,17 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         newest = self._newest
         receives_head = self._in_head and self._received_bytes > 0
-        receives_body = newest is not None and not (newest.request.is_complete or newest.response.started)
+        receives_body = newest is not None and not (
+            newest.request.is_complete or newest.response.started
+        )
         if receives_head or receives_body:
-            text = "this connection was closed for other clients before the request was received; try again later"
-            response = HttpResponse(self._transport, self._server.batch, lambda: None, keeps_alive=False)
+            text = (
+                "this connection was closed for other clients before the request was received; try"
+                " again later"
+            )
+            response = HttpResponse(
+                self._transport, self._server.batch, lambda: None, keeps_alive=False
+            )
             response.send_error(errors.Overloaded(text))
             self._read_timer.watch()
         self._transport.close()
@@ -508,8 +588,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received.
 
-        Of a response that has begun, the client does not know that it is the last one. It may send another request,
-        which gets 503 `draining`.
+        Of a response that has begun, the client does not know that it is the last one. It may send
+        another request, which gets 503 `draining`.
         """
         newest = self._newest
         if newest is not None and not newest.response.ended:
@@ -521,7 +601,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Close the connection when the client has read all data. It may still send a body that is not read."""
+        """Close the connection when the client has read all data.
+
+        It may still send a body that is not read.
+        """
         if self._is_lingering:
             return
         self._disarm()
@@ -536,7 +619,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._read_timer.watch()
 
     def _reject(self, error: DynamoError) -> None:
-        """Receive no more, and end the connection: after the response that is being sent, or else with this error."""
+        """Receive no more, and end the connection: after the response that is being sent, or else
+        with this error.
+        """
         self._ignores_data = True
         self._disarm()
         newest = self._newest
@@ -557,7 +642,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
-            HttpResponse(self._transport, self._server.batch, self._linger, keeps_alive=False).send_error(error)
+            HttpResponse(
+                self._transport, self._server.batch, self._linger, keeps_alive=False
+            ).send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read what was sent."""

@@ -19,13 +19,21 @@ from dynamo_trtllm.api.response_schemas import (
 from dynamo_trtllm.errors import DynamoError
 
 INVALID: Final = "invalid_request_error"
-_OTHER_TYPES: Final[dict[int, ErrorType]] = {429: "rate_limit_error", 503: "service_unavailable_error"}
+_OTHER_TYPES: Final[dict[int, ErrorType]] = {
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 RETRY_AFTER_S = 1
 RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
 _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     400: (
-        *(errors.RequestError, errors.InvalidRequest, errors.UnsupportedParameter, errors.ContextTooLong),
+        *(
+            errors.RequestError,
+            errors.InvalidRequest,
+            errors.UnsupportedParameter,
+            errors.ContextTooLong,
+        ),
         *(errors.RequestRejected, errors.FormatTooComplex),
     ),
     404: (errors.ModelNotFound, errors.ResponseNotFound),
@@ -41,8 +49,19 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         *(errors.EngineError, errors.EngineFailed, errors.NonFinite),
     ),
     502: (
-        *(errors.PlaneError, errors.StreamIncomplete, errors.BadFrame, errors.VersionMismatch, errors.MigrationFailed),
-        *(errors.KvTransferError, errors.TransferExpired, errors.TransferMismatch, errors.TransferFailed),
+        *(
+            errors.PlaneError,
+            errors.StreamIncomplete,
+            errors.BadFrame,
+            errors.VersionMismatch,
+            errors.MigrationFailed,
+        ),
+        *(
+            errors.KvTransferError,
+            errors.TransferExpired,
+            errors.TransferMismatch,
+            errors.TransferFailed,
+        ),
         errors.NonFiniteKv,
     ),
     503: (
@@ -108,7 +127,10 @@ def to_response(
     form: ErrorForm = openai_error,
     request_id: str = "",
 ) -> ErrorResponse:
-    """Return the response for an error. A class that is not in the table has its parent's status."""
+    """Return the response for an error.
+
+    A class that is not in the table has its parent's status.
+    """
     status = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     body = form(status, error.message, param=error.field, code=error.code, request_id=request_id)
     return ErrorResponse(status, body, retry_headers(status, retry_after_s))

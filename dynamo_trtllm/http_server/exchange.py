@@ -1,4 +1,7 @@
-"""A request and its response, as handlers see them. They belong to one connection, the only owner of its socket."""
+"""A request and its response, as handlers see them.
+
+They belong to one connection, the only owner of its socket.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ class HttpRequest:
     is_probe = False  # the request asks for the health of this process
     large_head_bytes = 0  # size of the head, if that counts in `LargeHeads`
 
-    def __init__(self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify) -> None:
+    def __init__(
+        self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify
+    ) -> None:
         """Create a request of which no body has arrived.
 
         Args:
@@ -85,7 +90,7 @@ class HttpRequest:
         self._on_read()
         return part
 
-    # --- called by the connection ----------------------------------------------------------------------
+    # --- called by the connection -----------------------------------------------------------------
 
     def feed(self, part: bytes) -> None:
         self._parts.append(part)
@@ -106,9 +111,12 @@ class HttpRequest:
 
 
 class FlushBatch:
-    """The responses written to in this turn of the event loop. Each is flushed once, at the end of the turn.
+    """The responses written to in this turn of the event loop.
 
-    A worker's message contains tokens of many responses, and of each response several if they arrive fast.
+    Each is flushed once, at the end of the turn.
+
+    A worker's message contains tokens of many responses, and of each response several if they
+    arrive fast.
     """
 
     def __init__(self) -> None:
@@ -158,7 +166,8 @@ class HttpResponse:
             batch: flushes the response at the end of the loop's turn.
             on_end: is called after the last byte was written.
             is_head: the body is left out, because the request's method is HEAD.
-            is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the connection.
+            is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the
+                connection.
             keeps_alive: the connection stays open for another request.
         """
         self._transport = transport
@@ -174,7 +183,10 @@ class HttpResponse:
         self._unsent_bytes = 0  # of `send_events`
 
     def cancel_on_disconnect(self) -> None:
-        """Let a disconnect cancel the current task until the response has ended. Raises ClientDisconnected."""
+        """Let a disconnect cancel the current task until the response has ended.
+
+        Raises ClientDisconnected.
+        """
         if self._is_lost:
             raise ClientDisconnected
         self._task = asyncio.current_task()
@@ -184,10 +196,16 @@ class HttpResponse:
         self._task = None
 
     def send(
-        self, status: int, body: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send a whole response."""
-        self._start(status, {"Content-Type": content_type, "Content-Length": str(len(body))}, headers)
+        self._start(
+            status, {"Content-Type": content_type, "Content-Length": str(len(body))}, headers
+        )
         self._end(b"" if self._is_head else body)
 
     def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
@@ -202,7 +220,9 @@ class HttpResponse:
             self.send_json(response.status, response.body, response.headers)
 
     def start_events(self, headers: Mapping[str, str]) -> None:
-        """Send the headers of a stream, together with the first event if that follows in this turn of the loop."""
+        """Send the headers of a stream, together with the first event if that follows in this turn
+        of the loop.
+        """
         first = {
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
@@ -214,7 +234,10 @@ class HttpResponse:
         self.is_writable = not (self._is_paused or self._is_lost)
 
     def write(self, events: bytes) -> None:
-        """Send events, not empty, at the turn's end. Called while `is_writable`, or right after `start_events`."""
+        """Send events, not empty, at the turn's end.
+
+        Called while `is_writable`, or right after `start_events`.
+        """
         if self.ended:  # the bytes would be part of the next response
             return
         unsent = self._unsent
@@ -250,7 +273,7 @@ class HttpResponse:
         else:
             self.send_error(error)
 
-    # --- called by the connection and the batch --------------------------------------------------------
+    # --- called by the connection and the batch ---------------------------------------------------
 
     def flush(self) -> None:
         """Write the data that waits to the socket."""
@@ -265,7 +288,10 @@ class HttpResponse:
         self._is_paused, self.is_writable = True, False
 
     def resume(self) -> None:
-        self._is_paused, self.is_writable = False, self.started and not (self.ended or self._is_lost)
+        self._is_paused, self.is_writable = (
+            False,
+            self.started and not (self.ended or self._is_lost),
+        )
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
 
@@ -277,7 +303,7 @@ class HttpResponse:
         if task is not None:
             task.cancel()
 
-    # -----------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
         assert not self.started
@@ -285,7 +311,11 @@ class HttpResponse:
         headers = {"Date": _date(int(time.time())), **first, **self.headers, **(more or {})}
         if not self.keeps_alive:
             headers["Connection"] = "close"
-        lines = [_STATUS_LINES[status], *(f"{name}: {value}" for name, value in headers.items()), "\r\n"]
+        lines = [
+            _STATUS_LINES[status],
+            *(f"{name}: {value}" for name, value in headers.items()),
+            "\r\n",
+        ]
         head = "\r\n".join(lines)
         if head.count("\n") != len(lines):
             raise ValueError("a value of a response header contains a line break")
@@ -303,8 +333,8 @@ class HttpResponse:
     async def _until_resumed(self) -> None:
         """Wait until the client has read enough, or has disconnected.
 
-        The connection is closed if this takes longer than `STALL_S` and the time to the deadline, even if the client
-        reads a little.
+        The connection is closed if this takes longer than `STALL_S` and the time to the deadline,
+        even if the client reads a little.
         """
         loop = asyncio.get_running_loop()
         stalled = loop.call_later(max(STALL_S, self.deadline - time.time()), self._transport.abort)
@@ -332,7 +362,10 @@ def _date(second: int) -> str:
 
 
 class ReadTimer:
-    """Closes a connection whose client does not read. One limit applies at a time: the first that was set."""
+    """Closes a connection whose client does not read.
+
+    One limit applies at a time: the first that was set.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport

@@ -15,7 +15,8 @@ _DISCONNECTED = select.EPOLLRDHUP  # the kernel adds EPOLLHUP and EPOLLERR
 class HangupWatch:
     """Close connections whose clients disconnect while the event loop does not read from them.
 
-    An event loop notices a disconnect when it reads. An epoll object of our own reports it without reading.
+    An event loop notices a disconnect when it reads. An epoll object of our own reports it without
+    reading.
     """
 
     def __init__(self) -> None:

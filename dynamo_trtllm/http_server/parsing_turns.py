@@ -13,18 +13,20 @@ if TYPE_CHECKING:
 
 PARSING_S = 0.01
 HANDLER_S = 0.0002  # what a handler takes at its beginning
-_TURN_S = 0.00005  # what a turn takes in addition to parsing: the connection stops and resumes reading
+# what a turn takes in addition to parsing: the connection stops and resumes reading
+_TURN_S = 0.00005
 
 
 class ParsingTurns:
     """The connections that wait until there is time to parse what they have received.
 
-    A connection parses what it receives at once while the iteration has time left. Otherwise it waits, and receives
-    nothing more: as long as 1,024 sockets have data, libuv reads from up to 49,152 of them in one iteration.
+    A connection parses what it receives at once while the iteration has time left. Otherwise it
+    waits, and receives nothing more: as long as 1,024 sockets have data, libuv reads from up to
+    49,152 of them in one iteration.
 
-    In its turn, a connection parses one part. The networks of clients take turns, and those of its connections that
-    have just received something do with those that are behind. So others are not delayed by a client that sends much,
-    or small pieces that take long.
+    In its turn, a connection parses one part. The networks of clients take turns, and those of its
+    connections that have just received something do with those that are behind. So others are not
+    delayed by a client that sends much, or small pieces that take long.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,4 +1,6 @@
-"""The head of a request: its headers, their limits, and what replaces a head that asks for an upgrade."""
+"""The head of a request: its headers, their limits, and what replaces a head that asks for an
+upgrade.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ READ_HEADERS = frozenset(
     }
 )
 _LINE_FEED = ord("\n")  # a number is found in bytes twenty times as fast as bytes are
-_LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})  # the parser needs all their values
+# the parser needs all their values
+_LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
 
 
 class Headers:
     """The headers of a request that this server reads, `READ_HEADERS`.
 
-    The others take no memory. As a list of pairs, short ones would take twenty times as much as their client sent.
+    The others take no memory. As a list of pairs, short ones would take twenty times as much as
+    their client sent.
     """
 
     __slots__ = ("_num_more_hosts", "_values")
@@ -84,7 +88,8 @@ class Headers:
 
 
 class LargeHeads:
-    """Limit the memory of all large request heads of a server, from their arrival until their requests end.
+    """Limit the memory of all large request heads of a server, from their arrival until their
+    requests end.
 
     Heads of up to `SMALL_HEAD_BYTES` are not counted, so that large ones can't use up their memory.
     """
@@ -97,13 +102,15 @@ class LargeHeads:
     def hold(self, connection: HttpConnection, num_bytes: int) -> bool:
         """Set the bytes of all large heads of a connection.
 
-        If all connections together have too many, close others that run no request, the oldest entry first. If that is
-        not enough, count nothing for this connection and return False.
+        If all connections together have too many, close others that run no request, the oldest
+        entry first. If that is not enough, count nothing for this connection and return False.
         """
         self._in_use += num_bytes - self._held.get(connection, 0)
         self._held[connection] = num_bytes
         while self._in_use > self._max_bytes:
-            others = (holder for holder in self._held if holder is not connection and holder.is_idle)
+            others = (
+                holder for holder in self._held if holder is not connection and holder.is_idle
+            )
             victim = next(others, None)
             if victim is None:
                 self.release(connection)
@@ -131,38 +138,49 @@ class LargeHeads:
 def check_target(target: bytes) -> None:
     """Check the length of path and query together. Raises HeadTooLarge."""
     if len(target) > _MAX_TARGET_BYTES:
-        raise HeadTooLarge(f"path and query are longer than {_MAX_TARGET_BYTES} bytes, their limit; send shorter ones")
+        raise HeadTooLarge(
+            f"path and query are longer than {_MAX_TARGET_BYTES} bytes, their limit; send shorter"
+            " ones"
+        )
 
 
 def too_many_headers() -> HeadTooLarge:
     """Return the error of a request with more than MAX_HEADERS headers and trailers."""
-    return HeadTooLarge(f"the request has more than {MAX_HEADERS} headers and trailers, their limit; send fewer")
+    return HeadTooLarge(
+        f"the request has more than {MAX_HEADERS} headers and trailers, their limit; send fewer"
+    )
 
 
 def check_head(version: str, headers: Headers) -> None:
     """Check a head that was received.
 
     Raises:
-        InvalidRequest: the HTTP version is not supported, or the Host header is missing or repeated.
+        InvalidRequest: the HTTP version is not supported, or the Host header is missing or
+            repeated.
     """
     if version not in ("1.0", "1.1"):
         raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
     hosts = headers.num_hosts
     if hosts > 1 or (version == "1.1" and not hosts):
-        raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
+        raise InvalidRequest(
+            f"the request has {hosts} Host headers; HTTP/1.1 requests must have one"
+        )
 
 
 def head_too_large(max_bytes: int) -> HeadTooLarge:
     """Return the error of a head that is larger than the limit."""
-    return HeadTooLarge(f"the request line and headers are larger than the limit of {max_bytes} bytes; send fewer")
+    return HeadTooLarge(
+        f"the request line and headers are larger than the limit of {max_bytes} bytes; send fewer"
+    )
 
 
 def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes | None:
-    """Return the head without the header Upgrade, for a request that asks for an upgrade; None if it has no body.
+    """Return the head without the header Upgrade, for a request that asks for an upgrade; None if
+    it has no body.
 
-    The parser takes no body after such a header, although the request is a usual one to a server that offers no
-    upgrade. The other headers that are read are unchanged, so that the end of the body is where the client's headers
-    say.
+    The parser takes no body after such a header, although the request is a usual one to a server
+    that offers no upgrade. The other headers that are read are unchanged, so that the end of the
+    body is where the client's headers say.
 
     Raises:
         InvalidRequest: it asks for a tunnel or for WebSocket.
@@ -171,7 +189,10 @@ def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -
         return None
     upgrade = headers.first(b"upgrade") or ""
     if method == b"CONNECT" or "websocket" in upgrade.lower():
-        raise InvalidRequest("a request with a body cannot ask for a tunnel or WebSocket; leave out the header Upgrade")
+        raise InvalidRequest(
+            "a request with a body cannot ask for a tunnel or WebSocket; leave out the header"
+            " Upgrade"
+        )
     lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
     lines += [b"%b: %b" % (name, value) for name, value in headers.pairs() if name != b"upgrade"]
     return b"\r\n".join([*lines, b"\r\n"])

@@ -1,4 +1,6 @@
-"""Run the HTTP server of a frontend or a worker: accept connections within limits, route requests, end gracefully."""
+"""Run the HTTP server of a frontend or a worker: accept connections within limits, route requests,
+end gracefully.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ _NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
 
 
 class Route(NamedTuple):
-    """A handler of one method of one path. In the path, {x} is a part without slashes, and {x:path} any text."""
+    """A handler of one method of one path.
+
+    In the path, {x} is a part without slashes, and {x:path} any text.
+    """
 
     method: str
     path: str
@@ -67,7 +72,9 @@ class Router:
         for route in routes:
             by_path.setdefault(route.path, {})[route.method] = route.handler
         self._exact = {path: methods for path, methods in by_path.items() if "{" not in path}
-        self._patterns = [(_compile(path), methods) for path, methods in by_path.items() if "{" in path]
+        self._patterns = [
+            (_compile(path), methods) for path, methods in by_path.items() if "{" in path
+        ]
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
         """Give the request an id, and run its handler.
@@ -104,18 +111,27 @@ class Router:
                 response.send_error(error)
 
     def _answer_origin(self, request: HttpRequest, response: HttpResponse) -> bool:
-        """Add the headers for an allowed origin to the response. Return True for a preflight, which is answered."""
+        """Add the headers for an allowed origin to the response.
+
+        Return True for a preflight, which is answered.
+        """
         origin = request.header(b"origin")
-        response.headers["Vary"] = "Origin"  # also without these headers: a cache must not return them to others
+        # also without these headers: a cache must not return them to others
+        response.headers["Vary"] = "Origin"
         if origin is None or not self._origins & {"*", origin}:
             return False
         allowed = "*" if "*" in self._origins else origin
-        response.headers |= {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": "*"}
+        response.headers |= {
+            "Access-Control-Allow-Origin": allowed,
+            "Access-Control-Expose-Headers": "*",
+        }
         if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
             return False
         headers = {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
-            "Access-Control-Allow-Headers": request.header(b"access-control-request-headers") or "*",
+            "Access-Control-Allow-Headers": (
+                request.header(b"access-control-request-headers") or "*"
+            ),
             "Access-Control-Max-Age": "600",
         }
         response.send(200, b"", "text/plain", headers)
@@ -141,10 +157,14 @@ def _compile(path: str) -> re.Pattern[str]:
 
 log = logging.getLogger(__name__)
 
-RESERVED_CONNECTIONS = 256  # of a frontend, beyond those that run requests: four times ACCEPTS_PER_TURN
-_OTHER_FILES = 256  # log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
-_RECEIVE_BYTES = 16 << 10  # the most that is received from a connection before others have their turn
-_NUM_RELIEVED = 16  # idle connections that are closed if there is no file descriptor for another one
+# of a frontend, beyond those that run requests: four times ACCEPTS_PER_TURN
+RESERVED_CONNECTIONS = 256
+# log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
+_OTHER_FILES = 256
+# the most that is received from a connection before others have their turn
+_RECEIVE_BYTES = 16 << 10
+# idle connections that are closed if there is no file descriptor for another one
+_NUM_RELIEVED = 16
 _LOG_EVERY_S = 10.0
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
@@ -153,22 +173,29 @@ _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 class ConnectionLimits:
     """The limits of one server.
 
-    At most `max_connections` run requests; further requests get 429, unless they ask for the health of the process.
-    `reserved_connections` more may be open, so there are always idle ones. A further connection replaces one of these.
+    At most `max_connections` run requests; further requests get 429, unless they ask for the health
+    of the process. `reserved_connections` more may be open, so there are always idle ones. A
+    further connection replaces one of these.
     """
 
     max_connections: int
     reserved_connections: int
     max_header_bytes: int  # request line and headers
-    receive_timeout_s: float  # for the head from its first byte (or the connection) on, then for the body
+    # for the head from its first byte (or the connection) on, then for the body
+    receive_timeout_s: float
     keep_alive_timeout_s: float  # of an idle connection
-    answer_timeout_s: float | None = None  # until the client has read a response; None: no limit here
-    max_body_bytes: int = 0  # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
+    # until the client has read a response; None: no limit here
+    answer_timeout_s: float | None = None
+    # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
+    max_body_bytes: int = 0
     max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
 
 
 def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
-    """Take the id of a request from `X-Request-Id`, or generate one. Add it to the response and the log lines."""
+    """Take the id of a request from `X-Request-Id`, or generate one.
+
+    Add it to the response and the log lines.
+    """
     given = request.header(b"x-request-id") or ""
     request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
     # It is never reset: the server logs exceptions in this task, which serves no other request.
@@ -179,7 +206,8 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
 
 
 def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
-    """Create the server, which does not serve yet, and raise the limit of open files to fit its connections.
+    """Create the server, which does not serve yet, and raise the limit of open files to fit its
+    connections.
 
     If that many files are not allowed, the server has fewer connections.
     """
@@ -187,7 +215,8 @@ def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
     files = allow_files(wanted, ", or lower --max-connections")
     for_connections = max(files - _OTHER_FILES, files // 2)
     reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
-    configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))  # they have the same names
+    # they have the same names
+    configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
     limits = ConnectionLimits(reserved_connections=reserved, **configured)
     if limits.max_connections > for_connections - reserved:
         limits = replace(limits, max_connections=for_connections - reserved)
@@ -207,7 +236,8 @@ class HttpServer:
         self._shutdown_s = shutdown_s
         self.batch = FlushBatch()
         self.open: set[HttpConnection] = set()
-        # Those of `open` that may be closed to accept others, because they run no request. Some receive one.
+        # Those of `open` that may be closed to accept others, because they run no request. Some
+        # receive one.
         self.idle = ByNetwork[HttpConnection]()
         self.large_heads = LargeHeads(limits.max_large_head_bytes)
         self.parsing_turns = ParsingTurns()
@@ -223,7 +253,10 @@ class HttpServer:
         self._interrupted = asyncio.Event()
 
     def admit(self, connection: HttpConnection) -> None:
-        """Add a connection that was opened. If there are too many, close the idlest of the client that has most."""
+        """Add a connection that was opened.
+
+        If there are too many, close the idlest of the client that has most.
+        """
         if len(self.open) >= self._max_open:
             self._evict_idlest()
         self.open.add(connection)
@@ -239,16 +272,24 @@ class HttpServer:
     def check_capacity(self) -> None:
         """Check that a request may run on one more connection. Raises Overloaded."""
         if self._num_running >= self.limits.max_connections:
-            text = f"the server runs requests on {self._num_running} connections, its limit; try again later"
+            text = (
+                f"the server runs requests on {self._num_running} connections, its limit; try again"
+                " later"
+            )
             raise Overloaded(text)
 
     def mark_running(self, connection: HttpConnection) -> None:
-        """Keep a connection open while it runs a request, unless as many as are allowed run requests already."""
+        """Keep a connection open while it runs a request, unless as many as are allowed run
+        requests already.
+        """
         if self._num_running < self.limits.max_connections:
             self.idle.discard(connection)
 
     def mark_idle(self, connection: HttpConnection) -> None:
-        """Let other connections replace this one, whose request has ended. It is the least idle one now."""
+        """Let other connections replace this one, whose request has ended.
+
+        It is the least idle one now.
+        """
         self.idle.add(connection)
 
     @property
@@ -264,14 +305,19 @@ class HttpServer:
         self._evicted += 1
         now_s = time.monotonic()
         if now_s >= self._logged_at_s + _LOG_EVERY_S:
-            text = "closed %d idle connections to accept others, the last one of client %s; %d are open, of at most %d"
+            text = (
+                "closed %d idle connections to accept others, the last one of client %s; %d are"
+                " open, of at most %d"
+            )
             log.warning(text, self._evicted, network, len(self.open), self._max_open)
             self._evicted = 0
             self._logged_at_s = now_s
         return True
 
     def drain(self) -> None:
-        """Close connections after their responses, and idle ones when a request on its way has had time to arrive."""
+        """Close connections after their responses, and idle ones when a request on its way has had
+        time to arrive.
+        """
         self.is_draining = True
         for connection in list(self.open):
             connection.drain()
@@ -287,14 +333,20 @@ class HttpServer:
         self._stopped.set()
 
     def interrupt(self) -> None:
-        """Do what `stop` does; a second call, or one after `stop`, ends `serve` without waiting for requests."""
+        """Do what `stop` does; a second call, or one after `stop`, ends `serve` without waiting for
+        requests.
+        """
         if self._stopped.is_set():
             self._interrupted.set()
         self._stopped.set()
 
     async def serve(self, sock: socket.socket) -> None:
-        """Serve on a listening socket until `stop`. Closes the socket. If cancelled, it ends all requests at once."""
-        # With fewer, a connection is open for a few turns of the loop before others replace it, so its request is read.
+        """Serve on a listening socket until `stop`.
+
+        Closes the socket. If cancelled, it ends all requests at once.
+        """
+        # With fewer, a connection is open for a few turns of the loop before others replace it, so
+        # its request is read.
         accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self._max_open // 8))
         acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
         try:

@@ -1,1 +1,3 @@
-"""Transfer KV from prefill workers to decode workers, as regions of memory, independent of engine and model."""
+"""Transfer KV from prefill workers to decode workers, as regions of memory, independent of engine
+and model.
+"""

@@ -1,8 +1,9 @@
-"""Define what engines and KV transfer backends share: the interface of a backend, and KV transfer parameters.
+"""Define what engines and KV transfer backends share: the interface of a backend, and KV transfer
+parameters.
 
-The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes, device); the engine
-gathers KV blocks into regions and scatters them. The functions for KV transfer parameters check them and decide
-which deadline ends a fetch first.
+The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes,
+device); the engine gathers KV blocks into regions and scatters them. The functions for KV transfer
+parameters check them and decide which deadline ends a fetch first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, Phase, Sampling, decode
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    KvLayout,
+    KvTransferParams,
+    Phase,
+    Sampling,
+    decode,
+)
 
 if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
@@ -42,56 +50,62 @@ class Destination(NamedTuple):
     """The memory that KV is read into."""
 
     regions: Sequence[MemoryRegion]  # with the sizes of the published regions, in the same order
-    # Called with the index of each region, in order, as soon as the region is complete. It runs on the event loop or on
-    # a thread of the backend, never after `TransferBackend.read` has ended, and must be fast.
+    # Called with the index of each region, in order, as soon as the region is complete. It runs on
+    # the event loop or on a thread of the backend, never after `TransferBackend.read` has ended,
+    # and must be fast.
     on_region: Callable[[int], None] | None = None
 
 
 class TransferBackend(Protocol):
     """A KV transfer backend; each engine has one.
 
-    All calls are made on the event loop. A backend runs blocking library calls on threads of its own.
+    All calls are made on the event loop. A backend runs blocking library calls on threads of its
+    own.
     """
 
     name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp"
     checksums: Checksums
-    # Called on each thread that passes memory to the library, before `start` returns or when the thread starts. An
-    # engine with GPU memory sets it, to make that GPU the thread's current one.
+    # Called on each thread that passes memory to the library, before `start` returns or when the
+    # thread starts. An engine with GPU memory sets it, to make that GPU the thread's current one.
     prepare_thread: Callable[[], None]
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Start the backend.
 
         Args:
-            on_fetched: Called on the event loop with the id of a transfer each time a peer reports that it has read the
-                KV. The transfer may have been unpublished since then.
+            on_fetched: Called on the event loop with the id of a transfer each time a peer reports
+                that it has read the KV. The transfer may have been unpublished since then.
 
         Raises:
             ConfigError: The backend can't start with this configuration.
         """
 
     async def register(self, region: MemoryRegion) -> None:
-        """Register memory until `aclose`. Regions within it can then be published and fetched without registration.
+        """Register memory until `aclose`.
+
+        Regions within it can then be published and fetched without registration.
 
         Raises:
             TransferFailed: This backend can't transfer such memory. Nothing is registered.
         """
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None
+    ) -> bytes:
         """Make regions readable for every peer that has the returned bytes, until `unpublish`.
 
         Args:
             transfer_id: The id of the transfer.
             regions: The regions, in order.
-            ready: The number of regions at the front that hold their data; None: all. Readers wait for `mark_ready`
-                before they read the others.
+            ready: The number of regions at the front that hold their data; None: all. Readers wait
+                for `mark_ready` before they read the others.
 
         Returns:
             The offer: what a peer passes to `read`.
 
         Raises:
-            TransferFailed: The backend is not running, or can't transfer such memory. If this raises or is cancelled,
-                the memory may be reused after `unpublish`.
+            TransferFailed: The backend is not running, or can't transfer such memory. If this
+                raises or is cancelled, the memory may be reused after `unpublish`.
         """
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
@@ -100,11 +114,14 @@ class TransferBackend(Protocol):
     async def unpublish(self, transfer_id: str) -> None:
         """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         """Read a published transfer into own memory and notify its prefill worker.
 
-        Nothing is written to its regions after this returns, raises or is cancelled. The data is valid only after this
-        returns, because some backends compare the checksum of all regions last.
+        Nothing is written to its regions after this returns, raises or is cancelled. The data is
+        valid only after this returns, because some backends compare the checksum of all regions
+        last.
 
         Args:
             transfer_id: The id of the transfer.
@@ -114,7 +131,8 @@ class TransferBackend(Protocol):
 
         Raises:
             TransferTimeout: The time is over.
-            TransferFailed: The peer died, the transfer is no longer published, or the checksum is wrong.
+            TransferFailed: The peer died, the transfer is no longer published, or the checksum is
+                wrong.
         """
 
     def check(self) -> None:
@@ -161,28 +179,35 @@ def require_cpu(regions: Sequence[MemoryRegion], backend: str) -> None:
     for region in regions:
         if region.device != "cpu":
             raise TransferFailed(
-                f"transfer backend {backend} supports CPU memory only, not {region.device}; use transfer backend nixl"
+                f"transfer backend {backend} supports CPU memory only, not {region.device}; use"
+                " transfer backend nixl"
             )
 
 
 def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[MemoryRegion]) -> None:
-    """Check that the destination regions have the sizes of the published ones, in bytes and in the same order.
+    """Check that the destination regions have the sizes of the published ones, in bytes and in the
+    same order.
 
     Raises:
         TransferFailed: They differ.
     """
     ours = [region.num_bytes for region in regions]
     if len(ours) != len(theirs):
-        raise TransferFailed(f"KV transfer {transfer_id}: {len(theirs)} regions at prefill, {len(ours)} at decode")
+        raise TransferFailed(
+            f"KV transfer {transfer_id}: {len(theirs)} regions at prefill, {len(ours)} at decode"
+        )
     for at, (at_prefill, at_decode) in enumerate(zip(theirs, ours, strict=True)):
         if at_prefill != at_decode:
             raise TransferFailed(
-                f"KV transfer {transfer_id}: region {at} has {at_prefill} bytes at prefill, {at_decode} at decode"
+                f"KV transfer {transfer_id}: region {at} has {at_prefill} bytes at prefill,"
+                f" {at_decode} at decode"
             )
 
 
 def address_of(buffer: mmap.mmap | bytearray) -> int:
-    """Return the address of a writable buffer, which must not be resized or freed while the address is used."""
+    """Return the address of a writable buffer, which must not be resized or freed while the address
+    is used.
+    """
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
@@ -191,8 +216,9 @@ def collecting_call(
 ) -> GenerateRequest:
     """Return a decode call that fetches the KV of a prompt and generates as little as possible.
 
-    Its only purpose is the fetch, with which the prefill worker's library frees the KV. It allows one token more than
-    prefill has generated, because an engine rejects a decode call that has nothing to generate.
+    Its only purpose is the fetch, with which the prefill worker's library frees the KV. It allows
+    one token more than prefill has generated, because an engine rejects a decode call that has
+    nothing to generate.
 
     Args:
         request: the request whose KV is not needed any more.
@@ -215,8 +241,8 @@ def collecting_call(
 
 TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams
 
-# The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ where an engine allows
-# it (`kv_compat`).
+# The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ
+# where an engine allows it (`kv_compat`).
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
 
@@ -251,25 +277,31 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
         ("model", kv_params.model, identity.model),
     ]
     mine, theirs = identity.layout, kv_params.layout
-    pairs += [(f"layout.{name}", getattr(theirs, name), getattr(mine, name)) for name in EQUAL_LAYOUT]
+    pairs += [
+        (f"layout.{name}", getattr(theirs, name), getattr(mine, name)) for name in EQUAL_LAYOUT
+    ]
     names = sorted({*kv_params.kv_compat, *identity.kv_compat})
     pairs += [(name, kv_params.kv_compat.get(name), identity.kv_compat.get(name)) for name in names]
     for name, at_prefill, at_decode in pairs:
         if at_prefill != at_decode:
             flag = f" ({_FLAGS[name]})" if name in _FLAGS else ""
             raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id}: {name} is {at_prefill!r} at prefill and {at_decode!r} at "
-                f"decode; start both workers with the same model and settings{flag}",
+                f"KV transfer {kv_params.transfer_id}: {name} is {at_prefill!r} at prefill and"
+                f" {at_decode!r} at decode; start both workers with the same model and"
+                f" settings{flag}",
                 field=name,
             )
     if kv_params.expires_at <= now:
-        raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago")
+        raise TransferExpired(
+            f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago"
+        )
 
 
 class Deadline(NamedTuple):
     """The time limit that a fetch reaches first.
 
-    The kind of error tells the frontend whether the KV transfer is at fault, and thus what to retry.
+    The kind of error tells the frontend whether the KV transfer is at fault, and thus what to
+    retry.
     """
 
     left_s: float  # seconds until it is reached
@@ -291,4 +323,6 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
         (timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
     left_s, error, why = min(bounds, key=lambda bound: bound[0])
-    return Deadline(left_s, error, f"KV transfer {kv_params.transfer_id} did not finish before {why}")
+    return Deadline(
+        left_s, error, f"KV transfer {kv_params.transfer_id} did not finish before {why}"
+    )

@@ -1,7 +1,9 @@
-"""Compute checksums of KV on threads at both workers; the decode worker compares them before it uses the KV.
+"""Compute checksums of KV on threads at both workers; the decode worker compares them before it
+uses the KV.
 
-A transfer's checksum covers all its regions in order. Host memory is hashed with XXH3-64, GPU memory by a function of
-the engine, so this package needs no GPU library. Checksums detect faults, but not forgery, because they have no key.
+A transfer's checksum covers all its regions in order. Host memory is hashed with XXH3-64, GPU
+memory by a function of the engine, so this package needs no GPU library. Checksums detect faults,
+but not forgery, because they have no key.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 
 log = logging.getLogger(__name__)
 
-# Host memory is hashed in blocks of this size, on several threads at once; both workers must use the same size. Smaller
-# blocks are slower, because each block wakes a thread, which then waits for the GIL.
+# Host memory is hashed in blocks of this size, on several threads at once; both workers must use
+# the same size. Smaller blocks are slower, because each block wakes a thread, which then waits for
+# the GIL.
 BLOCK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # hashed in a few microseconds: starting a thread takes longer
 _MOST_THREADS = 8
@@ -37,16 +40,16 @@ DEVICE = "device/1"
 
 ChecksumMode: TypeAlias = Literal["auto", "on", "off"]
 KV_CHECKSUMS = (
-    "auto: check KV that arrives in host memory, where the sender computes checksums; on: also in GPU memory, and "
-    "reject KV without a checksum; off: check nothing"
+    "auto: check KV that arrives in host memory, where the sender computes checksums; on: also in"
+    " GPU memory, and reject KV without a checksum; off: check nothing"
 )
 
 
 class Checksums:
     """The checksum threads, mode and mismatch counter of one KV transfer backend.
 
-    `mode`: see KV_CHECKSUMS. `device_checksum` returns the checksum of a region of GPU memory as an integer; it may
-    block and must be thread-safe.
+    `mode`: see KV_CHECKSUMS. `device_checksum` returns the checksum of a region of GPU memory as an
+    integer; it may block and must be thread-safe.
     """
 
     def __init__(self, mode: ChecksumMode = "auto") -> None:
@@ -77,9 +80,9 @@ class Checksums:
             return True
         if self.mode == "on":
             raise TransferFailed(
-                f"KV transfer {transfer_id}: can't verify the KV, because the prefill worker sends checksum "
-                f"{theirs or 'none'!r} and this worker needs {self.method(regions)!r}; run the same version on both "
-                "workers, or set kv_checksums to auto"
+                f"KV transfer {transfer_id}: can't verify the KV, because the prefill worker sends"
+                f" checksum {theirs or 'none'!r} and this worker needs {self.method(regions)!r};"
+                " run the same version on both workers, or set kv_checksums to auto"
             )
         return False
 
@@ -108,15 +111,18 @@ class Checksums:
         """Return the hash of a block, unsigned 64 bits. Blocks the calling thread."""
         if block.device == "cpu":
             return xxhash.xxh3_64_intdigest(view(block))
-        assert self.device_checksum is not None, "method() returns DEVICE only with a device_checksum"
+        assert self.device_checksum is not None, (
+            "method() returns DEVICE only with a device_checksum"
+        )
         return self.device_checksum(block) % (1 << 64)
 
     def mismatch(self, transfer_id: str) -> TransferFailed:
         """Count and log a wrong checksum, and return the error to raise."""
         self.mismatches += 1
         error = TransferFailed(
-            f"KV transfer {transfer_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the "
-            "prefill worker's memory; if this repeats, check memory and network hardware"
+            f"KV transfer {transfer_id}: the checksum of its KV is wrong: the KV was changed in"
+            " transit, or in the prefill worker's memory; if this repeats, check memory and"
+            " network hardware"
         )
         log.warning("%s", error.message)
         return error
@@ -127,10 +133,15 @@ class Checksums:
 
 
 def blocks(region: MemoryRegion) -> Iterator[MemoryRegion]:
-    """Split a region into blocks, in order; the last may be smaller. A region of GPU memory is one block."""
+    """Split a region into blocks, in order; the last may be smaller.
+
+    A region of GPU memory is one block.
+    """
     block_bytes = BLOCK_BYTES if region.device == "cpu" else max(1, region.num_bytes)
     for begin in range(0, region.num_bytes, block_bytes):
-        yield MemoryRegion(region.address + begin, min(block_bytes, region.num_bytes - begin), region.device)
+        yield MemoryRegion(
+            region.address + begin, min(block_bytes, region.num_bytes - begin), region.device
+        )
 
 
 def combined(before: int, hashes: Sequence[int]) -> int:
@@ -147,8 +158,9 @@ def combined(before: int, hashes: Sequence[int]) -> int:
 class OfferChecksum:
     """The checksum of one published transfer, computed as its regions become ready.
 
-    `on_complete` is called on any thread, with the checksum of all regions, or with None if it can't be computed. The
-    event loop may wait for it, so it must be quick, and it must not call this object.
+    `on_complete` is called on any thread, with the checksum of all regions, or with None if it
+    can't be computed. The event loop may wait for it, so it must be quick, and it must not call
+    this object.
     """
 
     checksums: Checksums
@@ -157,14 +169,18 @@ class OfferChecksum:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._left = sum(len(list(blocks(region))) for region in self.regions)  # blocks that are not hashed yet
+        # blocks that are not hashed yet
+        self._left = sum(len(list(blocks(region))) for region in self.regions)
         self._jobs: list[list[Future[int]]] = []  # by region and block
         self._stopped = False
         if not self._left:
             self._complete()
 
     def mark_ready(self, ready: int) -> None:
-        """Start to hash the first `ready` regions, which hold their data. Call it on the event loop."""
+        """Start to hash the first `ready` regions, which hold their data.
+
+        Call it on the event loop.
+        """
         if self._stopped:  # copies of an unpublished transfer may still finish
             return
         for region in self.regions[len(self._jobs) : ready]:
@@ -202,7 +218,10 @@ class OfferChecksum:
         return await results(self._jobs[index])
 
     async def stop(self) -> None:
-        """Cancel the hashing. When this returns, no thread reads the regions or calls `on_complete` any more."""
+        """Cancel the hashing.
+
+        When this returns, no thread reads the regions or calls `on_complete` any more.
+        """
         with self._lock:
             self._stopped = True
         await ended(chain.from_iterable(self._jobs))
@@ -215,7 +234,8 @@ async def results(jobs: Sequence[Future[int]]) -> list[int]:
         TransferFailed: They can't be computed.
     """
     waiting = (asyncio.wrap_future(job) for job in jobs if not job.done())
-    await asyncio.shield(asyncio.gather(*waiting, return_exceptions=True))  # other callers wait for the same jobs
+    # other callers wait for the same jobs
+    await asyncio.shield(asyncio.gather(*waiting, return_exceptions=True))
     return hashes_of(jobs)
 
 
@@ -227,7 +247,8 @@ def hashes_of(jobs: Sequence[Future[int]]) -> list[int]:
     """
     if any(job.cancelled() for job in jobs):
         raise TransferFailed(
-            "the checksum of KV was not computed, because the KV was unpublished or the worker is stopping"
+            "the checksum of KV was not computed, because the KV was unpublished or the worker is"
+            " stopping"
         )
     try:
         return [job.result() for job in jobs]
@@ -241,7 +262,8 @@ async def ended(jobs: Iterable[Future[Any]]) -> None:
     The jobs read the caller's memory, so the caller must wait for them before it frees the memory.
     """
     unfinished = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
-    waiting = asyncio.gather(*unfinished, return_exceptions=True)  # the awaiting call raises the exceptions
+    # the awaiting call raises the exceptions
+    waiting = asyncio.gather(*unfinished, return_exceptions=True)
     is_cancelled = False
     while not waiting.done():
         try:

@@ -50,8 +50,9 @@ def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpBackend:
     bound = config.kv_transfer_bind_host or advertised
     if (":" in bound) != (":" in advertised) and bound != "::":
         raise ConfigError(
-            f"KV transfer can't listen at {bound} and be reached at {advertised}: one is an IPv6 address, the other is "
-            "not. Give --kv-transfer-bind-host and --kv-transfer-host of one family, or listen at ::",
+            f"KV transfer can't listen at {bound} and be reached at {advertised}: one is an IPv6"
+            " address, the other is not. Give --kv-transfer-bind-host and --kv-transfer-host of"
+            " one family, or listen at ::",
             field="kv_transfer_bind_host",
         )
     return TcpBackend(bound, advertised, checksums)

@@ -1,9 +1,10 @@
-"""Transfer KV over plain TCP, for hosts without NIXL: one connection per fetch, with CPU memory only.
+"""Transfer KV over plain TCP, for hosts without NIXL: one connection per fetch, with CPU memory
+only.
 
-An offer contains a random token, and the listener sends KV only to peers that present it. KV is not encrypted. A fetch
-consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If the offer names a checksum method, the
-reader's request has the magic `_CHECKED`, and each region is followed by the `_CHECKSUM` of all regions so far. Peers
-without checksums use the magic `_PLAIN`.
+An offer contains a random token, and the listener sends KV only to peers that present it. KV is not
+encrypted. A fetch consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If
+the offer names a checksum method, the reader's request has the magic `_CHECKED`, and each region is
+followed by the `_CHECKSUM` of all regions so far. Peers without checksums use the magic `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,30 @@ from functools import partial
 
 import msgspec
 
-from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, decode_offer, require_cpu, require_sizes, view
-from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
+from dynamo_trtllm.errors import (
+    BadFrame,
+    ConfigError,
+    EngineFailed,
+    TransferFailed,
+    TransferTimeout,
+)
+from dynamo_trtllm.kv_transfer.base import (
+    Destination,
+    MemoryRegion,
+    decode_offer,
+    require_cpu,
+    require_sizes,
+    view,
+)
+from dynamo_trtllm.kv_transfer.checksums import (
+    NOTHING,
+    Checksums,
+    OfferChecksum,
+    blocks,
+    combined,
+    ended,
+    results,
+)
 from dynamo_trtllm.messages import encode
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor
@@ -37,14 +59,15 @@ log = logging.getLogger(__name__)
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
 _TOKEN_BYTES = 32
-_REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, size of the transfer id that follows, in bytes
+# magic, token, size of the transfer id that follows, in bytes
+_REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 _BACKLOG = 4096  # connections not yet accepted; beyond it, the kernel retries seconds later
 _REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after it
-# Limits of open connections, and of those without a request: absolute, and as a fraction (1/N) of the process's file
-# descriptor limit, so that foreign connections can't use up all descriptors.
+# Limits of open connections, and of those without a request: absolute, and as a fraction (1/N) of
+# the process's file descriptor limit, so that foreign connections can't use up all descriptors.
 _MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
 _MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
 _LOG_EVERY_S = 10.0
@@ -64,7 +87,8 @@ class PublishedRegions:
 
     regions: tuple[MemoryRegion, ...]
     ready: int  # regions that hold their data
-    token: bytes = field(default_factory=partial(secrets.token_bytes, _TOKEN_BYTES))  # readers have to present it
+    # readers have to present it
+    token: bytes = field(default_factory=partial(secrets.token_bytes, _TOKEN_BYTES))
     checksum: OfferChecksum | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
     readers: set[asyncio.Task[None]] = field(default_factory=set)
@@ -75,19 +99,27 @@ class PublishedRegions:
 
 
 class TcpBackend:
-    """A KV transfer backend over TCP. It listens at `bind_host`; other hosts connect to `advertise_host`."""
+    """A KV transfer backend over TCP.
+
+    It listens at `bind_host`; other hosts connect to `advertise_host`.
+    """
 
     name = "tcp"
 
     def __init__(
-        self, bind_host: str = LOOPBACK, advertise_host: str = LOOPBACK, checksums: Checksums | None = None
+        self,
+        bind_host: str = LOOPBACK,
+        advertise_host: str = LOOPBACK,
+        checksums: Checksums | None = None,
     ) -> None:
         self.checksums = checksums or Checksums()
-        self.prepare_thread: Callable[[], None] = lambda: None  # not called: it can't transfer GPU memory
+        # not called: it can't transfer GPU memory
+        self.prepare_thread: Callable[[], None] = lambda: None
         self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        self._unasked: dict[asyncio.Task[None], None] = {}  # connections without a request, oldest first
+        # connections without a request, oldest first
+        self._unasked: dict[asyncio.Task[None], None] = {}
         self._closed = 0  # connections closed since the last log line about them
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
@@ -104,28 +136,41 @@ class TcpBackend:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+            self._listener = socket.create_server(
+                (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            )
         except OSError as exc:
             raise ConfigError(
-                f"KV transfer over tcp can't listen at {host} ({exc.strerror}); set --kv-transfer-bind-host to an "
-                "address of this host, or to 0.0.0.0",
+                f"KV transfer over tcp can't listen at {host} ({exc.strerror}); set"
+                " --kv-transfer-bind-host to an address of this host, or to 0.0.0.0",
                 field="kv_transfer_bind_host",
             ) from exc
         self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
         port = self._listener.getsockname()[1]
-        log.info("KV transfer over tcp: listening on port %d at %s, advertised as %s", port, host, self._advertise_host)
+        log.info(
+            "KV transfer over tcp: listening on port %d at %s, advertised as %s",
+            port,
+            host,
+            self._advertise_host,
+        )
 
     async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # host memory needs no registration
 
-    # --- prefill worker --------------------------------------------------------------------------------------
+    # --- prefill worker ---------------------------------------------------------------------------
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None
+    ) -> bytes:
         require_cpu(regions, self.name)
         if self._listener is None:
-            raise TransferFailed(f"transfer backend {self.name} is not running; start it before publishing KV")
+            raise TransferFailed(
+                f"transfer backend {self.name} is not running; start it before publishing KV"
+            )
         if transfer_id in self._published:
-            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
+            raise TransferFailed(
+                f"KV transfer {transfer_id} is already published; unpublish it first"
+            )
         entry = PublishedRegions(tuple(regions), len(regions) if ready is None else ready)
         if method := self.checksums.method(regions):
             entry.checksum = OfferChecksum(self.checksums, entry.regions)
@@ -165,7 +210,8 @@ class TcpBackend:
     def check(self) -> None:
         if self._acceptor is not None and self._acceptor.broken is not None:
             raise EngineFailed(
-                f"KV transfer over tcp accepts no connections ({self._acceptor.broken}); restart the worker"
+                f"KV transfer over tcp accepts no connections ({self._acceptor.broken}); restart"
+                " the worker"
             )
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -178,14 +224,20 @@ class TcpBackend:
             self._unasked[task] = None
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                    magic, token, id_bytes = _REQUEST.unpack(await _receive_bytes(connection, _REQUEST.size))
+                    magic, token, id_bytes = _REQUEST.unpack(
+                        await _receive_bytes(connection, _REQUEST.size)
+                    )
                     if magic not in (_PLAIN, _CHECKED):
                         raise BadFrame("not a KV transfer request")
-                    transfer_id = (await _receive_bytes(connection, id_bytes)).decode(errors="replace")
+                    transfer_id = (await _receive_bytes(connection, id_bytes)).decode(
+                        errors="replace"
+                    )
                 self._unasked.pop(task, None)
                 entry = self._published.get(transfer_id)
                 if entry is None or not hmac.compare_digest(entry.token, token):
-                    await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
+                    await asyncio.get_running_loop().sock_sendall(
+                        connection, _REPLY.pack(magic, False, 0)
+                    )
                     return
                 entry.readers.add(task)  # `unpublish` cancels it before the memory is reused
                 try:
@@ -199,7 +251,9 @@ class TcpBackend:
                 self._unasked.pop(task, None)
 
     def _can_accept(self) -> bool:
-        """Return whether another connection fits, after closing the oldest one without a request if needed."""
+        """Return whether another connection fits, after closing the oldest one without a request if
+        needed.
+        """
         assert self._acceptor is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
@@ -229,7 +283,9 @@ class TcpBackend:
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
             log.warning(
-                "KV transfer over tcp: closed %d idle connections, too many are open; check what connects", self._closed
+                "KV transfer over tcp: closed %d idle connections, too many are open; check what"
+                " connects",
+                self._closed,
             )
             self._closed, self._logged_at = 0, now
 
@@ -247,9 +303,11 @@ class TcpBackend:
                 await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
         await _receive_bytes(connection, len(_ACK))
 
-    # --- decode worker ---------------------------------------------------------------------------------------
+    # --- decode worker ----------------------------------------------------------------------------
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         facts = decode_offer(_TcpOffer, offer, transfer_id, self.name)
         require_cpu(to.regions, self.name)
         require_sizes(transfer_id, facts.sizes_bytes, to.regions)
@@ -263,7 +321,9 @@ class TcpBackend:
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} closed the connection: {exc}") from exc
 
-    async def _read(self, transfer_id: str, facts: _TcpOffer, to: Destination, *, is_checked: bool) -> None:
+    async def _read(
+        self, transfer_id: str, facts: _TcpOffer, to: Destination, *, is_checked: bool
+    ) -> None:
         loop, ours = asyncio.get_running_loop(), _CHECKED if is_checked else _PLAIN
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -272,21 +332,29 @@ class TcpBackend:
             await loop.sock_connect(connection, (facts.host, facts.port))
             name = transfer_id.encode()
             await loop.sock_sendall(connection, _REQUEST.pack(ours, facts.token, len(name)) + name)
-            magic, is_published, total_bytes = _REPLY.unpack(await _receive_bytes(connection, _REPLY.size))
+            magic, is_published, total_bytes = _REPLY.unpack(
+                await _receive_bytes(connection, _REPLY.size)
+            )
             if magic != ours:
                 raise TransferFailed(
-                    f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
+                    f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV"
+                    " transfer protocol"
                 )
             if not is_published:
-                raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
+                raise TransferFailed(
+                    f"KV transfer {transfer_id} is no longer published by its prefill worker"
+                )
             if total_bytes != (expected := sum(facts.sizes_bytes)):
                 raise TransferFailed(
-                    f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but published {expected}"
+                    f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but"
+                    f" published {expected}"
                 )
             checksum = NOTHING
             for index, region in enumerate(to.regions):
                 if is_checked:
-                    checksum = await self._receive_checked(connection, transfer_id, region, checksum)
+                    checksum = await self._receive_checked(
+                        connection, transfer_id, region, checksum
+                    )
                 else:
                     await _receive(connection, view(region))
                 if to.on_region is not None:
@@ -296,7 +364,10 @@ class TcpBackend:
     async def _receive_checked(
         self, connection: socket.socket, transfer_id: str, region: MemoryRegion, before: int
     ) -> int:
-        """Receive a region and return the checksum up to it. Each block is hashed while the next one arrives."""
+        """Receive a region and return the checksum up to it.
+
+        Each block is hashed while the next one arrives.
+        """
         jobs = []
         try:
             for block in blocks(region):

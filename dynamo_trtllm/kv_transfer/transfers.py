@@ -1,6 +1,8 @@
-"""Own the KV transfers of one engine: which are pending, until when, and what a backend does for them.
+"""Own the KV transfers of one engine: which are pending, until when, and what a backend does for
+them.
 
-A transfer is pending until a decode worker has fetched its KV, until it is released, or until it expires.
+A transfer is pending until a decode worker has fetched its KV, until it is released, or until it
+expires.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import DynamoError, RequestRejected, TransferExpired, TransferMismatch, TransferTimeout
+from dynamo_trtllm.errors import (
+    DynamoError,
+    RequestRejected,
+    TransferExpired,
+    TransferMismatch,
+    TransferTimeout,
+)
 from dynamo_trtllm.kv_transfer.base import (
     TRANSFER_PARAMS_VERSION,
     Destination,
@@ -69,8 +77,12 @@ class PendingTransfers:
         """The length of the prompt of each pending transfer."""
         return [each.prompt_tokens for each in self._pending.values()]
 
-    def add(self, request: GenerateRequest, first: Chunk, kv_bytes: int, on_end: OnEnd) -> KvTransferParams:
-        """Return KV transfer parameters for a prefill call, without engine state. Its transfer is pending from now on.
+    def add(
+        self, request: GenerateRequest, first: Chunk, kv_bytes: int, on_end: OnEnd
+    ) -> KvTransferParams:
+        """Return KV transfer parameters for a prefill call, without engine state.
+
+        Its transfer is pending from now on.
 
         Args:
             request: the call.
@@ -81,7 +93,9 @@ class PendingTransfers:
         transfer_id = f"{self.identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         prompt_tokens = len(request.token_ids)
-        self._pending[transfer_id] = _PendingTransfer(request.request_id, prompt_tokens, expiry, on_end)
+        self._pending[transfer_id] = _PendingTransfer(
+            request.request_id, prompt_tokens, expiry, on_end
+        )
         return KvTransferParams(
             version=TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
@@ -94,8 +108,11 @@ class PendingTransfers:
             **self.identity._asdict(),
         )
 
-    def validate(self, request: GenerateRequest, *, kv_bytes: int | None = None) -> KvTransferParams:
-        """Return the KV transfer parameters of a decode call if they match the call and this engine.
+    def validate(
+        self, request: GenerateRequest, *, kv_bytes: int | None = None
+    ) -> KvTransferParams:
+        """Return the KV transfer parameters of a decode call if they match the call and this
+        engine.
 
         Args:
             request: the call.
@@ -108,21 +125,30 @@ class PendingTransfers:
         """
         kv_params = request.kv_params
         if kv_params is None:
-            raise RequestRejected("a decode call needs KV transfer parameters (ticket)", field="ticket")
+            raise RequestRejected(
+                "a decode call needs KV transfer parameters (ticket)", field="ticket"
+            )
         check_params(kv_params, self.identity, now=time.time())
         for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
             if ours is not None and (theirs := getattr(kv_params, name)) != ours:
                 raise TransferMismatch(
-                    f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours} at decode; retry "
-                    "the request",
+                    f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours}"
+                    " at decode; retry the request",
                     field=name,
                 )
         if not kv_params.first_token_ids:
-            raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
+            raise TransferMismatch(
+                f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids"
+            )
         return kv_params
 
-    def release(self, transfer_id: str, outcome: ReleaseOutcome | None = ReleaseOutcome.FETCHED) -> None:
-        """End a transfer. Unknown and ended transfers are ignored. `outcome`: None if it has expired."""
+    def release(
+        self, transfer_id: str, outcome: ReleaseOutcome | None = ReleaseOutcome.FETCHED
+    ) -> None:
+        """End a transfer.
+
+        Unknown and ended transfers are ignored. `outcome`: None if it has expired.
+        """
         ended = self._pending.pop(transfer_id, None)
         if ended is not None:
             event = RecordedEvent.KV_EXPIRED if outcome is None else RecordedEvent.KV_RELEASED
@@ -136,13 +162,17 @@ class PendingTransfers:
 
     def _expire(self, transfer_id: str) -> None:
         log.warning(
-            "KV transfer %s expired after %.0f s without a fetch; check the decode workers", transfer_id, self._ttl_s
+            "KV transfer %s expired after %.0f s without a fetch; check the decode workers",
+            transfer_id,
+            self._ttl_s,
         )
         self.release(transfer_id, None)
 
 
 class KvTransfers(PendingTransfers):
-    """The KV transfers of an engine over a backend, which it owns. It is the `KvHolder` of the engine's streams.
+    """The KV transfers of an engine over a backend, which it owns.
+
+    It is the `KvHolder` of the engine's streams.
 
     Args:
         backend: moves the KV.
@@ -153,9 +183,17 @@ class KvTransfers(PendingTransfers):
     """
 
     def __init__(
-        self, backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int, layout: KvLayout
+        self,
+        backend: TransferBackend,
+        config: WorkerConfig,
+        *,
+        engine: str,
+        instance_id: int,
+        layout: KvLayout,
     ) -> None:
-        identity = TransferIdentity(engine, instance_id, config.model_name, layout, {}, transport=backend.name)
+        identity = TransferIdentity(
+            engine, instance_id, config.model_name, layout, {}, transport=backend.name
+        )
         super().__init__(identity, ttl_s=config.ticket_ttl_s)
         self.backend = backend
         self._timeout_s = config.handoff_timeout_s
@@ -183,7 +221,9 @@ class KvTransfers(PendingTransfers):
             The KV transfer parameters. Their engine state is the backend's offer.
         """
         kv_bytes = sum(region.num_bytes for region in regions)
-        kv_params = self.add(request, first, kv_bytes, lambda _: self._begin_unpublish(transfer_id, on_unpublished))
+        kv_params = self.add(
+            request, first, kv_bytes, lambda _: self._begin_unpublish(transfer_id, on_unpublished)
+        )
         transfer_id = kv_params.transfer_id
         try:
             offer = await self.backend.publish(transfer_id, regions, ready=ready)
@@ -194,7 +234,8 @@ class KvTransfers(PendingTransfers):
         return msgspec.structs.replace(kv_params, engine_state=offer)
 
     async def fetch(self, request: GenerateRequest, offer: bytes, to: Destination) -> None:
-        """Read the KV of a decode call's prompt until the first of: its deadline, its expiry, the longest fetch time.
+        """Read the KV of a decode call's prompt until the first of: its deadline, its expiry, the
+        longest fetch time.
 
         Raises:
             DeadlineExceeded: the request's deadline passed.
@@ -204,13 +245,17 @@ class KvTransfers(PendingTransfers):
         """
         name, kv_params = request.request_id, request.kv_params
         assert kv_params is not None
-        RECORDER.record(name, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id, kv_params.kv_bytes)
+        RECORDER.record(
+            name, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id, kv_params.kv_bytes
+        )
         first = first_deadline(kv_params, request.deadline, self._timeout_s)
         if first.left_s <= 0:
-            # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame.
+            # TransferTimeout would blame the pair. Before the read begins, the wait for space is to
+            # blame.
             if first.error is TransferTimeout:
                 raise TransferExpired(
-                    f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
+                    f"KV transfer {kv_params.transfer_id} expired before this worker had space for"
+                    " its KV"
                 )
             raise first.error(first.message)
         try:
@@ -241,7 +286,8 @@ class KvTransfers(PendingTransfers):
         await self.backend.aclose()
 
 
-_BEGINS = {"queue": RecordedEvent.STARTED_IN_ENGINE, "prefill": RecordedEvent.PREFILL_DONE}  # what follows a phase
+# what follows a phase
+_BEGINS = {"queue": RecordedEvent.STARTED_IN_ENGINE, "prefill": RecordedEvent.PREFILL_DONE}
 _WAITS = {
     "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
     "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
@@ -277,10 +323,14 @@ class RequestPhases:
 
     def timings(self) -> PhaseTimings:
         """Return the timings of the phases that have ended."""
-        return phase_timings(self.seconds, self._request.kv_params, cached_tokens=self.cached_tokens)
+        return phase_timings(
+            self.seconds, self._request.kv_params, cached_tokens=self.cached_tokens
+        )
 
     def exported(self, kv_params: KvTransferParams) -> Chunk:
         """End the export of the KV. Return the terminal chunk of the call."""
         self.end("export")
-        timings = msgspec.structs.replace(self.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        timings = msgspec.structs.replace(
+            self.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
+        )
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)

@@ -1,1 +1,3 @@
-"""Start and supervise all processes of one machine from a YAML file (`python -m dynamo_trtllm.launch`)."""
+"""Start and supervise all processes of one machine from a YAML file (`python -m
+dynamo_trtllm.launch`).
+"""

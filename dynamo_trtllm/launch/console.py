@@ -33,11 +33,11 @@ _COLORS = ("36", "33", "32", "35", "34", "31")
 class Console:
     """The launcher's output stream. It uses colors only on a terminal.
 
-    With `is_json` every line is a JSON object. A line of a process that is an object keeps its fields; any other line
-    becomes the `message` of an object.
+    With `is_json` every line is a JSON object. A line of a process that is an object keeps its
+    fields; any other line becomes the `message` of an object.
 
-    Lines are lost while the disk is full. If the reader of the output has exited, `failure` is set, `on_failure` is
-    called once, and nothing is written any more.
+    Lines are lost while the disk is full. If the reader of the output has exited, `failure` is set,
+    `on_failure` is called once, and nothing is written any more.
 
     Args:
         stream: Stream to write to.
@@ -51,7 +51,11 @@ class Console:
         self._width = max(len(name) for name in (LAUNCHER, *names))
         self._has_terminal = stream.isatty()
         self._names = names
-        self._colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)} if self._has_terminal else {}
+        self._colors = (
+            {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+            if self._has_terminal
+            else {}
+        )
         self._panel: StartPanel | None = None
         self._is_full = False
         self.failure: OSError | None = None
@@ -59,7 +63,8 @@ class Console:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """On a terminal, show live lines and hide routine output, until `end_start` or the end of the context.
+        """On a terminal, show live lines and hide routine output, until `end_start` or the end of
+        the context.
 
         If the context ends with an exception before, the hidden lines are written.
         """
@@ -67,7 +72,11 @@ class Console:
             from rich.console import Console as Terminal
 
             terminal = Terminal(file=self._stream, highlight=False)
-            self._panel = None if terminal.is_dumb_terminal else StartPanel(terminal, (*_SERVERS, *self._names))
+            self._panel = (
+                None
+                if terminal.is_dumb_terminal
+                else StartPanel(terminal, (*_SERVERS, *self._names))
+            )
         panel = self._panel
         try:
             yield
@@ -80,7 +89,10 @@ class Console:
             self.end_start()
 
     def end_start(self, title: str = "", rows: Sequence[tuple[str, str]] = ()) -> bool:
-        """Replace the live lines by a panel with these rows, if any. Return False if there are no live lines."""
+        """Replace the live lines by a panel with these rows, if any.
+
+        Return False if there are no live lines.
+        """
         panel, self._panel = self._panel, None
         if panel is not None:
             panel.close(title, rows)
@@ -92,7 +104,9 @@ class Console:
             self._panel.show(name, phase or "importing")
 
     def report_ready(self, name: str, after_s: float, where: str) -> None:
-        """Show or write that a process is ready, how many seconds after its start, and at which address."""
+        """Show or write that a process is ready, how many seconds after its start, and at which
+        address.
+        """
         if self._panel is not None:
             self._panel.show(name, f"ready {where}", after_s)
         else:
@@ -116,7 +130,9 @@ class Console:
             elif not self._is_full:
                 self._is_full = True
                 with suppress(OSError):
-                    sys.stderr.write(f"{LAUNCHER}: the output can't be written: {exc.strerror}; lines are lost\n")
+                    sys.stderr.write(
+                        f"{LAUNCHER}: the output can't be written: {exc.strerror}; lines are lost\n"
+                    )
 
     def _write(self, name: str, text: str) -> None:
         if self._is_json:
@@ -177,7 +193,9 @@ class StartPanel:
             table.add_column(overflow="fold")
             for subject, text in rows:
                 table.add_row(subject, text)
-            self._terminal.print(Panel(table, title=title, title_align="left", expand=False, border_style="green"))
+            self._terminal.print(
+                Panel(table, title=title, title_align="left", expand=False, border_style="green")
+            )
 
     def _lines(self) -> Any:
         from rich.table import Table
@@ -187,7 +205,12 @@ class StartPanel:
         table = Table.grid(padding=(0, 1))
         for name, (phase, seconds) in self._phases.items():
             mark = Text("…", style="yellow") if seconds is None else Text("✓", style="green")
-            table.add_row(mark, name, f"{now if seconds is None else seconds:5.1f} s", Text(phase, overflow="ellipsis"))
+            table.add_row(
+                mark,
+                name,
+                f"{now if seconds is None else seconds:5.1f} s",
+                Text(phase, overflow="ellipsis"),
+            )
         return table
 
 
@@ -198,13 +221,19 @@ def _json_entry(name: str, text: str) -> str:
         entry = None
     if not isinstance(entry, dict):
         message = shorten(text, LINE_CHARS)
-        return json_line(time_s=time.time(), level="info", process=name, logger="output", message=message)
+        return json_line(
+            time_s=time.time(), level="info", process=name, logger="output", message=message
+        )
     own = str(entry.get("process", ""))
-    return json.dumps(entry | {"process": own if own.startswith(f"{name}-") else name})  # a process of a frontend
+    # a process of a frontend
+    return json.dumps(entry | {"process": own if own.startswith(f"{name}-") else name})
 
 
 async def next_line(reader: asyncio.StreamReader) -> str | None:
-    """Return the next line of a pipe, or None at its end. A line longer than the limit of the reader is cut."""
+    """Return the next line of a pipe, or None at its end.
+
+    A line longer than the limit of the reader is cut.
+    """
     try:
         line = await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError as exc:

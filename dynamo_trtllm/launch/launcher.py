@@ -1,4 +1,6 @@
-"""Run a deployment: start its servers and processes in order, and keep them running until its end."""
+"""Run a deployment: start its servers and processes in order, and keep them running until its
+end.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_fol
 
 _FOLDER, _RECORD = "dynamo-launch-", "deployment.json"
 _LONGEST_LINE_BYTES = 1 << 20
-_LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
+# after its exit: longest wait for its output, which a grandchild may still hold open
+_LAST_LINES_S = 1.0
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
@@ -59,7 +62,8 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     etcd: str = ""
     nats: str = ""
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
-    ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
+    # of earlier runs; their leases may still last
+    ended_instances: list[str] = msgspec.field(default_factory=list)
 
     @property
     def frontend(self) -> ProcessRecord | None:
@@ -67,13 +71,22 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
 
 
 class ManagedProcess(Child):
-    """One run of a process, with its output. Create it on the event loop, in the main thread (see `spawn`)."""
+    """One run of a process, with its output.
+
+    Create it on the event loop, in the main thread (see `spawn`).
+    """
 
     def __init__(
-        self, spec: ProcessSpec, port: int, environ: Mapping[str, str], on_line: Callable[[str], None]
+        self,
+        spec: ProcessSpec,
+        port: int,
+        environ: Mapping[str, str],
+        on_line: Callable[[str], None],
     ) -> None:
         argv = [sys.executable, "-m", spec.module, *spec.arguments(port)]
-        process = spawn(argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = spawn(
+            argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
         self.record = ProcessRecord(
@@ -85,7 +98,8 @@ class ManagedProcess(Child):
             port=port,
             pid=self.pid,
         )
-        self.stop_rank = 1 if spec.is_frontend else 0  # workers drain while the frontend still streams their output
+        # workers drain while the frontend still streams their output
+        self.stop_rank = 1 if spec.is_frontend else 0
         self._on_line = on_line
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 
@@ -102,7 +116,10 @@ class ManagedProcess(Child):
             transport.close()
 
     async def ended(self) -> int:
-        """Return the exit status, once all output lines were passed on. Several tasks may await it."""
+        """Return the exit status, once all output lines were passed on.
+
+        Several tasks may await it.
+        """
         status = await super().ended()
         await asyncio.wait({self._lines}, timeout=_LAST_LINES_S)
         if self._lines.done():
@@ -116,7 +133,9 @@ class ManagedProcess(Child):
 def launch_records() -> list[LaunchRecord]:
     """Return the records of this user's launchers that run on this machine, oldest first."""
     records = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"), key=lambda path: path.name):
+    for folder in sorted(
+        Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"), key=lambda path: path.name
+    ):
         with suppress(OSError, msgspec.DecodeError):  # it ends just now, or is no record
             if folder.lstat().st_uid == os.geteuid():  # `lstat`: a link by another user is ignored
                 record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=LaunchRecord)
@@ -125,15 +144,19 @@ def launch_records() -> list[LaunchRecord]:
     return sorted(records, key=lambda record: record.pid)
 
 
-# Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they exit:
-# https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded staging region, which leaves enough
-# memory for a successor. It is not known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
+# Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only
+# when they exit: https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded
+# staging region, which leaves enough memory for a successor. It is not known whether TensorRT-LLM
+# keeps mappings, so its workers are not restarted.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 _UCX_CACHE = "UCX_CUDA_IPC_CACHE"
-_UNMAPPING = frozenset({"n", "no", "0"})  # its values with which UCX unmaps KV after each read; UCX reads no others
+# its values with which UCX unmaps KV after each read; UCX reads no others
+_UNMAPPING = frozenset({"n", "no", "0"})
 
 
-def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> list[str]:
+def dependents_of(
+    dead: ProcessSpec, specs: Sequence[ProcessSpec], environ: Mapping[str, str]
+) -> list[str]:
     """Return the names of the processes that may keep GPU memory of `dead` mapped after its exit.
 
     Args:
@@ -171,9 +194,11 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self._environ = dict(self.environ)
-        self._not_ready = {spec.name for spec in self.specs}  # names of those that have never been ready
+        # names of those that have never been ready
+        self._not_ready = {spec.name for spec in self.specs}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
-        self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
+        # processes of which others may have mapped memory of an earlier run
+        self._mapped: set[str] = set()
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
         self._supervisor = Supervisor(self.deployment.restart, self.console.say)
         self.console.on_failure = self._supervisor.stop
@@ -181,7 +206,9 @@ class Launcher:
         self._record_path: Path
 
     async def run(self, on_ready: OnReady) -> None:
-        """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True. Then stop all processes.
+        """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True.
+
+        Then stop all processes.
 
         Args:
             on_ready: Awaited once, when all processes are ready.
@@ -199,21 +226,31 @@ class Launcher:
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
         services = self.deployment.services
-        for name, address, start in (("etcd", services.etcd, start_etcd), ("nats", services.nats, start_nats)):
+        for name, address, start in (
+            ("etcd", services.etcd, start_etcd),
+            ("nats", services.nats, start_nats),
+        ):
             if address == START:
                 address = await self._start_server(name, partial(start, folder / name))
             self._environ[ADDRESS_VARIABLES[name]] = address
             setattr(self.record, name, address)
         self._write_record()
         for spec in self.specs:
-            self._supervisor.keep(spec.name, partial(self._running, spec), partial(self._before_restart, spec))
+            self._supervisor.keep(
+                spec.name, partial(self._running, spec), partial(self._before_restart, spec)
+            )
         while self._not_ready:
             await self._changed.wait()
         if await on_ready(self.record):
             self._supervisor.stop()
 
-    async def _start_server(self, name: str, start: Callable[[], Coroutine[Any, Any, LocalServer]]) -> str:
-        """Start a server and return its address. While it restarts, workers and frontends keep running."""
+    async def _start_server(
+        self, name: str, start: Callable[[], Coroutine[Any, Any, LocalServer]]
+    ) -> str:
+        """Start a server and return its address.
+
+        While it restarts, workers and frontends keep running.
+        """
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         @asynccontextmanager
@@ -249,7 +286,10 @@ class Launcher:
         self._notify_changed()
 
     def _write_record(self) -> None:
-        """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
+        """Write the record of this deployment, for `launch_records`.
+
+        It is deleted with its folder.
+        """
         written = self._record_path.with_suffix(".new")
         try:
             written.write_bytes(msgspec.json.encode(self.record))
@@ -257,11 +297,13 @@ class Launcher:
         except OSError as exc:  # of a full disk; the deployment can do without it
             self.console.say(f"dynamo-trtllm status will not show the current processes: {exc}")
 
-    async def _before_restart(self, spec: ProcessSpec, process: ManagedProcess, status: int) -> None:
+    async def _before_restart(
+        self, spec: ProcessSpec, process: ManagedProcess, status: int
+    ) -> None:
         if process.is_ready:
             self._mapped.add(spec.name)
-        # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
-        # with another status, and then the dependents are restarted.
+        # A process that exits with 0 has normally released its GPU memory. If not, its successor
+        # fails to start with another status, and then the dependents are restarted.
         if self.deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
             await self._restart_dependents(spec)
             self._mapped.remove(spec.name)
@@ -269,12 +311,14 @@ class Launcher:
     async def _restart_dependents(self, dead: ProcessSpec) -> None:
         """Stop the processes that may hold memory of `dead`, and return when they have exited.
 
-        Their supervisors start them again. A process that is not ready yet has read no KV and keeps running. If
-        replicas of `dead` are ready, dependents drain one after the other. Otherwise all drain at once, because no new
-        request can run anyway.
+        Their supervisors start them again. A process that is not ready yet has read no KV and keeps
+        running. If replicas of `dead` are ready, dependents drain one after the other. Otherwise
+        all drain at once, because no new request can run anyway.
         """
         dependents = dependents_of(dead, self.specs, self._environ)
-        holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
+        holding = {
+            name: self._processes[name] for name in dependents if name in self._living_and_ready()
+        }
         if not holding:
             return
         names = ", ".join(holding)
@@ -289,11 +333,16 @@ class Launcher:
         ]
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
             changed = self._changed  # taken before the check, so that no later change is missed
-            ready = {name for name in self._living_and_ready() if not self._processes[name].is_terminating}
+            ready = {
+                name
+                for name in self._living_and_ready()
+                if not self._processes[name].is_terminating
+            }
             if not ready.isdisjoint(replicas):
                 remaining = remaining[:1] if ready.issuperset(dependents) else []
             for name in remaining:
-                holding[name].terminate()  # before any await, so that no other caller counts it as ready
+                # before any await, so that no other caller counts it as ready
+                holding[name].terminate()
             if remaining:
                 await asyncio.gather(*(holding[name].stop() for name in remaining))
             else:
@@ -301,7 +350,11 @@ class Launcher:
         self.console.say(f"{names} stopped; GPU memory of {dead.name} is free")
 
     def _living_and_ready(self) -> set[str]:
-        return {name for name, process in self._processes.items() if process.is_ready and not process.has_ended}
+        return {
+            name
+            for name, process in self._processes.items()
+            if process.is_ready and not process.has_ended
+        }
 
     def _notify_changed(self) -> None:
         self._changed.set()
@@ -313,7 +366,9 @@ class Launcher:
             on_wait = partial(self.console.report_phase, spec.name)
             answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
-            raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
+            raise RunFailed(
+                f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s"
+            ) from None
         process.is_ready = True
         self._not_ready.discard(spec.name)
         self._notify_changed()
@@ -327,11 +382,15 @@ class Launcher:
 
 
 def _check_port(spec: ProcessSpec) -> None:
-    """Raise ConfigError if the port is in use, because its owner would answer our readiness check."""
+    """Raise ConfigError if the port is in use, because its owner would answer our readiness
+    check.
+    """
     if not spec.port:
         return
     try:
-        bind(spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")).close()
+        bind(
+            spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")
+        ).close()
     except ConfigError as exc:
         flag = "host" if (exc.field or "").endswith("_host") else "port"
         hint = f"; --{flag} of this command changes it" if spec.is_frontend else ""

@@ -1,4 +1,6 @@
-"""Run `dynamo-trtllm launch` and `demo`: check the configuration, supervise the deployment, send a sample request."""
+"""Run `dynamo-trtllm launch` and `demo`: check the configuration, supervise the deployment, send a
+sample request.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,22 @@ _MODEL_TIMEOUT_S = 30.0
 def _launch(config: LaunchConfig) -> None:
     """Run the command.
 
-    Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment failed or was stopped
-    before `--once` was done.
+    Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment
+    failed or was stopped before `--once` was done.
     """
     OUTPUTS.start(LAUNCHER, config.log_format)
     observe_logging.setup(config.log_level, LAUNCHER, config.log_format)
-    deployment = with_settings(load_deployment(find_file(config.deployment), process_environment()), config)
+    deployment = with_settings(
+        load_deployment(find_file(config.deployment), process_environment()), config
+    )
     if config.demo and deployment.frontend is None:
-        raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
-    asyncio.run(run(deployment, log_format=config.log_format, sends_sample=config.demo, once=config.once))
+        raise ConfigError(
+            f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of"
+            " them"
+        )
+    asyncio.run(
+        run(deployment, log_format=config.log_format, sends_sample=config.demo, once=config.once)
+    )
 
 
 main = command(LaunchConfig, PROG, RunFailed)(_launch)
@@ -85,7 +94,8 @@ async def run(
         OSError: The reader of the output has exited. The deployment was stopped.
     """
     environ = child_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
-    # check all settings before the servers start, so that a mistake is reported at once and only once
+    # check all settings before the servers start, so that a mistake is reported at once and only
+    # once
     specs = processes(deployment, environ)
     for spec in specs:
         try:
@@ -150,13 +160,23 @@ def _device(spec: ProcessSpec) -> str:
 
 
 def sample_request(model: str) -> dict[str, Any]:
-    """Return the sample request of Dynamo's gpt-oss-120b guides, with greedy sampling so that all runs are equal."""
+    """Return the sample request of Dynamo's gpt-oss-120b guides, with greedy sampling so that all
+    runs are equal.
+    """
     message = {"role": "user", "content": _PROMPTS.get(model, PROMPT)}
-    return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS, "temperature": 0}
+    return {
+        "model": model,
+        "messages": [message],
+        "stream": False,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+    }
 
 
 async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
-    """Send the sample request. Wait first until the frontend has the model's files, some time after it is ready.
+    """Send the sample request.
+
+    Wait first until the frontend has the model's files, some time after it is ready.
 
     Args:
         frontend: HOST:PORT of the frontend.
@@ -172,10 +192,14 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
     try:
         await until(partial(_request, frontend, "GET", path), _MODEL_TIMEOUT_S)
     except NotYet as exc:
-        raise RunFailed(f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}") from exc
+        raise RunFailed(
+            f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}"
+        ) from exc
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            answer: dict[str, Any] = await _request(frontend, "POST", _PATH, json.dumps(sample_request(model)).encode())
+            answer: dict[str, Any] = await _request(
+                frontend, "POST", _PATH, json.dumps(sample_request(model)).encode()
+            )
             return answer
     except (NotYet, OSError) as exc:
         raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
@@ -191,7 +215,9 @@ async def _request(frontend: str, method: str, path: str, content: bytes = b"") 
     return json.loads(answer)
 
 
-def sample_report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:
+def sample_report(
+    answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, is_mock: bool = False
+) -> str:
     """Format the answer and its statistics as text.
 
     Args:
@@ -207,7 +233,10 @@ def sample_report(answer: Mapping[str, Any], model: str, names: Mapping[str, str
         lines.append(f"reasoning:  {_one_line(message['reasoning_content'])}")
     lines.append(f"answer:     {_one_line(message.get('content') or '(none)')}")
     if is_mock:
-        lines.append("            (random text: the mock engine has no model. It shows routing and transfers only.)")
+        lines.append(
+            "            (random text: the mock engine has no model. It shows routing and transfers"
+            " only.)"
+        )
     lines.append(f"prefill by: {_process_name(stats['prefill_instance'], names)}")
     lines.append(f"decode by:  {_process_name(stats['decode_instance'], names)}")
     lines.append(f"KV moved:   {stats['kv_bytes']:,} bytes over {stats['transport'] or 'nothing'}")

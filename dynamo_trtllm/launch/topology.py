@@ -1,4 +1,7 @@
-"""Choose engine, devices and workers for one model on one machine. The functions are pure: facts in, choice out."""
+"""Choose engine, devices and workers for one model on one machine.
+
+The functions are pure: facts in, choice out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ _MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
 _MIN_FREE_FRACTION = 0.8  # of a GPU; below it the GPU is in use
 _BY_PREFERENCE: tuple[EngineName, ...] = ("trtllm", "vllm", "torch")
 _TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "torch": "torch", "mock": "mock"}
-_WORKER_BYTES = 32 << 20  # of a worker's process without weights, at least; the mock engine takes 36 MB
+# of a worker's process without weights, at least; the mock engine takes 36 MB
+_WORKER_BYTES = 32 << 20
 _GPU_READY_TIMEOUT_S = 3600.0  # loading takes 15 to 30 minutes from slow storage
 _CPU_READY_TIMEOUT_S = 600.0
 
@@ -40,7 +44,8 @@ class ModelFacts:
     path: str  # for --model-path
     name: str  # that clients send
     weight_bytes: int | None  # as stored; None if it is not known
-    torch_values: int | None  # number of weights: the torch engine does not compute with quantized ones
+    # number of weights: the torch engine does not compute with quantized ones
+    torch_values: int | None
     num_heads: int | None  # attention heads, of which each GPU gets an equal share
     is_gguf: bool = False
 
@@ -64,38 +69,54 @@ def choose(machine: MachineFacts, model: ModelFacts, wishes: ServeConfig) -> Top
         ConfigError: The model does not fit, or a wish can't be fulfilled.
     """
     engine, why = _engine(machine, model, wishes)
-    reasons = {"model": f"{model.name}{_size(model.weight_bytes)}", "engine": f"{_TITLES[engine]}: {why}"}
+    reasons = {
+        "model": f"{model.name}{_size(model.weight_bytes)}",
+        "engine": f"{_TITLES[engine]}: {why}",
+    }
     if engine == "mock" or not machine.gpus:
         return _on_cpu(engine, machine, model, wishes, reasons)
     return _on_gpus(engine, machine, model, wishes, reasons)
 
 
-def _engine(machine: MachineFacts, model: ModelFacts, wishes: ServeConfig) -> tuple[EngineName, str]:
+def _engine(
+    machine: MachineFacts, model: ModelFacts, wishes: ServeConfig
+) -> tuple[EngineName, str]:
     """Return the engine and the reason for it."""
     if wishes.engine is not None:
         return wishes.engine, "given with --engine"
     possible: Sequence[EngineName] = _BY_PREFERENCE
     if not machine.gpus:
-        possible, why = ("torch",), f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs"
+        possible, why = (
+            ("torch",),
+            f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs",
+        )
     elif model.is_gguf:
         possible, why = ("torch",), "it alone loads GGUF files"
     for engine in possible:
         if engine in machine.engines:
             if len(possible) > 1:
                 better = possible[: possible.index(engine)]
-                why = f"{' and '.join(map(_TITLES.__getitem__, better))} not installed" if better else "installed"
+                why = (
+                    f"{' and '.join(map(_TITLES.__getitem__, better))} not installed"
+                    if better
+                    else "installed"
+                )
             return engine, why
     names = " or ".join(_TITLES[engine] for engine in possible)
     raise ConfigError(f"no engine for this machine is installed ({names}); {install_hint('torch')}")
 
 
 def _on_cpu(
-    engine: EngineName, machine: MachineFacts, model: ModelFacts, wishes: ServeConfig, reasons: dict[str, str]
+    engine: EngineName,
+    machine: MachineFacts,
+    model: ModelFacts,
+    wishes: ServeConfig,
+    reasons: dict[str, str],
 ) -> Topology:
     if wishes.tensor_parallel_size not in (None, 1):
         raise ConfigError(
-            f"--tensor-parallel-size {wishes.tensor_parallel_size} needs GPUs, but these workers run on the CPU; "
-            "remove it"
+            f"--tensor-parallel-size {wishes.tensor_parallel_size} needs GPUs, but these workers"
+            " run on the CPU; remove it"
         )
     each = 0 if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False) or 0
     limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
@@ -113,9 +134,9 @@ def _on_cpu(
         reasons["topology"] = f"{_described(workers)}: the memory does not hold the weights twice"
     if (needed := each * sum(workers.values())) > limit:
         raise ConfigError(
-            f"{_described(workers)} of {model.name} on the CPU would hold {_gib(needed)} of weights, but "
-            f"{_gib(machine.memory_bytes)} of memory are available, of which weights may take "
-            f"{_MAX_WEIGHT_FRACTION:.0%}; use a smaller model, or a machine with GPUs"
+            f"{_described(workers)} of {model.name} on the CPU would hold {_gib(needed)} of"
+            f" weights, but {_gib(machine.memory_bytes)} of memory are available, of which weights"
+            f" may take {_MAX_WEIGHT_FRACTION:.0%}; use a smaller model, or a machine with GPUs"
         )
     threads = max(1, machine.cpus // sum(workers.values()))
     reasons["devices"] = f"CPU, {threads} of {machine.cpus} cores per worker"
@@ -123,13 +144,18 @@ def _on_cpu(
 
 
 def _on_gpus(
-    engine: EngineName, machine: MachineFacts, model: ModelFacts, wishes: ServeConfig, reasons: dict[str, str]
+    engine: EngineName,
+    machine: MachineFacts,
+    model: ModelFacts,
+    wishes: ServeConfig,
+    reasons: dict[str, str],
 ) -> Topology:
     free = [gpu for gpu in machine.gpus if gpu.free_bytes >= _MIN_FREE_FRACTION * gpu.total_bytes]
     busy = [str(gpu.number) for gpu in machine.gpus if gpu not in free]
     if not free:
         raise ConfigError(
-            f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that nvidia-smi lists"
+            f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that"
+            " nvidia-smi lists"
         )
     size, why = _tensor_parallel_size(engine, free, model, wishes)
     if (workers := _wished(wishes)) is not None:
@@ -139,12 +165,14 @@ def _on_gpus(
         reasons["topology"] = f"{_described(workers)}: the free GPUs suffice for both"
     else:
         workers = {Role.AGGREGATED: 1}
-        reasons["topology"] = f"{_described(workers)}: prefill and decode workers would need {2 * size} free GPUs"
+        reasons["topology"] = (
+            f"{_described(workers)}: prefill and decode workers would need {2 * size} free GPUs"
+        )
     needed = size * sum(workers.values())
     if needed > len(free):
         raise ConfigError(
-            f"{_described(workers)} with {size} GPUs each need {needed} GPUs, but {len(free)} are free"
-            f"{' (in use: ' + ', '.join(busy) + ')' if busy else ''}; ask for fewer workers"
+            f"{_described(workers)} with {size} GPUs each need {needed} GPUs, but {len(free)} are"
+            f" free{' (in use: ' + ', '.join(busy) + ')' if busy else ''}; ask for fewer workers"
         )
     chosen = [gpu.number for gpu in free[:needed]]
     rest = len(free) - needed
@@ -153,7 +181,9 @@ def _on_gpus(
         reasons["devices"] += f"; in use by others: {', '.join(busy)}"
     if rest:
         reasons["devices"] += f"; {rest} more free, which --prefill and --decode can use"
-    return Topology(engine=engine, workers=workers, tensor_parallel_size=size, gpus=chosen, reasons=reasons)
+    return Topology(
+        engine=engine, workers=workers, tensor_parallel_size=size, gpus=chosen, reasons=reasons
+    )
 
 
 def _tensor_parallel_size(
@@ -161,7 +191,10 @@ def _tensor_parallel_size(
 ) -> tuple[int, str]:
     """Return the number of GPUs per worker and the reason for it."""
     if engine == "torch" and wishes.tensor_parallel_size not in (None, 1):
-        raise ConfigError("the torch engine runs on one GPU; remove --tensor-parallel-size, or use another --engine")
+        raise ConfigError(
+            "the torch engine runs on one GPU; remove --tensor-parallel-size, or use another"
+            " --engine"
+        )
     if wishes.tensor_parallel_size is not None:
         return wishes.tensor_parallel_size, "as many per worker as given"
     weights = _bytes_in_memory(engine, model, on_gpu=True)
@@ -171,11 +204,14 @@ def _tensor_parallel_size(
     size = 1
     while weights / size > limit:
         size *= 2
-    if size > (1 if engine == "torch" else len(gpus)) or (model.num_heads is not None and model.num_heads % size):
+    if size > (1 if engine == "torch" else len(gpus)) or (
+        model.num_heads is not None and model.num_heads % size
+    ):
         advice = "use vLLM or TensorRT-LLM, or " if engine == "torch" else ""
         raise ConfigError(
-            f"{model.name} has {_gib(weights)} of weights with {_TITLES[engine]}, but GPUs of {_memory(gpus[0])} hold "
-            f"{_gib(limit)} each, and there are {len(gpus)}; {advice}choose a smaller model"
+            f"{model.name} has {_gib(weights)} of weights with {_TITLES[engine]}, but GPUs of"
+            f" {_memory(gpus[0])} hold {_gib(limit)} each, and there are {len(gpus)};"
+            f" {advice}choose a smaller model"
         )
     enough = "fit one GPU" if size == 1 else f"need {size} GPUs"
     return size, f"{_gib(weights)} of weights {enough} with {_gib(limit)} for weights each"
@@ -185,7 +221,8 @@ def _bytes_in_memory(engine: EngineName, model: ModelFacts, *, on_gpu: bool) -> 
     """Return the bytes of the loaded weights, or None if the number is not known."""
     if engine != "torch":
         return model.weight_bytes
-    return None if model.torch_values is None else model.torch_values * (2 if on_gpu else 4)  # bfloat16, float32
+    # bfloat16, float32
+    return None if model.torch_values is None else model.torch_values * (2 if on_gpu else 4)
 
 
 def _wished(wishes: ServeConfig) -> dict[Role, int] | None:
@@ -216,15 +253,24 @@ def deployment_data(
         more["override-engine-args"] = {"num_threads": chosen.threads, **given}
     workers, gpus = [], list(chosen.gpus)
     for role, count in chosen.workers.items():
-        mine, gpus = gpus[: count * chosen.tensor_parallel_size], gpus[count * chosen.tensor_parallel_size :]
+        mine, gpus = (
+            gpus[: count * chosen.tensor_parallel_size],
+            gpus[count * chosen.tensor_parallel_size :],
+        )
         name = "worker" if role is Role.AGGREGATED else role.value
-        worker: dict[str, Any] = {"name": name, "disaggregation_mode": role.value, "devices": mine or "cpu"}
+        worker: dict[str, Any] = {
+            "name": name,
+            "disaggregation_mode": role.value,
+            "devices": mine or "cpu",
+        }
         if count > 1:
             worker["count"] = count
         if mine:
             worker["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # numbers as in nvidia-smi
         workers.append({**worker, "flags": {**flags, **more}})
-    frontend = {"http-port": wishes.port} | ({} if wishes.host is None else {"http-host": wishes.host})
+    frontend = {"http-port": wishes.port} | (
+        {} if wishes.host is None else {"http-host": wishes.host}
+    )
     return {
         "namespace": wishes.namespace,
         "services": {"etcd": "start", "nats": "start"},

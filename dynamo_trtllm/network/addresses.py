@@ -1,8 +1,8 @@
 """Find the address at which other hosts reach this one, resolve host names, and find free ports.
 
-Free ports are for servers that need their port before they start. They lie below those that Linux uses for outgoing
-connections (`net.ipv4.ip_local_port_range`, from 32768 on). A port of that range could be taken before its server
-listens, or before a restarted one listens again.
+Free ports are for servers that need their port before they start. They lie below those that Linux
+uses for outgoing connections (`net.ipv4.ip_local_port_range`, from 32768 on). A port of that range
+could be taken before its server listens, or before a restarted one listens again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ _ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
 
 
 def address_towards(urls: Iterable[str]) -> str:
-    """Return this host's IP address on the route to the first of `urls` that is not routed over loopback.
+    """Return this host's IP address on the route to the first of `urls` that is not routed over
+    loopback.
 
-    Return 127.0.0.1 if there is no such URL. Nothing is sent to the URLs. The call blocks while names are resolved.
+    Return 127.0.0.1 if there is no such URL. Nothing is sent to the URLs. The call blocks while
+    names are resolved.
     """
     for url in urls:
         parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
         try:
-            target = socket.getaddrinfo(parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            target = socket.getaddrinfo(
+                parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM
+            )[0]
             with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
                 probe.connect(target[4])  # chooses a route
                 address = ipaddress.ip_address(probe.getsockname()[0])
@@ -45,7 +49,9 @@ def address_towards(urls: Iterable[str]) -> str:
 
 
 def resolve_host(host: str, flag: str) -> str:
-    """Return the first IP address of an address or host name, the value of `flag`. May block while it is resolved.
+    """Return the first IP address of an address or host name, the value of `flag`.
+
+    May block while it is resolved.
 
     Raises:
         ConfigError: the name has no address.
@@ -58,7 +64,9 @@ def resolve_host(host: str, flag: str) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether `host` is a wildcard or multicast address, to which other hosts can't connect."""
+    """Return whether `host` is a wildcard or multicast address, to which other hosts can't
+    connect.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -67,10 +75,11 @@ def is_wildcard(host: str) -> bool:
 
 
 def network_of(address: str) -> str:
-    """Return the network that stands for a client: its IPv4 address, or the first 64 bits of its IPv6 address.
+    """Return the network that stands for a client: its IPv4 address, or the first 64 bits of its
+    IPv6 address.
 
-    A single client can use all IPv6 addresses with the same first 64 bits. A text that is no IPv6 address is returned
-    unchanged.
+    A single client can use all IPv6 addresses with the same first 64 bits. A text that is no IPv6
+    address is returned unchanged.
     """
     if ":" not in address:
         return address
@@ -91,8 +100,8 @@ _TRIES = 200
 def reserved_ports(count: int = 1, host: str = LOOPBACK) -> Iterator[int]:
     """Reserve `count` consecutive free ports of `host`, and return the first one.
 
-    Until the context ends, no other call gets these ports, in any process of this machine. A server that sets
-    SO_REUSEADDR can listen on them, as etcd, NATS and asyncio's servers do.
+    Until the context ends, no other call gets these ports, in any process of this machine. A server
+    that sets SO_REUSEADDR can listen on them, as etcd, NATS and asyncio's servers do.
 
     Raises:
         ConfigError: no such ports are free.
@@ -104,14 +113,17 @@ def reserved_ports(count: int = 1, host: str = LOOPBACK) -> Iterator[int]:
             try:
                 for port in range(first, first + count):
                     reservation = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                    reservation.bind((host, port))  # fails for ports that others reserve or listen on
-                    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: only for servers
+                    # fails for ports that others reserve or listen on
+                    reservation.bind((host, port))
+                    # not before: only for servers
+                    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             except OSError:
                 continue
             yield first
             return
     raise ConfigError(
-        f"no {count} consecutive free ports from {_PORTS[0]} to {_PORTS[-1]} at {host}; stop programs that use them"
+        f"no {count} consecutive free ports from {_PORTS[0]} to {_PORTS[-1]} at {host}; stop"
+        " programs that use them"
     )
 
 

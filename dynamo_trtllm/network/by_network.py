@@ -82,6 +82,7 @@ class ByNetwork(Generic[T]):
                 del self._by_count[before]
         if now:
             self._by_count.setdefault(now, {})[network] = None
-        # If no network has the largest number any more, it was that of this network, and is one less now.
+        # If no network has the largest number any more, it was that of this network, and is one
+        # less now.
         if now > self._most or self._most not in self._by_count:
             self._most = now

@@ -1,4 +1,6 @@
-"""Listen on TCP ports: bind them, accept connections in bounded batches, and raise the limit of open files."""
+"""Listen on TCP ports: bind them, accept connections in bounded batches, and raise the limit of
+open files.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
 _PAUSE_S = 0.1  # after a failed accept
 _RELIEVED_S = 0.001  # the same, if idle connections are being closed to free resources
 _LOG_EVERY_S = 10.0
-_UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # the listening socket itself is unusable
+# the listening socket itself is unusable
+_UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
 
 Relieve: TypeAlias = Callable[[], bool]
 
@@ -56,7 +59,9 @@ def bind(
     return sock
 
 
-def listen(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
+def listen(
+    host: str, port: int, *, is_shared: bool = False, setting: str = "http"
+) -> socket.socket:
     """Return a listening TCP socket. Arguments and errors are those of `bind`."""
     return bind(host, port, is_shared=is_shared, setting=setting, listens=True)
 
@@ -67,7 +72,8 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
     Args:
         host: the address that the server listens on.
         port: the port that it listens on.
-        what: what every client can do, because the server has no authentication. It completes "every client can …".
+        what: what every client can do, because the server has no authentication. It completes
+            "every client can …".
         flag: the flag that sets `host`.
     """
     try:
@@ -76,17 +82,19 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
         is_local = host == "localhost"
     if not is_local:
         text = (
-            "port %d is open to other machines without authentication: every client can %s; to restrict it to this "
-            "machine, set %s %s"
+            "port %d is open to other machines without authentication: every client can %s; to"
+            " restrict it to this machine, set %s %s"
         )
         log.warning(text, port, what, flag, LOOPBACK)
 
 
 class Acceptor:
-    """Acceptor of connections at a listening socket, several per iteration of the event loop, until `close`.
+    """Acceptor of connections at a listening socket, several per iteration of the event loop, until
+    `close`.
 
-    uvloop accepts one connection per iteration. Under load, iterations are long: the last of many clients that connect
-    at the same moment would wait for seconds. The caller still owns the socket.
+    uvloop accepts one connection per iteration. Under load, iterations are long: the last of many
+    clients that connect at the same moment would wait for seconds. The caller still owns the
+    socket.
     """
 
     def __init__(
@@ -101,8 +109,9 @@ class Acceptor:
         Args:
             sock: a listening socket.
             serve: runs in its own task for each connection and closes the connection at its end.
-            relieve: is called if the system has no file descriptor for another connection. It closes idle connections
-                within the next iterations of the loop and returns whether there were any.
+            relieve: is called if the system has no file descriptor for another connection. It
+                closes idle connections within the next iterations of the loop and returns whether
+                there were any.
             accepts_per_turn: the most connections that are accepted in one iteration.
         """
         self._sock = sock
@@ -136,19 +145,28 @@ class Acceptor:
             task.add_done_callback(self._ended)
 
     def _failed(self, exc: OSError) -> None:
-        """Pause so that connections can end, then try again, unless the socket itself is unusable."""
+        """Pause so that connections can end, then try again, unless the socket itself is
+        unusable.
+        """
         self._loop.remove_reader(self._sock)
         if exc.errno in _UNUSABLE:
             self.broken = exc
-            log.error("port %s accepts no more connections: %s; restart this process", self._port(), exc)
+            log.error(
+                "port %s accepts no more connections: %s; restart this process", self._port(), exc
+            )
             return
         self._failures += 1
         if self._loop.time() >= self._logged_at + _LOG_EVERY_S:
-            text = "port %s can't accept connections, retrying: %s (%d failed attempts); check the limit of open files"
+            text = (
+                "port %s can't accept connections, retrying: %s (%d failed attempts); check the"
+                " limit of open files"
+            )
             log.warning(text, self._port(), exc, self._failures)
             self._failures, self._logged_at = 0, self._loop.time()
         pause_s = _RELIEVED_S if self._relieve() else _PAUSE_S
-        self._pause = self._loop.call_later(pause_s, self._loop.add_reader, self._sock, self._accept)
+        self._pause = self._loop.call_later(
+            pause_s, self._loop.add_reader, self._sock, self._accept
+        )
 
     def _port(self) -> str:
         try:
@@ -185,9 +203,11 @@ class Acceptor:
 
 
 def allow_files(wanted: int, hint: str) -> int:
-    """Raise this process's limit of open files to `wanted`, because a connection beyond the limit is not accepted.
+    """Raise this process's limit of open files to `wanted`, because a connection beyond the limit
+    is not accepted.
 
-    If the system allows fewer, log a warning. Return the number of files that this process may open, at most `wanted`.
+    If the system allows fewer, log a warning. Return the number of files that this process may
+    open, at most `wanted`.
 
     Args:
         wanted: number of open files.
@@ -199,25 +219,33 @@ def allow_files(wanted: int, hint: str) -> int:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        log.warning("open files are limited to %d; raise the limit to %d (ulimit -n)%s", most, wanted, hint)
+        log.warning(
+            "open files are limited to %d; raise the limit to %d (ulimit -n)%s", most, wanted, hint
+        )
     return most
 
 
 def _not_bound(host: str, port: int, setting: str, exc: OSError | UnicodeError) -> ConfigError:
-    if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+    if (
+        not isinstance(exc, OSError)
+        or isinstance(exc, socket.gaierror)
+        or exc.errno == errno.EADDRNOTAVAIL
+    ):
         why = exc.strerror if isinstance(exc, OSError) else "not a host name"
         return ConfigError(
-            f"--{setting}-host {host} is not an address of this machine ({why}); give one of its addresses, {LOOPBACK} "
-            "for connections from this machine only, or 0.0.0.0 for connections from everywhere",
+            f"--{setting}-host {host} is not an address of this machine ({why}); give one of its"
+            f" addresses, {LOOPBACK} for connections from this machine only, or 0.0.0.0 for"
+            " connections from everywhere",
             field=f"{setting}_host",
         )
     if exc.errno == errno.EACCES:
         return ConfigError(
-            f"--{setting}-port {port} needs more rights than this process has; choose a port above 1023",
+            f"--{setting}-port {port} needs more rights than this process has; choose a port above"
+            " 1023",
             field=f"{setting}_port",
         )
     return ConfigError(
-        f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop the process that "
-        "uses it, or choose another port (0 = any free port) or address",
+        f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop"
+        " the process that uses it, or choose another port (0 = any free port) or address",
         field=f"{setting}_port",
     )

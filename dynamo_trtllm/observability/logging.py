@@ -1,7 +1,7 @@
 """Log to stderr as text or JSON. Entry points call `setup`; an import configures nothing.
 
-A logged value may come from a client or a peer. The formatters make it safe to show: they shorten it, mask passwords
-and escape characters that could forge a line.
+A logged value may come from a client or a peer. The formatters make it safe to show: they shorten
+it, mask passwords and escape characters that could forge a line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 
 VALUE_CHARS: Final = 1_000  # maximum length of a value in a message
 LINE_CHARS: Final = 4_000  # maximum length of a message and of a line of a traceback
-_ID_CHARS: Final = 200  # maximum length of a request id, because peers of a worker may send longer ones
+# maximum length of a request id, because peers of a worker may send longer ones
+_ID_CHARS: Final = 200
 _TRACEBACK_LINES: Final = 200  # of a longer traceback, the first and the last 100 lines are logged
 _OWN_PACKAGE: Final = "dynamo_trtllm."
 _UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")  # as the frontend appends it
 
 
 def short_id(request_id: str) -> str:
-    """Return the first 8 digits of the unique part of a request id, with the choice's index, for logs.
+    """Return the first 8 digits of the unique part of a request id, with the choice's index, for
+    logs.
 
     Workers log the complete id.
     """
@@ -51,7 +53,9 @@ def setup(level: str, process_name: str, log_format: str = "text") -> None:
     for handler in [h for h in root.handlers if isinstance(h, _OwnHandler)]:
         root.removeHandler(handler)
     handler = _OwnHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process_name) if log_format == "json" else TextFormatter(process_name))
+    handler.setFormatter(
+        JsonFormatter(process_name) if log_format == "json" else TextFormatter(process_name)
+    )
     root.addHandler(handler)
     # Other packages log warnings and errors only, except at level debug.
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -62,20 +66,35 @@ def setup(level: str, process_name: str, log_format: str = "text") -> None:
 def log_thread_stacks(logger: logging.Logger) -> None:
     """Log what each thread of this process does: one error message per thread, with its stack.
 
-    Unlike `faulthandler`, which holds the GIL while it writes, this blocks only its own thread if nothing reads stderr.
+    Unlike `faulthandler`, which holds the GIL while it writes, this blocks only its own thread if
+    nothing reads stderr.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         message = f"stack of thread {names.get(ident, ident)}"
         stack = "".join(traceback.format_stack(frame))
         logger.handle(
-            logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, sinfo=stack.rstrip("\n"))
+            logger.makeRecord(
+                logger.name, logging.ERROR, __file__, 0, message, (), None, sinfo=stack.rstrip("\n")
+            )
         )
 
 
-def json_line(*, time_s: float, level: str, process: str, logger: str, message: str, **more: str | None) -> str:
-    """Return one log entry as a JSON object in one line of ASCII. `time_s` is in seconds since the epoch."""
-    entry = {"time": _iso(time_s), "level": level, "process": process, "logger": logger, "message": message, **more}
+def json_line(
+    *, time_s: float, level: str, process: str, logger: str, message: str, **more: str | None
+) -> str:
+    """Return one log entry as a JSON object in one line of ASCII.
+
+    `time_s` is in seconds since the epoch.
+    """
+    entry = {
+        "time": _iso(time_s),
+        "level": level,
+        "process": process,
+        "logger": logger,
+        "message": message,
+        **more,
+    }
     return json.dumps(entry).replace("\x7f", "\\u007f")
 
 
@@ -92,20 +111,31 @@ class _OwnFormatter(logging.Formatter):
 
 
 class TextFormatter(_OwnFormatter):
-    """Formatter that writes one line per log record: time, level, process, request id if any, module and message.
+    """Formatter that writes one line per log record: time, level, process, request id if any,
+    module and message.
 
     A traceback follows, indented so that it looks different.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         served = _served()
-        about = [_iso(record.created), record.levelname, self._process_name, *([] if served == "-" else [served])]
-        message = escape_controls(f"{' '.join(about)} {record.name.removeprefix(_OWN_PACKAGE)}: {_message(record)}")
+        about = [
+            _iso(record.created),
+            record.levelname,
+            self._process_name,
+            *([] if served == "-" else [served]),
+        ]
+        message = escape_controls(
+            f"{' '.join(about)} {record.name.removeprefix(_OWN_PACKAGE)}: {_message(record)}"
+        )
         return "\n".join([message, *(f"  {line}" for line in _traceback(record))])
 
 
 class JsonFormatter(_OwnFormatter):
-    """Formatter that writes one JSON object per line. The encoder escapes all characters but printable ASCII."""
+    """Formatter that writes one JSON object per line.
+
+    The encoder escapes all characters but printable ASCII.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         served = _served()
@@ -134,7 +164,11 @@ class _Cut:
 
 
 def _iso(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(time_s, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def _served() -> str:

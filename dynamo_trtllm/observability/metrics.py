@@ -1,6 +1,7 @@
 """Define the Prometheus metrics of frontends and workers, and collect and render them.
 
-Metrics are observed per step or per request, not per token. Label values are from a small closed set, never a client's.
+Metrics are observed per step or per request, not per token. Label values are from a small closed
+set, never a client's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ FRONTEND = "frontend"
 
 
 class Span(msgspec.Struct, gc=False):
-    """An interval of a request by the frontend's clock. It ends where the next span of the request begins."""
+    """An interval of a request by the frontend's clock.
+
+    It ends where the next span of the request begins.
+    """
 
     phase: str
     begin_s: float  # of `time.monotonic()`
@@ -43,8 +47,28 @@ class Span(msgspec.Struct, gc=False):
 
 
 PHASES = (
-    *("receive", "tokenize_queue", "load", "tokenize", "frontend_queue", "select", "reserve", "retry", "send"),
-    *("grammar", "submit", "queue", "prefill", "export", "handoff", "first_token", "decode_wait", "decode"),
+    *(
+        "receive",
+        "tokenize_queue",
+        "load",
+        "tokenize",
+        "frontend_queue",
+        "select",
+        "reserve",
+        "retry",
+        "send",
+    ),
+    *(
+        "grammar",
+        "submit",
+        "queue",
+        "prefill",
+        "export",
+        "handoff",
+        "first_token",
+        "decode_wait",
+        "decode",
+    ),
     *("migration", "respond"),
 )
 """All phases, about in their order. docs/timing.md describes them."""
@@ -58,13 +82,17 @@ PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
 
 
 def divide(
-    spans: Sequence[Span], end_s: float, prefill: PhaseTimings | None = None, decode: PhaseTimings | None = None
+    spans: Sequence[Span],
+    end_s: float,
+    prefill: PhaseTimings | None = None,
+    decode: PhaseTimings | None = None,
 ) -> PhaseSeconds:
-    """Return how long the spans took until `end_s`, divided into the phases that the workers report.
+    """Return how long the spans took until `end_s`, divided into the phases that the workers
+    report.
 
-    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`, the way to the worker
-    and back. A call without a report stays one phase. `prefill` and `decode` are what the workers of the last attempt
-    have reported; an aggregated one is in `decode`.
+    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`,
+    the way to the worker and back. A call without a report stays one phase. `prefill` and `decode`
+    are what the workers of the last attempt have reported; an aggregated one is in `decode`.
     """
     phases: PhaseSeconds = {}
     has_migrated = "migration" in [span.phase for span in spans]
@@ -80,10 +108,15 @@ def divide(
             elif rest == "decode" and decode is not None:
                 reported = (("decode_wait", decode.decode_queue_s),)
         if stats is not None:
-            own = ("queue", stats.queue_s), ("prefill", stats.prefill_s), ("handoff", stats.kv_transfer_s)
+            own = (
+                ("queue", stats.queue_s),
+                ("prefill", stats.prefill_s),
+                ("handoff", stats.kv_transfer_s),
+            )
             reported, rest = (*own, *stats.more.items()), "send"
         for phase, seconds in reported:
-            if seconds > 0 and left_s > 0 and "." not in phase:  # not a number: false; with a dot: a part of a phase
+            # not a number: false; with a dot: a part of a phase
+            if seconds > 0 and left_s > 0 and "." not in phase:
                 part_s = seconds if seconds < left_s else left_s
                 left_s -= part_s
                 phases[role, phase] = phases.get((role, phase), 0.0) + part_s
@@ -109,9 +142,13 @@ class HistogramChild:
 
 
 class Histogram(Collector):
-    """Histogram to observe with `labels(...)`, from one thread, in a tenth of the time of prometheus_client's."""
+    """Histogram to observe with `labels(...)`, from one thread, in a tenth of the time of
+    prometheus_client's.
+    """
 
-    def __init__(self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]) -> None:
+    def __init__(
+        self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._labels = tuple(labels)
@@ -147,12 +184,48 @@ Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["frontend", "worker"]
 
 _BUCKETS = {
-    "seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+    "seconds": (
+        0.001,
+        0.0025,
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.1,
+        0.25,
+        0.5,
+        1.0,
+        2.5,
+        5.0,
+        10.0,
+        30.0,
+        60.0,
+        120.0,
+        300.0,
+    ),
     "ratios": (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0),
-    "step_seconds": (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0),
-    # Of the KV of one prompt: from 64 KiB (a block of a small model) to 16 GiB, each four times the one before.
+    "step_seconds": (
+        0.001,
+        0.0025,
+        0.005,
+        0.0075,
+        0.01,
+        0.015,
+        0.02,
+        0.03,
+        0.05,
+        0.075,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        5.0,
+    ),
+    # Of the KV of one prompt: from 64 KiB (a block of a small model) to 16 GiB, each four times the
+    # one before.
     "bytes": tuple(float(1 << exponent) for exponent in range(16, 35, 2)),
-    # From 1 MB/s to 1 TB/s: a path through host memory has less than 1 GB/s, a network card 10 to 50, NVLink hundreds.
+    # From 1 MB/s to 1 TB/s: a path through host memory has less than 1 GB/s, a network card 10 to
+    # 50, NVLink hundreds.
     "rates": (1e6, 3e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12),
 }
 
@@ -171,7 +244,9 @@ class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buckets: Literal["seconds", "ratios", "step_seconds", "bytes", "rates"] = "seconds"
 
 
-TABLE = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_bytes(), type=tuple[Metric, ...])
+TABLE = msgspec.json.decode(
+    Path(__file__).with_name("metrics.json").read_bytes(), type=tuple[Metric, ...]
+)
 
 
 class ProcessMetrics:
@@ -185,15 +260,20 @@ class ProcessMetrics:
         for row in [row for row in TABLE if row.process == process]:
             name = PREFIX + row.name
             if row.kind == "histogram":
-                self._metrics[row.name] = Histogram(name, row.help, row.labels, buckets=_BUCKETS[row.buckets])
+                self._metrics[row.name] = Histogram(
+                    name, row.help, row.labels, buckets=_BUCKETS[row.buckets]
+                )
                 registry.register(self._metrics[row.name])
             else:
                 kind = Counter if row.kind == "counter" else Gauge
                 self._metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
         ProcessCollector(registry=registry)
         self._num_dropped_lines = OUTPUTS.num_dropped_lines  # those that the metric has counted
-        # Returns the child of a metric, from its name and label values. prometheus_client takes long to find it.
-        self.child: Callable[..., Any] = functools.cache(lambda name, *labels: self._metrics[name].labels(*labels))
+        # Returns the child of a metric, from its name and label values. prometheus_client takes
+        # long to find it.
+        self.child: Callable[..., Any] = functools.cache(
+            lambda name, *labels: self._metrics[name].labels(*labels)
+        )
 
     def message_unreadable(self) -> None:
         """Count a message of the request plane that could not be read."""
@@ -213,12 +293,17 @@ class ProcessMetrics:
 
 
 class FrontendMetrics(ProcessMetrics):
-    """Metrics of a frontend process. `model` is the name of a served model, or "" if the request named none."""
+    """Metrics of a frontend process.
+
+    `model` is the name of a served model, or "" if the request named none.
+    """
 
     def __init__(self) -> None:
         super().__init__("frontend")
-        self.gather: Callable[[], Awaitable[bytes]] | None = None  # returns the page of all processes of this frontend
-        self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}  # gauges, with a value per instance id
+        # returns the page of all processes of this frontend
+        self.gather: Callable[[], Awaitable[bytes]] | None = None
+        # gauges, with a value per instance id
+        self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}
         self._num_inflight = 0
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
         self._fields: set[str] = set()  # names of ignored fields that have a counter
@@ -229,7 +314,10 @@ class FrontendMetrics(ProcessMetrics):
         self._num_inflight += 1
 
     def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
-        """Count a finished request, once for each `request_started`. `code` is "ok", "cancelled" or an error's."""
+        """Count a finished request, once for each `request_started`.
+
+        `code` is "ok", "cancelled" or an error's.
+        """
         self._num_inflight -= 1
         self.child("requests_total", model, endpoint, code).inc()
         self.child("request_seconds", model).observe(seconds)
@@ -237,13 +325,17 @@ class FrontendMetrics(ProcessMetrics):
     def probe_finished(self, *, model: str, code: str) -> None:
         """Count a probe of a worker pair.
 
-        `code` is "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens differ from those of
-        a single worker, so the KV is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an error's.
+        `code` is "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens
+        differ from those of a single worker, so the KV is wrong); "canary" (too few tokens, too
+        late, or no KV read); "gone"; or an error's.
         """
         self.child("canaries_total", model, code).inc()
 
     def field_ignored(self, name: str) -> None:
-        """Count a request with an ignored field. Clients choose the names, so later ones are counted as "other"."""
+        """Count a request with an ignored field.
+
+        Clients choose the names, so later ones are counted as "other".
+        """
         if len(self._fields) < _MOST_FIELDS:
             self._fields.add(name)
         self.child("ignored_fields_total", name if name in self._fields else "other").inc()
@@ -257,7 +349,9 @@ class FrontendMetrics(ProcessMetrics):
         self.child("queries_of_death_total", outcome).inc()
 
     def observe_prediction(self, *, model: str, seconds: float, predicted: Prediction) -> None:
-        """Observe how well the time from the selection of workers to the first token was predicted."""
+        """Observe how well the time from the selection of workers to the first token was
+        predicted.
+        """
         outcome = "within" if predicted.low_s <= seconds <= predicted.high_s else "outside"
         self.child("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
         self.child("ttft_predictions_total", model, outcome).inc()
@@ -267,9 +361,12 @@ class FrontendMetrics(ProcessMetrics):
         self._metrics["dropped_traces_total"].inc(count)
 
     def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
-        """Observe the phases of one request. Those that only a newer worker knows have the label "unknown".
+        """Observe the phases of one request.
 
-        Many requests are observed together, in less time: the CPU's caches have the code and data from the one before.
+        Those that only a newer worker knows have the label "unknown".
+
+        Many requests are observed together, in less time: the CPU's caches have the code and data
+        from the one before.
         """
         self._unobserved.append((model, phases))
         if len(self._unobserved) >= _OBSERVED_TOGETHER:
@@ -296,7 +393,10 @@ class FrontendMetrics(ProcessMetrics):
         return super().render()
 
     async def render_all(self) -> bytes:
-        """Return the metrics of all processes of this frontend like `render`. Raises the errors of `gather`."""
+        """Return the metrics of all processes of this frontend like `render`.
+
+        Raises the errors of `gather`.
+        """
         return self.render() if self.gather is None else await self.gather()
 
 
@@ -312,7 +412,9 @@ class WorkerMetrics(ProcessMetrics):
         self._counted = dict.fromkeys(_GROWING, 0)  # the engine's counts at the last scrape
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Observe the ratio of a measured time to the predicted one, and whether it was within the interval."""
+        """Observe the ratio of a measured time to the predicted one, and whether it was within the
+        interval.
+        """
         self.child("time_ratio", kind).observe(ratio)
         self.child("predictions_total", kind, "within" if is_covered else "outside").inc()
 
@@ -334,7 +436,10 @@ class WorkerMetrics(ProcessMetrics):
                     self.child("cost_seconds", kind, term).set(seconds)
 
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
-        """Return the metrics as `FrontendMetrics.render` does. `engine`: its statistics by name; None: unchanged."""
+        """Return the metrics as `FrontendMetrics.render` does.
+
+        `engine`: its statistics by name; None: unchanged.
+        """
         for name, value in (engine or {}).items():
             if name in _GROWING:
                 self._metrics[f"{name}_total"].inc(value - self._counted[name])

@@ -1,14 +1,15 @@
 """Aggregate the metrics of several processes of one frontend.
 
-Pages in the Prometheus text format, as `generate_latest` renders them, are summed sample by sample: equal samples have
-equal text before their values. Counters and histograms never decrease: the last values of ended processes stay in the
-sum. Gauges are summed over running processes. Metrics of an operating system process (`process_*`) are not summed; they
-get the name of the process as a label.
+Pages in the Prometheus text format, as `generate_latest` renders them, are summed sample by sample:
+equal samples have equal text before their values. Counters and histograms never decrease: the last
+values of ended processes stay in the sum. Gauges are summed over running processes. Metrics of an
+operating system process (`process_*`) are not summed; they get the name of the process as a label.
 
-The multiprocess mode of prometheus_client does not replace this. It lacks `process_*` and histograms that add
-several observations at once, and gauges that are read at the scrape are always 0. Its files also make each observation
-about twice as slow: 1.6 instead of 0.7 µs of CPU time for a counter, 3.6 instead of 2.0 µs for a histogram, 48 instead
-of 27 µs for all observations of a request (prometheus_client 0.26, Python 3.11). Only a scrape is cheaper.
+The multiprocess mode of prometheus_client does not replace this. It lacks `process_*` and
+histograms that add several observations at once, and gauges that are read at the scrape are always
+0. Its files also make each observation about twice as slow: 1.6 instead of 0.7 µs of CPU time for a
+counter, 3.6 instead of 2.0 µs for a histogram, 48 instead of 27 µs for all observations of a
+request (prometheus_client 0.26, Python 3.11). Only a scrape is cheaper.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _HELP, _TYPE = "# HELP ", "# TYPE "  # begin the first two lines of a metric
 _CUMULATIVE = (" counter", " histogram")  # end the second line
 
 _Families: TypeAlias = dict[str, dict[str, float]]
-"""The samples of each metric, by its first two lines. A sample is a value, by its name and labels as text."""
+"""The samples of each metric, by its first two lines.
+
+A sample is a value, by its name and labels as text.
+"""
 
 
 class MetricsAggregator:
@@ -42,12 +46,16 @@ class MetricsAggregator:
     def ended(self, process: str) -> None:
         """Remove a process. Its counters stay in the sum. A new process may have the same name."""
         last = self._last.pop(process, {})
-        self._past = _summed([self._past, {head: last[head] for head in last if _is_cumulative(head)}])
+        self._past = _summed(
+            [self._past, {head: last[head] for head in last if _is_cumulative(head)}]
+        )
 
     def total(self) -> bytes:
         """Return the metrics of all processes."""
         lines = []
-        for head, samples in _summed([*(self._last[name] for name in sorted(self._last)), self._past]).items():
+        for head, samples in _summed(
+            [*(self._last[name] for name in sorted(self._last)), self._past]
+        ).items():
             lines.append(f"{head}\n")
             for sample, value in samples.items():
                 lines.append(f"{sample} {floatToGoString(value)}\n")  # type: ignore[no-untyped-call]
@@ -55,7 +63,10 @@ class MetricsAggregator:
 
 
 def _families(page: bytes, process: str) -> _Families:
-    """Read a page. Samples of `process_*` metrics, which have no labels, get the name of the process as one."""
+    """Read a page.
+
+    Samples of `process_*` metrics, which have no labels, get the name of the process as one.
+    """
     families: _Families = {}
     label, first, samples = f'{{{PROCESS_LABEL}="{process}"}}', "", dict[str, float]()
     for line in page.decode().split("\n"):  # label values may contain other line separators
@@ -85,7 +96,9 @@ def _is_cumulative(head: str) -> bool:
 
 
 def sum_samples(text: str, prefix: str) -> dict[str, float]:
-    """Return the samples of a `/metrics` page by name after `prefix`, each summed over its labels, without buckets."""
+    """Return the samples of a `/metrics` page by name after `prefix`, each summed over its labels,
+    without buckets.
+    """
     sums: defaultdict[str, float] = defaultdict(float)
     for line in text.split("\n"):
         if line.startswith(prefix):

@@ -1,10 +1,10 @@
 """Pass on the output of a process, and drop lines instead of letting the process wait.
 
-`outputs` runs this file as a program, with one pipe for each output, and again if it is killed. It must not import this
-package.
+`outputs` runs this file as a program, with one pipe for each output, and again if it is killed. It
+must not import this package.
 
-It is a process because a thread of the served process would not do: it would need the GIL, which a library may hold
-while it prints. It would also end with a crash, whose last lines matter most.
+It is a process because a thread of the served process would not do: it would need the GIL, which a
+library may hold while it prints. It would also end with a crash, whose last lines matter most.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from functools import partial
 
 BACKLOG_BYTES = 1 << 20  # of one output
 FLUSH_S = 1.0  # the longest time for which the end of the process waits for the backlog
-# Numbers of dropped lines and of queued ones, in memory that both processes share. The queued ones are lost if this
-# process is killed.
+# Numbers of dropped lines and of queued ones, in memory that both processes share. The queued ones
+# are lost if this process is killed.
 COUNTERS = struct.Struct("<QQ")
 # Messages on the control socket: the request to flush, and the answer.
 FLUSH = b"f"
@@ -37,21 +37,32 @@ FLUSHED = b"."
 _LOGGER = "observability.output_relay"
 _READ_BYTES = 1 << 16
 _READS_PER_FLUSH = 64  # more than a pipe holds by default
-# Signals that end the served process, too. The relay outlives them, because the process writes its last lines then.
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU, signal.SIGTSTP)
+# Signals that end the served process, too. The relay outlives them, because the process writes its
+# last lines then.
+_IGNORED_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTTOU,
+    signal.SIGTSTP,
+)
 
 
 class RelayedOutput:
     """One output with its backlog. `add` never waits; `run` writes, and may wait without limit.
 
-    When the backlog is full, lines are dropped until all of it is written. Then one line reports their number.
+    When the backlog is full, lines are dropped until all of it is written. Then one line reports
+    their number.
 
     Args:
         file: file descriptor to write to.
-        notice: returns the line that reports dropped lines, from their number and the reason ("": unknown).
+        notice: returns the line that reports dropped lines, from their number and the reason ("":
+            unknown).
         on_dropped: called with a number of dropped lines.
         on_queued: called with the change in the number of queued lines.
-        on_failed: called with the reason when a write fails; after that, not before a write has succeeded.
+        on_failed: called with the reason when a write fails; after that, not before a write has
+            succeeded.
         on_idle: called when everything is written.
     """
 
@@ -88,7 +99,10 @@ class RelayedOutput:
         return not self._num_bytes
 
     def add(self, data: bytes) -> None:
-        """Queue data that the process has written. If the reader of the output has exited, drop it."""
+        """Queue data that the process has written.
+
+        If the reader of the output has exited, drop it.
+        """
         with self._changed:
             if self.is_closed:
                 self._drop(data)
@@ -137,7 +151,8 @@ class RelayedOutput:
         """Wait for data to write. Return None after `finish`.
 
         Returns:
-            The data, and the number of dropped lines that it reports. This is 0 unless it is the line about them.
+            The data, and the number of dropped lines that it reports. This is 0 unless it is the
+                line about them.
         """
         with self._changed:
             if not self._chunks and self._is_dropping:
@@ -170,7 +185,10 @@ class RelayedOutput:
         self._changed.notify()
 
     def _finish_line(self, data: bytes) -> bytes:
-        """Accept the end of a line whose beginning was accepted, if the data has it. Return the rest."""
+        """Accept the end of a line whose beginning was accepted, if the data has it.
+
+        Return the rest.
+        """
         if not self._is_mid_line or b"\n" not in data:
             return data
         end, _, rest = data.partition(b"\n")
@@ -240,7 +258,9 @@ class Relay:
         self._is_flushing = False
 
     def run(self) -> None:
-        """Run until the process and its children have closed the pipes, and at most FLUSH_S longer."""
+        """Run until the process and its children have closed the pipes, and at most FLUSH_S
+        longer.
+        """
         outputs = list(self._pipes.values())
         writers = [threading.Thread(target=output.run, daemon=True) for output in outputs]
         for writer in writers:
@@ -277,7 +297,10 @@ class Relay:
             del self._pipes[file]
 
     def _receive(self) -> None:
-        """Receive a request to flush. Read what the process has written before, and answer when it is written."""
+        """Receive a request to flush.
+
+        Read what the process has written before, and answer when it is written.
+        """
         request = b""
         with suppress(ConnectionError):  # the process has ended
             request = self._control.recv(len(FLUSH))
@@ -305,7 +328,13 @@ def dropped_line(process_name: str, log_format: str, text: str) -> bytes:
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     if log_format == "json":
-        entry = {"time": now, "level": "warning", "process": process_name, "logger": _LOGGER, "message": text}
+        entry = {
+            "time": now,
+            "level": "warning",
+            "process": process_name,
+            "logger": _LOGGER,
+            "message": text,
+        }
         return json.dumps(entry).encode() + b"\n"
     return f"{now} WARNING {process_name} {_LOGGER}: {text}\n".encode()
 
@@ -314,8 +343,8 @@ def main(argv: Sequence[str]) -> None:
     """Run the relay.
 
     Args:
-        argv: name of the process; format of its log; file descriptor of the control socket; that of the counters'
-            memory; and PIPE:OUTPUT, two file descriptors, for each output.
+        argv: name of the process; format of its log; file descriptor of the control socket; that of
+            the counters' memory; and PIPE:OUTPUT, two file descriptors, for each output.
     """
     process_name, log_format, control, memory = argv[:4]
     for number in _IGNORED_SIGNALS:
@@ -330,10 +359,14 @@ def main(argv: Sequence[str]) -> None:
 
     def notice(num_lines: int, reason: str) -> bytes:
         why = f"it can't be written: {reason}" if reason else "its reader was too slow"
-        return dropped_line(process_name, log_format, f"{num_lines} lines of this output were dropped: {why}")
+        return dropped_line(
+            process_name, log_format, f"{num_lines} lines of this output were dropped: {why}"
+        )
 
     def report_failure(failed: int, reason: str) -> None:
-        line = dropped_line(process_name, log_format, f"an output can't be written: {reason}; its lines are dropped")
+        line = dropped_line(
+            process_name, log_format, f"an output can't be written: {reason}; its lines are dropped"
+        )
         for output in pipes.values():
             if output is not pipes.get(failed):
                 output.add(line)
@@ -343,7 +376,9 @@ def main(argv: Sequence[str]) -> None:
     for pair in argv[4:]:
         pipe, file = map(int, pair.split(":"))
         on_failed = partial(report_failure, pipe)
-        pipes[pipe] = RelayedOutput(file, notice, count, partial(count, 0), on_failed, relay.answer_flush)
+        pipes[pipe] = RelayedOutput(
+            file, notice, count, partial(count, 0), on_failed, relay.answer_flush
+        )
     relay.run()
 
 

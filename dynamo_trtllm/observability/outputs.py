@@ -1,8 +1,9 @@
-"""Keep a process from waiting for its own output: log lines, prints of libraries, and what its children write.
+"""Keep a process from waiting for its own output: log lines, prints of libraries, and what its
+children write.
 
-After `Outputs.start`, stdout and stderr lead to a small process, `output_relay`. It always reads, and drops lines when
-the real output is full. The file descriptors themselves are replaced, so this holds for C code, for warnings and
-tracebacks, and for the processes of an engine.
+After `Outputs.start`, stdout and stderr lead to a small process, `output_relay`. It always reads,
+and drops lines when the real output is full. The file descriptors themselves are replaced, so this
+holds for C code, for warnings and tracebacks, and for the processes of an engine.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ _STREAMS: Final = {"stdout": 1, "stderr": 2}  # and their file descriptors
 
 
 class Outputs:
-    """The outputs of this process. Before `start`, and on systems other than Linux, they are written directly."""
+    """The outputs of this process.
+
+    Before `start`, and on systems other than Linux, they are written directly.
+    """
 
     def __init__(self) -> None:
         self._counters: mmap.mmap | None = None
         self._control: socket.socket | None = None
         self._pid = 0  # of the process that called `start`
         self.originals: dict[str, int] = {}
-        """Copies of the original stdout and stderr, by name, for children that have a relay of their own."""
+        """Copies of the original stdout and stderr, by name, for children that have a relay of
+        their own.
+        """
 
     @property
     def num_dropped_lines(self) -> int:
@@ -49,10 +55,12 @@ class Outputs:
         return 0 if self._counters is None else _numbers_of_lines(self._counters)[0]
 
     def start(self, process_name: str, log_format: str) -> None:
-        """Start the relay. From now on, no write to stdout or stderr waits for a reader, a disk or a terminal.
+        """Start the relay.
 
-        If the relay is killed, it is started again. If it can't be started now, a warning is logged, and the outputs
-        stay as they are.
+        From now on, no write to stdout or stderr waits for a reader, a disk or a terminal.
+
+        If the relay is killed, it is started again. If it can't be started now, a warning is
+        logged, and the outputs stay as they are.
 
         Args:
             process_name: name of the process on the line that says how many lines were dropped.
@@ -65,7 +73,11 @@ class Outputs:
         try:
             self._start(process_name, log_format)
         except OSError as exc:
-            log.warning("requests will wait when the output of this process is not read: no relay started: %s", exc)
+            log.warning(
+                "requests will wait when the output of this process is not read: no relay"
+                " started: %s",
+                exc,
+            )
             return
         atexit.register(self.flush)
 
@@ -74,7 +86,8 @@ class Outputs:
         control = self._control
         if control is None or os.getpid() != self._pid:
             return
-        with suppress(OSError, ValueError):  # the reader has exited, the time is over, or a stream is closed
+        # the reader has exited, the time is over, or a stream is closed
+        with suppress(OSError, ValueError):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             control.send(output_relay.FLUSH)
@@ -82,17 +95,20 @@ class Outputs:
 
     def _start(self, process_name: str, log_format: str) -> None:
         with ExitStack() as stack:
-            failed = stack.enter_context(ExitStack())  # closes, after a failure, what a successful start keeps
+            # closes, after a failure, what a successful start keeps
+            failed = stack.enter_context(ExitStack())
             originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             for original in originals.values():
                 failed.callback(os.close, original)
             memory = os.memfd_create("lines")
             failed.callback(os.close, memory)
             os.truncate(memory, output_relay.COUNTERS.size)
-            pipes: dict[tuple[int, int], tuple[int, int]] = {}  # by the file to which an output leads
+            # by the file to which an output leads
+            pipes: dict[tuple[int, int], tuple[int, int]] = {}
             for original in originals.values():
                 identity = _identity(original)
-                if identity not in pipes:  # both outputs may lead to one file, which keeps the order of lines
+                # both outputs may lead to one file, which keeps the order of lines
+                if identity not in pipes:
                     pipes[identity] = os.pipe()
                     read_end, write_end = pipes[identity]
                     failed.callback(os.close, read_end)
@@ -119,13 +135,17 @@ class Outputs:
         counters: mmap.mmap,
         read_ends: Sequence[int],
     ) -> None:
-        """Start the relay again whenever it is killed, at most once in RESTART_S. In between, drop what comes.
+        """Start the relay again whenever it is killed, at most once in RESTART_S.
+
+        In between, drop what comes.
 
         Args:
-            relay: the relay, which outlives this process. It ends with status 0 when all pipes have ended.
+            relay: the relay, which outlives this process. It ends with status 0 when all pipes have
+                ended.
             start_relay: starts another one.
             counters: memory of the numbers of lines, which a running relay changes.
-            read_ends: the pipes. This process has them, too, so that writers get no error without a relay.
+            read_ends: the pipes. This process has them, too, so that writers get no error without a
+                relay.
         """
         for number in itertools.count(1):
             begun_s = time.monotonic()
@@ -138,11 +158,15 @@ class Outputs:
             while not is_started:
                 _drop_lines(read_ends, begun_s + RESTART_S, counters)
                 begun_s = time.monotonic()
-                with suppress(OSError):  # no memory or no process id is free; a later attempt may succeed
+                # no memory or no process id is free; a later attempt may succeed
+                with suppress(OSError):
                     relay, self._control = start_relay()
                     is_started = True
             num_lost = _numbers_of_lines(counters)[0] - dropped_before
-            text = "the output relay ended with status %d and was started again (restart %d); about %d lines are lost"
+            text = (
+                "the output relay ended with status %d and was started again (restart %d); about %d"
+                " lines are lost"
+            )
             log.warning(text, status, number, num_lost)
 
 
@@ -153,7 +177,9 @@ def _numbers_of_lines(counters: mmap.mmap) -> tuple[int, int]:
 
 
 def _drop_lines(read_ends: Sequence[int], until_s: float, counters: mmap.mmap) -> None:
-    """Read pipes until a time of `time.monotonic`, so that no writer waits, and count the lines as dropped."""
+    """Read pipes until a time of `time.monotonic`, so that no writer waits, and count the lines as
+    dropped.
+    """
     while (left_s := until_s - time.monotonic()) > 0:
         ready, _, _ = select.select(read_ends, [], [], left_s)
         for read_end in ready:
@@ -177,7 +203,8 @@ def _start_relay(
         process_name: name of the process.
         log_format: "text" or "json".
         memory: file descriptor of the counters' memory.
-        read_ends: the file descriptor of each output, by that of the pipe from which its data is read.
+        read_ends: the file descriptor of each output, by that of the pipe from which its data is
+            read.
     """
     own_end, relay_end = socket.socketpair()
     own_end.settimeout(output_relay.FLUSH_S)
@@ -200,7 +227,8 @@ def _start_relay(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[relay_end.fileno(), memory, *read_ends, *read_ends.values()],
-                process_group=0,  # so that a Ctrl-C or a kill of this process's group does not reach it
+                # so that a Ctrl-C or a kill of this process's group does not reach it
+                process_group=0,
             )
         except OSError:
             own_end.close()
@@ -216,9 +244,13 @@ class _TerminalStream(io.TextIOWrapper):
 
 
 def _terminal(stream: TextIO, file: int) -> TextIO:
-    """Return a stream like this one, for a file descriptor that leads to a terminal through a relay."""
+    """Return a stream like this one, for a file descriptor that leads to a terminal through a
+    relay.
+    """
     binary = io.BufferedWriter(io.FileIO(file, "w", closefd=False))
-    return _TerminalStream(binary, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    return _TerminalStream(
+        binary, encoding=stream.encoding, errors=stream.errors, line_buffering=True
+    )
 
 
 OUTPUTS: Final = Outputs()  # of this process

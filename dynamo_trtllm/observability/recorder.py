@@ -1,9 +1,11 @@
 """Record the events of requests in a file that outlives the process (the flight recorder).
 
-The file is a ring of fixed-size slots, mapped into memory: an event is one write without a system call, and the events
-of a process that was killed can still be read. It contains ids, times and numbers, and no text. `recordings` reads it.
+The file is a ring of fixed-size slots, mapped into memory: an event is one write without a system
+call, and the events of a process that was killed can still be read. It contains ids, times and
+numbers, and no text. `recordings` reads it.
 
-The file must be on tmpfs. A write to a page of a file on a disk may wait for the disk, and with it the event loop.
+The file must be on tmpfs. A write to a page of a file on a disk may wait for the disk, and with it
+the event loop.
 """
 
 from __future__ import annotations
@@ -37,22 +39,27 @@ HEADER_BYTES: Final = 4096  # on all machines, whatever their page size is
 SUFFIX: Final = ".ring"
 NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
 
-# magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock ticks since boot; time
-# since the epoch and since boot in ns, read together; boot id; instance id; kind and namespace of the process
+# magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock
+# ticks since boot; time since the epoch and since boot in ns, read together; boot id; instance id;
+# kind and namespace of the process
 _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
-# time of the last tick since the epoch (0: of an older release) and since boot in ns; number of running streams
+# time of the last tick since the epoch (0: of an older release) and since boot in ns; number of
+# running streams
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
-# number of the event, time in ns since boot, request, event, choice, reason, three values, the number again
+# number of the event, time in ns since boot, request, event, choice, reason, three values, the
+# number again
 SLOT: Final = struct.Struct("<QQQHHIQQQQ")
 
-_SLOT_BYTES, _pack_slot, _now_ns = SLOT.size, SLOT.pack_into, time.monotonic_ns  # an event looks up few names
+# an event looks up few names
+_SLOT_BYTES, _pack_slot, _now_ns = SLOT.size, SLOT.pack_into, time.monotonic_ns
 
 KEPT_FILES: Final = 20  # most files of processes that have ended
 KEPT_SHARE: Final = 1 / 8  # the largest part of the file system that they take
 KEPT_S: Final = 24 * 3600.0
 TICK_S: Final = 1.0
-PROGRESS_PER_TICK: Final = 256  # most progress events per tick, which bounds how fast they fill the ring
+# most progress events per tick, which bounds how fast they fill the ring
+PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
 HASHED_BLOCKS: Final = 62  # of a prompt: 2 and 10 times 6
 _MAX_CHOICE: Final = 0xFFFF
@@ -61,7 +68,10 @@ _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
 
 
 class RecordedEvent(IntEnum):
-    """What happened. The numbers are in the files: never reuse one. The comments name the values a, b and c."""
+    """What happened.
+
+    The numbers are in the files: never reuse one. The comments name the values a, b and c.
+    """
 
     STARTED = 1
     READY = 2
@@ -73,10 +83,12 @@ class RecordedEvent(IntEnum):
     CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
     # of a request in the frontend
     RECEIVED = 32  # a: hash of the client's X-Request-Id
-    TOKENIZED = 33  # a: prompt tokens, b: max_tokens, c: hashes of 2 blocks, 32 bits each, 0: none; once per prompt
+    # a: prompt tokens, b: max_tokens, c: hashes of 2 blocks, 32 bits each, 0: none; once per prompt
+    TOKENIZED = 33
     PROMPT_HASHES = 34  # a, b, c: hashes of the next 6 blocks
     PLACED = 36  # a: prefill instance or 0, b: decode instance
-    WAITING_FOR_WORKERS = 37  # a, b: prefill instance or 0, and decode instance, of a quarantined pair; 0, 0: none is
+    # a, b: prefill instance or 0, and decode instance, of a quarantined pair; 0, 0: none is
+    WAITING_FOR_WORKERS = 37
     RESERVING_SLOT = 38  # a: decode instance
     CALL_SENT = 39  # a: instance; reason: phase
     CALL_ACKNOWLEDGED = 40
@@ -86,7 +98,8 @@ class RecordedEvent(IntEnum):
     PROGRESS = 44  # a: tokens so far; also of a call in a worker
     LAST_TOKEN = 45  # a: tokens
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
-    PLACED_BY_COST = 47  # a, b: costs of prefill and decode, `Costs`, c: `Prediction`, or 0; reason: router mode
+    # a, b: costs of prefill and decode, `Costs`, c: `Prediction`, or 0; reason: router mode
+    PLACED_BY_COST = 47
     # of a call in a worker
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
     QUEUED = 65  # of older releases, after CALL_RECEIVED
@@ -119,10 +132,13 @@ class _Ring:
         self._num_slots = num_slots
         size = HEADER_BYTES + num_slots * SLOT.size
         new = path.with_suffix(".new")
-        self._file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._file = os.open(
+            new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.posix_fallocate(self._file, 0, size)  # without it, a full disk would end the process with SIGBUS
+            # without it, a full disk would end the process with SIGBUS
+            os.posix_fallocate(self._file, 0, size)
             self.memory = mmap.mmap(self._file, size)
             self.memory[: len(header)] = header
             new.rename(path)  # readers see complete headers only
@@ -130,18 +146,24 @@ class _Ring:
             os.close(self._file)
             new.unlink(missing_ok=True)
             raise
-        self._numbers = itertools.count(1)  # its `next` is atomic: engines record from other threads
+        # its `next` is atomic: engines record from other threads
+        self._numbers = itertools.count(1)
 
     def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: int) -> None:
         number = next(self._numbers)
         offset = HEADER_BYTES + number % self._num_slots * _SLOT_BYTES
-        _pack_slot(self.memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number)
+        _pack_slot(
+            self.memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number
+        )
 
     def write_alive(self, num_running: int) -> None:
-        _ALIVE.pack_into(self.memory, _ALIVE_OFFSET, time.time_ns(), time.monotonic_ns(), num_running)
+        _ALIVE.pack_into(
+            self.memory, _ALIVE_OFFSET, time.time_ns(), time.monotonic_ns(), num_running
+        )
 
     def close(self) -> None:
-        os.close(self._file)  # which releases the lock; another thread may still write to the memory
+        # which releases the lock; another thread may still write to the memory
+        os.close(self._file)
 
 
 class Recorder:
@@ -150,15 +172,18 @@ class Recorder:
     def __init__(self) -> None:
         self._ring: _Ring | None = None
         self._num_users = 0
-        self._streams: dict[RecordedStream, int] = {}  # running streams, each with the tokens that were recorded
+        # running streams, each with the tokens that were recorded
+        self._streams: dict[RecordedStream, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._handles_forks = False
 
-    def start(self, folder: Path | None, *, namespace: str, kind: str, instance_id: int = 0) -> None:
+    def start(
+        self, folder: Path | None, *, namespace: str, kind: str, instance_id: int = 0
+    ) -> None:
         """Create the file of this process and record from now on. Call it on the event loop.
 
-        A second user in the process, such as an embedded worker, shares the file of the first. If the file can't be
-        created, a warning is logged and nothing is recorded.
+        A second user in the process, such as an embedded worker, shares the file of the first. If
+        the file can't be created, a warning is logged and nothing is recorded.
 
         Args:
             folder: of the files, on tmpfs; None: record nothing.
@@ -176,7 +201,9 @@ class Recorder:
             check_owner(folder)
             _check_memory(folder)
             remove_old(folder)
-            self._ring = _Ring(folder / name, _packed_header(namespace, kind, instance_id, NUM_SLOTS), NUM_SLOTS)
+            self._ring = _Ring(
+                folder / name, _packed_header(namespace, kind, instance_id, NUM_SLOTS), NUM_SLOTS
+            )
         except OSError as exc:
             advice = "set --recorder-dir to a folder in memory (tmpfs) with 4 MiB free"
             log.warning("flight recorder is off (%s); %s", exc, advice)
@@ -203,12 +230,17 @@ class Recorder:
         return b"" if self._ring is None else self._ring.memory[begin:end]
 
     def _close(self) -> None:
-        """Stop writing. The lock of the file stays as long as another process, such as the parent of a fork, has it."""
+        """Stop writing.
+
+        The lock of the file stays as long as another process, such as the parent of a fork, has it.
+        """
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
 
-    def record(self, request_id: str, event: int, a: int = 0, b: int = 0, c: int = 0, reason: str = "") -> None:
+    def record(
+        self, request_id: str, event: int, a: int = 0, b: int = 0, c: int = 0, reason: str = ""
+    ) -> None:
         """Record an event of a request or call. Thread-safe.
 
         Args:
@@ -221,7 +253,9 @@ class Recorder:
         """
         ring = self._ring
         if ring is not None:
-            key, choice = request_key(request_id if len(request_id) <= _MAX_ID else request_id[-_MAX_ID:])
+            key, choice = request_key(
+                request_id if len(request_id) <= _MAX_ID else request_id[-_MAX_ID:]
+            )
             if key:
                 ring.write(key, choice, event, a, b, c, reason_number(reason) if reason else 0)
 
@@ -231,11 +265,19 @@ class Recorder:
             self._ring.write(0, 0, event, 0, 0, 0, reason_number(reason) if reason else 0)
 
     def record_prompt(self, request_id: str, token_ids: array[int], max_tokens: int) -> None:
-        """Record the length of a prompt, and hashes that show which prompts begin with the same blocks."""
+        """Record the length of a prompt, and hashes that show which prompts begin with the same
+        blocks.
+        """
         if self._ring is None:
             return
         hashes = block_hashes(token_ids)
-        self.record(request_id, RecordedEvent.TOKENIZED, len(token_ids), max_tokens, hashes[0] | hashes[1] << 32)
+        self.record(
+            request_id,
+            RecordedEvent.TOKENIZED,
+            len(token_ids),
+            max_tokens,
+            hashes[0] | hashes[1] << 32,
+        )
         for at in range(2, len(hashes), 6):
             a, b, c = (hashes[i] | hashes[i + 1] << 32 for i in range(at, at + 6, 2))
             self.record(request_id, RecordedEvent.PROMPT_HASHES, a, b, c)
@@ -271,9 +313,11 @@ RECORDER: Final = Recorder()  # of this process
 
 @functools.lru_cache(maxsize=1024)
 def request_key(request_id: str) -> tuple[int, int]:
-    """Return the number under which a request is recorded, and the index of the choice; (0, 0): not recorded.
+    """Return the number under which a request is recorded, and the index of the choice; (0, 0): not
+    recorded.
 
-    Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several choices.
+    Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several
+    choices.
     """
     if request_id.startswith("probe-"):  # a frontend's own, of which it records nothing else
         return 0, 0
@@ -286,11 +330,17 @@ def request_key(request_id: str) -> tuple[int, int]:
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:
-    """Return a hash for each of the first blocks of a prompt, and zeros up to a count of 2 and a multiple of 6.
+    """Return a hash for each of the first blocks of a prompt, and zeros up to a count of 2 and a
+    multiple of 6.
 
     A hash stands for its block and all blocks before it. It is never 0.
     """
-    data, block_bytes, last, hashes = memoryview(token_ids).cast("B"), BLOCK_TOKENS * token_ids.itemsize, 0, []
+    data, block_bytes, last, hashes = (
+        memoryview(token_ids).cast("B"),
+        BLOCK_TOKENS * token_ids.itemsize,
+        0,
+        [],
+    )
     for begin in range(0, min(len(data), HASHED_BLOCKS * block_bytes), block_bytes):
         last = xxhash.xxh3_64_intdigest(data[begin : begin + block_bytes], last) & 0xFFFFFFFF or 1
         hashes.append(last)
@@ -299,7 +349,9 @@ def block_hashes(token_ids: array[int]) -> list[int]:
 
 def id_hash(text: str) -> int:
     """Return the hash under which an id of a client is recorded, of 64 bits."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -314,7 +366,8 @@ def check_owner(folder: Path) -> None:
     In /dev/shm, another user may have created the folder first, or a symbolic link with its name.
 
     Raises:
-        OSError: the folder, or a link with its name, belongs to another user, or others may write to it.
+        OSError: the folder, or a link with its name, belongs to another user, or others may write
+            to it.
     """
     owner = os.geteuid()
     status = folder.stat()
@@ -328,11 +381,16 @@ def _check_memory(folder: Path) -> None:
     """Raise OSError if the files of a folder are not in memory."""
     kind = file_system(folder)
     if kind != "tmpfs":
-        raise OSError(f"{folder} is on a file system of type {kind}, and requests would wait when its disk hangs")
+        raise OSError(
+            f"{folder} is on a file system of type {kind}, and requests would wait when its disk"
+            " hangs"
+        )
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder, such as "tmpfs"; "unknown" if the kernel does not list it."""
+    """Return the type of the file system of a folder, such as "tmpfs"; "unknown" if the kernel does
+    not list it.
+    """
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for mount in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
@@ -345,12 +403,13 @@ def file_system(folder: Path) -> str:
 def remove_old(folder: Path) -> None:
     """Remove files of ended processes: those that ended a day ago, and all but the newest.
 
-    At most `KEPT_FILES` are left, and fewer if these would take more than `KEPT_SHARE` of the file system, such as the
-    64 MiB that a container has by default.
+    At most `KEPT_FILES` are left, and fewer if these would take more than `KEPT_SHARE` of the file
+    system, such as the 64 MiB that a container has by default.
     """
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError, ValueError):  # another process has just removed it, or it is another file
+        # another process has just removed it, or it is another file
+        with contextlib.suppress(OSError, ValueError):
             if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:
                     ended.append((RecordingHeader.read(file.read(HEADER_BYTES)).alive_at_s, path))
@@ -382,12 +441,18 @@ def is_locked(path: Path) -> bool:
 
 
 def start_ticks(pid: int | str) -> int:
-    """Return when a process started, in clock ticks since boot, which tells it from a later one with its id.
+    """Return when a process started, in clock ticks since boot, which tells it from a later one
+    with its id.
 
     Raises:
         OSError: there is no such process.
     """
-    return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+    return int(
+        Path(f"/proc/{pid}/stat")
+        .read_text(encoding="ascii", errors="replace")
+        .rpartition(")")[2]
+        .split()[19]
+    )
 
 
 class RecordingHeader(NamedTuple):
@@ -406,18 +471,28 @@ class RecordingHeader(NamedTuple):
     instance_id: int  # 0: a frontend
     kind: bytes
     namespace: bytes
-    alive_epoch_ns: int  # time of the last tick by the clock of the date; 0: an older release wrote the file
+    # time of the last tick by the clock of the date; 0: an older release wrote the file
+    alive_epoch_ns: int
     alive_ns: int  # the same moment by the clock of the events; 0: there was none
     num_running: int  # streams at that time
 
     @classmethod
     def read(cls, data: bytes) -> RecordingHeader:
-        """Return the header in the first page of a file. Raise ValueError if it is not one, or of another version."""
+        """Return the header in the first page of a file.
+
+        Raise ValueError if it is not one, or of another version.
+        """
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError("it is not a file of the flight recorder")
         header = cls(*_HEADER.unpack_from(data), *_ALIVE.unpack_from(data, _ALIVE_OFFSET))
-        if (header.version, header.slot_bytes, header.header_bytes) != (VERSION, SLOT.size, HEADER_BYTES):
-            raise ValueError(f"its version is {header.version}, and this command reads version {VERSION}")
+        if (header.version, header.slot_bytes, header.header_bytes) != (
+            VERSION,
+            SLOT.size,
+            HEADER_BYTES,
+        ):
+            raise ValueError(
+                f"its version is {header.version}, and this command reads version {VERSION}"
+            )
         return header
 
     @property
@@ -433,5 +508,12 @@ def boot_id() -> bytes:
 
 def _packed_header(namespace: str, kind: str, instance_id: int, num_slots: int) -> bytes:
     layout = VERSION, SLOT.size, num_slots, HEADER_BYTES
-    process = os.getpid(), start_ticks("self"), time.time_ns(), time.monotonic_ns(), boot_id(), instance_id
+    process = (
+        os.getpid(),
+        start_ticks("self"),
+        time.time_ns(),
+        time.monotonic_ns(),
+        boot_id(),
+        instance_id,
+    )
     return _HEADER.pack(MAGIC, *layout, *process, kind.encode()[:32], namespace.encode()[:256])

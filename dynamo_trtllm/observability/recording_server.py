@@ -1,7 +1,9 @@
-"""Send the recording of this process, or a part of it, to commands on other machines that ask for it.
+"""Send the recording of this process, or a part of it, to commands on other machines that ask for
+it.
 
-A query is broadcast to all processes of a namespace. It never stops them: an answer is made in pieces of about 2 ms,
-between which the event loop does its other work, and there is a pause between two answers.
+A query is broadcast to all processes of a namespace. It never stops them: an answer is made in
+pieces of about 2 ms, between which the event loop does its other work, and there is a pause between
+two answers.
 """
 
 from __future__ import annotations
@@ -23,13 +25,21 @@ import msgspec
 from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.messages import decode, encode
 from dynamo_trtllm.number_types import Int64, Number, UInt64
-from dynamo_trtllm.observability.recorder import HEADER_BYTES, RECORDER, SLOT, RecordedEvent, RecordingHeader
+from dynamo_trtllm.observability.recorder import (
+    HEADER_BYTES,
+    RECORDER,
+    SLOT,
+    RecordedEvent,
+    RecordingHeader,
+)
 
 _SLICE_BYTES: Final = 256 * SLOT.size
 _PART_BYTES: Final = 64 << 10
 _MOST_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
-_PAUSE_S = 0.25  # after an answer, so that clients that ask again and again do not take most of the event loop's time
+# after an answer, so that clients that ask again and again do not take most of the event loop's
+# time
+_PAUSE_S = 0.25
 NUM_LATEST: Final = 20  # requests
 _CLOSES: Final = {
     RecordedEvent.FINISHED: RecordedEvent.RECEIVED,
@@ -61,7 +71,10 @@ class RecordingQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordingPart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of an answer. The first one has no slots and is sent at once: its time aligns the clocks."""
+    """A part of an answer.
+
+    The first one has no slots and is sent at once: its time aligns the clocks.
+    """
 
     instance_id: Number  # of the worker that answers; 0: a frontend
     host: str
@@ -76,13 +89,17 @@ class RecordingPart(msgspec.Struct, frozen=True, array_like=True):
 class MessagePlane(Protocol):
     """The part of a request plane that carries queries and answers."""
 
-    async def subscribe(self, subject: str, receive: Callable[[bytes, str], None]) -> Callable[[], Awaitable[None]]: ...
+    async def subscribe(
+        self, subject: str, receive: Callable[[bytes, str], None]
+    ) -> Callable[[], Awaitable[None]]: ...
 
     def try_publish(self, subject: str, data: bytes) -> bool: ...
 
 
 def recordings_subject(namespace: str) -> str:
-    """Return the request-plane subject at which all processes of a namespace receive `RecordingQuery`."""
+    """Return the request-plane subject at which all processes of a namespace receive
+    `RecordingQuery`.
+    """
     return f"{namespace}.recordings"
 
 
@@ -119,7 +136,9 @@ class KeySelector:
                 is_open = {key for (key, _), count in self._num_open.items() if count > 0}
                 return self._given | is_open | (self._begun.keys() - self._closed)
             case Selection.LATEST:
-                return self._given | set(heapq.nlargest(NUM_LATEST, self._begun, key=lambda key: self._begun[key]))
+                return self._given | set(
+                    heapq.nlargest(NUM_LATEST, self._begun, key=lambda key: self._begun[key])
+                )
             case Selection.ALL:
                 return self._given | self._begun.keys()
 
@@ -162,7 +181,9 @@ def _part(instance_id: int, header: bytes, *, is_last: bool) -> RecordingPart:
     return RecordingPart(instance_id, socket.gethostname(), time.monotonic_ns(), packed, is_last)
 
 
-async def _answer(query: RecordingQuery, publish: Callable[[str, bytes], bool], instance_id: int) -> None:
+async def _answer(
+    query: RecordingQuery, publish: Callable[[str, bytes], bool], instance_id: int
+) -> None:
     selector = KeySelector(query)
     if query.selection is not Selection.GIVEN or query.prefix >= 0 or query.client_id:
         for slots in _slices():
@@ -170,7 +191,10 @@ async def _answer(query: RecordingQuery, publish: Callable[[str, bytes], bool], 
                 if key:
                     selector.see(key, event, ns, a)
             await asyncio.sleep(0)
-    keys, part = selector.keys(), _part(instance_id, RECORDER.content(0, HEADER_BYTES), is_last=False)
+    keys, part = (
+        selector.keys(),
+        _part(instance_id, RECORDER.content(0, HEADER_BYTES), is_last=False),
+    )
     wanted, num_slots, last, oldest_ns = bytearray(), 0, 0, part.now_ns
     for slots in _slices():
         num_slots += len(slots) // SLOT.size
@@ -184,16 +208,25 @@ async def _answer(query: RecordingQuery, publish: Callable[[str, bytes], bool], 
             if not key or key in keys:
                 wanted += slots[index * SLOT.size : (index + 1) * SLOT.size]
         if len(wanted) >= _PART_BYTES:
-            if not publish(query.inbox, encode(msgspec.structs.replace(part, slots=zlib.compress(wanted, 1)))):
+            if not publish(
+                query.inbox, encode(msgspec.structs.replace(part, slots=zlib.compress(wanted, 1)))
+            ):
                 return
             wanted.clear()
         await asyncio.sleep(0)
-    values = {"slots": zlib.compress(wanted, 1), "oldest_ns": oldest_ns, "num_overwritten": max(0, last - num_slots)}
+    values = {
+        "slots": zlib.compress(wanted, 1),
+        "oldest_ns": oldest_ns,
+        "num_overwritten": max(0, last - num_slots),
+    }
     publish(query.inbox, encode(msgspec.structs.replace(part, is_last=True, **values)))
 
 
 def _slices() -> Iterator[bytes]:
-    """Yield the slots of the ring. Those that are written meanwhile may be newer than the others."""
+    """Yield the slots of the ring.
+
+    Those that are written meanwhile may be newer than the others.
+    """
     for begin in itertools.count(HEADER_BYTES, _SLICE_BYTES):
         slots = RECORDER.content(begin, begin + _SLICE_BYTES)
         if not slots:

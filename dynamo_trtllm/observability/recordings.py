@@ -1,4 +1,6 @@
-"""Read the files of flight recorders, also those of running, frozen and ended processes, without their help."""
+"""Read the files of flight recorders, also those of running, frozen and ended processes, without
+their help.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ _CONNECTIONS: Final = frozenset(
 _HEX: Final = re.compile("[0-9a-f]*")
 _OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
 _REASONS: Final = {
-    reason_number(word): word for word in (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
+    reason_number(word): word
+    for word in (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
 }
 
 
@@ -110,18 +113,27 @@ class ProcessRecording:
         header = self.header
         if not self.is_frontend:
             return f"{self.kind} {header.instance_id:x}"
-        return f"{self.kind} {header.pid}" + (f"@{self.host}" if self.host else "")  # a container counts its own ids
+        # a container counts its own ids
+        return f"{self.kind} {header.pid}" + (f"@{self.host}" if self.host else "")
 
     @property
     def ahead_s(self) -> float:
         """By how much the date of the process is ahead of that of this process."""
         header, own_ns = self.header, time.time_ns() - time.monotonic_ns()
-        return (header.alive_epoch_ns - header.alive_ns - own_ns) / 1e9 if header.alive_epoch_ns else 0.0
+        return (
+            (header.alive_epoch_ns - header.alive_ns - own_ns) / 1e9
+            if header.alive_epoch_ns
+            else 0.0
+        )
 
     @property
     def waits_for_etcd_s(self) -> float:
         """For how long the process waits for an answer of etcd; 0.0 if it does not."""
-        found = (each for each in reversed(self.entries) if each.event in _CONNECTIONS and each.reason == "etcd")
+        found = (
+            each
+            for each in reversed(self.entries)
+            if each.event in _CONNECTIONS and each.reason == "etcd"
+        )
         last = next(found, None)
         if self.is_over or last is None or last.event == RecordedEvent.CONNECTED:
             return 0.0
@@ -153,7 +165,10 @@ class RequestRecording:
     @property
     def finished(self) -> Step | None:
         """The last step of the frontend, if it has finished the request."""
-        return next((step for step in reversed(self.steps) if step.entry.event == RecordedEvent.FINISHED), None)
+        return next(
+            (step for step in reversed(self.steps) if step.entry.event == RecordedEvent.FINISHED),
+            None,
+        )
 
     def processes(self) -> list[ProcessRecording]:
         """Return the processes, in the order of their first events."""
@@ -161,14 +176,18 @@ class RequestRecording:
 
 
 class Holder(NamedTuple):
-    """The process, or the part outside of the processes, that holds a request or has no recording, and why."""
+    """The process, or the part outside of the processes, that holds a request or has no recording,
+    and why.
+    """
 
     title: str
     reason: str
 
 
 class RequestIds(NamedTuple):
-    """What an id that a user has may mean: the request's number, the first half of it, or an id of the client."""
+    """What an id that a user has may mean: the request's number, the first half of it, or an id of
+    the client.
+    """
 
     keys: frozenset[int]
     prefix: int  # the upper 32 bits; -1: none
@@ -189,16 +208,20 @@ class RequestIds(NamedTuple):
 
 @dataclass(eq=False)
 class Recordings:
-    """The recordings of processes: those that have files in a folder, and those that sent theirs."""
+    """The recordings of processes: those that have files in a folder, and those that sent
+    theirs.
+    """
 
     processes: list[ProcessRecording]
-    problems: list[str] = field(default_factory=list)  # a line for each recording that can't be read
+    # a line for each recording that can't be read
+    problems: list[str] = field(default_factory=list)
     unanswered: Mapping[int, Holder] = field(default_factory=dict)  # by instance id
     has_asked: bool = False  # the processes of other machines
 
     def __post_init__(self) -> None:
         self.requests: dict[int, RequestRecording] = {}
-        self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)  # by the hash of its X-Request-Id
+        # by the hash of its X-Request-Id
+        self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)
         boot = boot_id()
         for process in self.processes:
             for entry in process.entries:
@@ -211,22 +234,29 @@ class Recordings:
                     if entry.event == RecordedEvent.RECEIVED:
                         self._keys_by_client_id[entry.a].add(key)
         for request in self.requests.values():
-            request.steps.sort(key=lambda step: (step.process.header.boot_id == boot, step.entry.ns))
+            request.steps.sort(
+                key=lambda step: (step.process.header.boot_id == boot, step.entry.ns)
+            )
 
     @classmethod
     def read(cls, folder: Path) -> Recordings:
         """Read the files in a folder. Raise OSError if it can't be read."""
         processes, problems = list[ProcessRecording](), list[str]()
         is_collecting = gc.isenabled()
-        gc.disable()  # a million events are no garbage, and the collector would look at them again and again
+        # a million events are no garbage, and the collector would look at them again and again
+        gc.disable()
         try:
-            for path in sorted(folder / name for name in os.listdir(folder) if name.endswith(SUFFIX)):
+            for path in sorted(
+                folder / name for name in os.listdir(folder) if name.endswith(SUFFIX)
+            ):
                 try:
                     processes.append(read_process(path))
                 except FileNotFoundError:
                     continue  # it was just removed
                 except (OSError, ValueError) as exc:
-                    problems.append(f"{path} can't be read: {getattr(exc, 'strerror', None) or exc}")
+                    problems.append(
+                        f"{path} can't be read: {getattr(exc, 'strerror', None) or exc}"
+                    )
             return cls(processes, problems)
         finally:
             if is_collecting:
@@ -234,21 +264,31 @@ class Recordings:
 
     def instance(self, instance_id: int) -> ProcessRecording | None:
         """Return the recording of a worker."""
-        return next((each for each in self.processes if each.header.instance_id == instance_id), None)
+        return next(
+            (each for each in self.processes if each.header.instance_id == instance_id), None
+        )
 
     def without_recording(self, instance_id: int) -> Holder:
         """Return what is known of a worker that has no recording here."""
         if self.has_asked:
-            reason = "it records nothing, or is not registered: then it has ended, or was frozen or cut off from etcd"
+            reason = (
+                "it records nothing, or is not registered: then it has ended, or was frozen or cut"
+                " off from etcd"
+            )
         else:
-            reason = "it has no recording on this machine; run this command on its machine, or without --local"
+            reason = (
+                "it has no recording on this machine; run this command on its machine, or without"
+                " --local"
+            )
         return self.unanswered.get(instance_id) or Holder(f"worker {instance_id:x}", reason)
 
     def find(self, text: str) -> list[RequestRecording]:
         """Return the requests with this id, see `RequestIds`."""
         ids = RequestIds.parse(text)
         found = set(self._keys_by_client_id.get(ids.client_id, ()))
-        found |= {key for key in self.requests if key >> 32 == ids.prefix} | self.requests.keys() & ids.keys
+        found |= {
+            key for key in self.requests if key >> 32 == ids.prefix
+        } | self.requests.keys() & ids.keys
         return [self.requests[key] for key in sorted(found)]
 
 
@@ -268,7 +308,9 @@ def read_process(path: Path) -> ProcessRecording:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             header = RecordingHeader.read(memory[:HEADER_BYTES])
             if size != HEADER_BYTES + header.num_slots * SLOT.size:
-                raise ValueError(f"it has {size} bytes, which does not fit its {header.num_slots} slots")
+                raise ValueError(
+                    f"it has {size} bytes, which does not fit its {header.num_slots} slots"
+                )
             first, second = memory[HEADER_BYTES:], memory[HEADER_BYTES:]
     entries, last = [], 0
     for number, entry in sorted(_valid_slots(first, second, header.num_slots)):
@@ -288,7 +330,8 @@ def read_process(path: Path) -> ProcessRecording:
 
 
 def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[int, Entry]]:
-    """Yield number and event of the slots that were not written while they were read, or torn by a kill.
+    """Yield number and event of the slots that were not written while they were read, or torn by a
+    kill.
 
     Args:
         first: the slots.
@@ -320,12 +363,17 @@ def _reason(number: int) -> str:
     return _REASONS.get(number, f"{number:x}") if number else ""
 
 
-def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, silent_s: float) -> ProcessState:
+def _state(
+    header: RecordingHeader, *, is_running: bool, has_stopped: bool, silent_s: float
+) -> ProcessState:
     if not is_running:
         return ProcessState.ENDED if has_stopped else ProcessState.KILLED
     try:
         status = Path(f"/proc/{header.pid}/stat").read_text(encoding="ascii", errors="replace")
-        is_stopped = status.rpartition(")")[2].split()[0] in "Tt" and start_ticks(header.pid) == header.start_ticks
+        is_stopped = (
+            status.rpartition(")")[2].split()[0] in "Tt"
+            and start_ticks(header.pid) == header.start_ticks
+        )
     except OSError:  # a process of another container
         is_stopped = False
     if is_stopped:
@@ -334,4 +382,5 @@ def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, sile
 
 
 def _text(packed: bytes) -> str:
-    return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))  # another machine may have sent it
+    # another machine may have sent it
+    return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))

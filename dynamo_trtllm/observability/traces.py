@@ -1,8 +1,10 @@
-"""Export a trace of each request to an OpenTelemetry collector, Jaeger or Tempo: OTLP over HTTP, encoded as JSON.
+"""Export a trace of each request to an OpenTelemetry collector, Jaeger or Tempo: OTLP over HTTP,
+encoded as JSON.
 
-A trace is made when its request has ended, from the phases that are known then: a root span of the request and a span
-per phase. Workers send no traces; they report their phases to the frontend. Requests do not wait for the collector: a
-queue of limited length separates it from them, and traces that do not fit are dropped.
+A trace is made when its request has ended, from the phases that are known then: a root span of the
+request and a span per phase. Workers send no traces; they report their phases to the frontend.
+Requests do not wait for the collector: a queue of limited length separates it from them, and traces
+that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _MOST_SENT: Final = 128  # in one message
 _EVERY_S = 1.0
 _TIMEOUT_S = 2.0  # of a message, and of all that are sent at the end of the process
 _WARN_EVERY_S = 60.0
-_PARENT = re.compile(r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PARENT = re.compile(
+    r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
 _ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
 _SERVER, _INTERNAL, _ERROR = 2, 1, 2  # kinds of spans, and the status of a failed one
 
@@ -40,7 +44,8 @@ _SERVER, _INTERNAL, _ERROR = 2, 1, 2  # kinds of spans, and the status of a fail
 def valid_traceparent(header: str | None) -> str | None:
     """Return a client's header `traceparent` in the form of version 00; None if it is not valid.
 
-    Later versions of the format may have more fields, which are dropped (https://www.w3.org/TR/trace-context/).
+    Later versions of the format may have more fields, which are dropped
+    (https://www.w3.org/TR/trace-context/).
     """
     match = _PARENT.fullmatch(header or "")
     return None if match is None else f"00-{match[1]}-{match[2]}-{match[3]}"
@@ -65,8 +70,8 @@ class TraceExporter:
     Args:
         endpoint: base URL of the collector, as in OTEL_EXPORTER_OTLP_ENDPOINT.
         namespace: namespace of the deployment.
-        sample_ratio: share of the requests with a trace, from 0 to 1. The sampling flag of a client's `traceparent`
-            takes precedence.
+        sample_ratio: share of the requests with a trace, from 0 to 1. The sampling flag of a
+            client's `traceparent` takes precedence.
         on_dropped: called with a number of traces that were dropped.
     """
 
@@ -81,7 +86,8 @@ class TraceExporter:
         self._namespace = namespace
         self._sample_ratio = sample_ratio
         self._on_dropped = on_dropped
-        self._queue: deque[tuple[str, str, EndedRequest]] = deque()  # with ids of the trace and of its parent span
+        # with ids of the trace and of its parent span
+        self._queue: deque[tuple[str, str, EndedRequest]] = deque()
         self._queued = asyncio.Event()
         self._num_dropped = 0
         self._reason = ""  # why they were dropped; "": the queue was full
@@ -124,19 +130,26 @@ class TraceExporter:
                     await self._send_all()
             if self._queue:
                 self._drop(len(self._queue))
-                self._reason = self._reason or f"{self._url} did not take all traces before the end of this process"
+                self._reason = (
+                    self._reason
+                    or f"{self._url} did not take all traces before the end of this process"
+                )
             self._warned_at_s = -_WARN_EVERY_S
             self._warn()
 
     async def _send_all(self) -> None:
-        """Send the queued traces. If it is cancelled, those that the collector has not taken stay in the queue."""
+        """Send the queued traces.
+
+        If it is cancelled, those that the collector has not taken stay in the queue.
+        """
         failure: Exception | None = None
         while self._queue and failure is None:
             traces = list(islice(self._queue, _MOST_SENT))
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     await self._send(traces)
-            except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as exc:  # requests go on in any case
+            # requests go on in any case
+            except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as exc:
                 failure = exc
                 self._drop(len(traces))
                 why = str(exc) or f"it has not answered within {_TIMEOUT_S:g} s"
@@ -160,15 +173,23 @@ class TraceExporter:
         """Send traces. Unlike a client that blocks a thread, it can be cancelled at any step.
 
         Raises:
-            OSError: The collector can't be reached, or does not take the traces. A redirect is an error, too.
+            OSError: The collector can't be reached, or does not take the traces. A redirect is an
+                error, too.
         """
         body = await asyncio.to_thread(lambda: orjson.dumps(self._message(traces)))
         url = urlsplit(self._url)
         tls = True if url.scheme == "https" else None
-        reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if tls else 80), ssl=tls)
+        reader, writer = await asyncio.open_connection(
+            url.hostname, url.port or (443 if tls else 80), ssl=tls
+        )
         try:
-            head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+            head = (
+                f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type:"
+                " application/json\r\n"
+            )
+            writer.write(
+                f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+            )
             answer = await reader.readuntil(b"\r\n\r\n")
         finally:
             writer.transport.abort()
@@ -182,8 +203,18 @@ class TraceExporter:
         by_role: dict[str, list[dict[str, Any]]] = {}
         for trace_id, parent_id, request in traces:
             root_id = secrets.token_hex(8)
-            root = _span(trace_id, parent_id, request.endpoint, (request.spans[0].begin_s, request.end_s), offset_s)
-            root |= {"spanId": root_id, "kind": _SERVER, "attributes": _attributes(request.attributes)}
+            root = _span(
+                trace_id,
+                parent_id,
+                request.endpoint,
+                (request.spans[0].begin_s, request.end_s),
+                offset_s,
+            )
+            root |= {
+                "spanId": root_id,
+                "kind": _SERVER,
+                "attributes": _attributes(request.attributes),
+            }
             if request.error:
                 root["status"] = {"code": _ERROR, "message": request.error}
             by_role.setdefault(FRONTEND, []).append(root)
@@ -194,7 +225,9 @@ class TraceExporter:
         scope = {"name": "dynamo_trtllm", "version": __version__}
         resources = [
             {
-                "resource": {"attributes": _attributes({"service.name": f"dynamo_trtllm.{role}"} | common)},
+                "resource": {
+                    "attributes": _attributes({"service.name": f"dynamo_trtllm.{role}"} | common)
+                },
                 "scopeSpans": [{"scope": scope, "spans": spans}],
             }
             for role, spans in by_role.items()
@@ -203,7 +236,10 @@ class TraceExporter:
 
 
 def phase_intervals(request: EndedRequest) -> Iterator[tuple[str, str, float, float]]:
-    """Yield role, name, begin and end of each phase. They are adjacent; a worker's phases are in their usual order."""
+    """Yield role, name, begin and end of each phase.
+
+    They are adjacent; a worker's phases are in their usual order.
+    """
     ends_s = [*(span.begin_s for span in request.spans[1:]), request.end_s]
     has_migrated = any(span.phase == "migration" for span in request.spans)
     reported = (None, None) if has_migrated else (request.prefill, request.decode)
@@ -215,7 +251,9 @@ def phase_intervals(request: EndedRequest) -> Iterator[tuple[str, str, float, fl
             begin_s += parts[role, phase]
 
 
-def _span(trace_id: str, parent_id: str, name: str, interval: tuple[float, float], offset_s: float) -> dict[str, Any]:
+def _span(
+    trace_id: str, parent_id: str, name: str, interval: tuple[float, float], offset_s: float
+) -> dict[str, Any]:
     begin_ns, end_ns = (str(int((seconds + offset_s) * 1e9)) for seconds in interval)
     return {
         "traceId": trace_id,
@@ -230,7 +268,10 @@ def _span(trace_id: str, parent_id: str, name: str, interval: tuple[float, float
 
 def _attributes(values: Mapping[str, str | int | None]) -> list[dict[str, Any]]:
     return [
-        {"key": key, "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)}}
+        {
+            "key": key,
+            "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)},
+        }
         for key, value in values.items()
         if value is not None
     ]

@@ -1,4 +1,6 @@
-"""Call workers over a transport: requests with their streams, and control requests, also in the background."""
+"""Call workers over a transport: requests with their streams, and control requests, also in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ from dynamo_trtllm.request_plane.frames import (
 )
 from dynamo_trtllm.request_plane.receivers import StreamDemux, StreamReceiver
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject, remember
-from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
+from dynamo_trtllm.request_plane.transport import (
+    Heartbeat,
+    Service,
+    Transport,
+    Unsubscribe,
+    load_subject,
+)
 from dynamo_trtllm.streams import OnEvent
 
 log = logging.getLogger(__name__)
@@ -53,8 +61,10 @@ class PlaneLimits:
     """Timeouts of a plane."""
 
     ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
-    listener_timeout_s: float = 0.5  # for the reply to the ping of a worker that has not acknowledged a request
-    ping_interval_s: float = 3.0  # a lost message is detected within twice this time, a dead peer within three times
+    # for the reply to the ping of a worker that has not acknowledged a request
+    listener_timeout_s: float = 0.5
+    # a lost message is detected within twice this time, a dead peer within three times
+    ping_interval_s: float = 3.0
 
 
 class Plane:
@@ -85,8 +95,10 @@ class Plane:
         self._inbox, self._numbers = StreamDemux(), itertools.count(1)  # of streams
         self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
-        self._running: dict[str, dict[int, StreamReceiver]] = {}  # by the worker's subject, then by stream
-        self._cancelled: dict[int, str] = {}  # subjects of streams closed before their last frame came, latest last
+        # by the worker's subject, then by stream
+        self._running: dict[str, dict[int, StreamReceiver]] = {}
+        # subjects of streams closed before their last frame came, latest last
+        self._cancelled: dict[int, str] = {}
         self._num_pings = 0  # sent to all workers
         self._on_unreadable = on_unreadable
         self._num_unreadable = 0  # messages
@@ -97,31 +109,43 @@ class Plane:
             peers=self._running.keys,
             message=self._ping_message,
             # changes with each frame of the worker's running streams
-            heard=lambda subject: sum(each.received for each in self._running.get(subject, {}).values()),
+            heard=lambda subject: sum(
+                each.received for each in self._running.get(subject, {}).values()
+            ),
             on_peer_lost=self._worker_lost,
             tasks=self._tasks,
         )
         self._servers: list[EndpointServer] = []
         self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
-        transport.on_disconnect(lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "nats"))
+        transport.on_disconnect(
+            lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "nats")
+        )
 
     async def serve(
         self, subject: str, service: Service, load: Callable[[], LoadReport] | None = None
     ) -> EndpointServer:
-        """Serve requests at `subject`, and control verbs at its control subject, until the server is closed.
+        """Serve requests at `subject`, and control verbs at its control subject, until the server
+        is closed.
 
         `load` returns the load that the server reports to its callers.
         """
         server = EndpointServer(
-            self._transport, service, self._limits.ping_interval_s, self._tasks, load, self._count_unreadable
+            self._transport,
+            service,
+            self._limits.ping_interval_s,
+            self._tasks,
+            load,
+            self._count_unreadable,
         )
         self._servers.append(server)
         await server.start(subject, self._limits.ack_timeout_s)
         return server
 
     def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamReceiver:
-        """Start one call. Its chunks come as events, in order and without gaps; see `streams.Generator.generate`.
+        """Start one call.
+
+        Its chunks come as events, in order and without gaps; see `streams.Generator.generate`.
 
         Cancelling the stream sends a cancel to the worker, without waiting.
 
@@ -147,7 +171,9 @@ class Plane:
         self._inbox[stream] = receiver
         self._running.setdefault(subject, {})[stream] = receiver
         deadline = loop.call_later(request.deadline - time.time(), _deadline_passed, receiver)
-        receiver.run(self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}")
+        receiver.run(
+            self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}"
+        )
         return receiver
 
     def _ended(self, subject: str, stream: int, deadline: asyncio.TimerHandle) -> None:
@@ -165,13 +191,16 @@ class Plane:
         self._cancel(subject, stream, awaits_kv=awaits_kv)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
-        """Send one control verb to the instance with this generate subject and return its encoded reply.
+        """Send one control verb to the instance with this generate subject and return its encoded
+        reply.
 
         Raises:
             DynamoError: like `generate`; KvTransferError for a verb about a KV transfer.
         """
         reply = await self._transport.request(
-            control_subject(subject), self._encode_checked(ControlRequest(verb)), timeout_s=timeout_s
+            control_subject(subject),
+            self._encode_checked(ControlRequest(verb)),
+            timeout_s=timeout_s,
         )
         return _ack_data(reply)
 
@@ -180,23 +209,29 @@ class Plane:
 
         Args:
             subject: request-plane address of a worker's `generate`.
-            num_pings: longest number of pings without a reply. The first ping to a process that has just ended may be
-                lost, because the server closes its subscriptions a moment later.
+            num_pings: longest number of pings without a reply. The first ping to a process that has
+                just ended may be lost, because the server closes its subscriptions a moment later.
 
         Raises:
-            WorkerDied: No process listens. Not raised if it hangs, or if this process has no connection.
+            WorkerDied: No process listens. Not raised if it hangs, or if this process has no
+                connection.
         """
         for _ in range(num_pings):
             try:
-                await self._transport.request(subject, PING, timeout_s=self._limits.listener_timeout_s)
+                await self._transport.request(
+                    subject, PING, timeout_s=self._limits.listener_timeout_s
+                )
             except errors.NoListener as exc:
                 raise _died(subject, exc) from exc
             except errors.PlaneError:
                 continue
             return
 
-    async def watch_loads(self, namespace: str, on_load: Callable[[LoadReport], None]) -> Unsubscribe:
-        """Call `on_load` with each report of the load of a namespace's workers: broadcast, or beside a stream's frames.
+    async def watch_loads(
+        self, namespace: str, on_load: Callable[[LoadReport], None]
+    ) -> Unsubscribe:
+        """Call `on_load` with each report of the load of a namespace's workers: broadcast, or
+        beside a stream's frames.
 
         Return the function that ends the broadcast ones.
         """
@@ -204,7 +239,8 @@ class Plane:
         def receive(data: bytes, _: str) -> None:
             try:
                 report = decode(data, LoadReport)
-            except errors.BadFrame as exc:  # unreadable reports that come with frames are skipped, too
+            # unreadable reports that come with frames are skipped, too
+            except errors.BadFrame as exc:
                 self._count_unreadable(exc)
                 return
             on_load(report)
@@ -224,20 +260,25 @@ class Plane:
             await self._unsubscribe()
         await self._transport.aclose()
 
-    # --- a caller's streams ----------------------------------------------------------------------------
+    # --- a caller's streams -----------------------------------------------------------------------
 
     async def _subscribe(self) -> None:
         async with self._subscribe_lock:
             if self._unsubscribe is None:
-                # In its own context: messages are received in it, and log lines must not have the first request's id.
+                # In its own context: messages are received in it, and log lines must not have the
+                # first request's id.
                 subscribing = asyncio.get_running_loop().create_task(
-                    self._transport.subscribe(self._inbox_subject, self._on_message, self._inbox.pass_on),
+                    self._transport.subscribe(
+                        self._inbox_subject, self._on_message, self._inbox.pass_on
+                    ),
                     context=contextvars.Context(),
                 )
                 self._unsubscribe = await subscribing
                 self._heartbeat.start()
 
-    async def _open(self, subject: str, stream: int, request: GenerateRequest, receiver: StreamReceiver) -> None:
+    async def _open(
+        self, subject: str, stream: int, request: GenerateRequest, receiver: StreamReceiver
+    ) -> None:
         if self._is_closed:
             raise errors.Disconnected(_CLOSED)
         if self._unsubscribe is None:
@@ -249,10 +290,14 @@ class Plane:
             ClientMessage(OpenStream(stream, self._inbox_subject, request, left_s, WIRE_VERSION))
         )
         try:
-            reply = await self._transport.request(subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s))
+            reply = await self._transport.request(
+                subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s)
+            )
         except errors.Unreachable as exc:
             if time.time() >= request.deadline:
-                raise errors.DeadlineExceeded("the request's deadline passed before a worker took it") from exc
+                raise errors.DeadlineExceeded(
+                    "the request's deadline passed before a worker took it"
+                ) from exc
             if not receiver.received:
                 if isinstance(exc, errors.NoListener):
                     raise
@@ -268,8 +313,8 @@ class Plane:
         limit = self._transport.max_message_bytes
         if len(data) > limit:
             raise errors.PayloadTooLarge(
-                f"the request has {len(data)} bytes; the limit of the request plane is {limit}: shorten the request "
-                "or raise max_payload of the NATS server"
+                f"the request has {len(data)} bytes; the limit of the request plane is {limit}:"
+                " shorten the request or raise max_payload of the NATS server"
             )
         return data
 
@@ -285,7 +330,8 @@ class Plane:
         try:
             batch = read_batch(data, self._count_unreadable)
         except errors.BadFrame:
-            return  # the message does not show its streams; those that lost a frame end at the next ping
+            # the message does not show its streams; those that lost a frame end at the next ping
+            return
         self._inbox.add(batch.frames)
         if batch.load is not None and self._on_load is not None:
             self._on_load(batch.load)
@@ -299,15 +345,19 @@ class Plane:
             log.warning("unreadable message (%d so far): %s", self._num_unreadable, error.message)
 
     def _compare(self, report: StreamReport) -> None:
-        """End streams that lost a message. Cancel streams of the worker that this process no longer reads."""
+        """End streams that lost a message.
+
+        Cancel streams of the worker that this process no longer reads.
+        """
         self._inbox.pass_on()
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:
             for stream, receiver in list(running.items()):
                 receiver.compare_with_worker(report.ping, sent.get(stream))
-        # The first cancel was lost or has not arrived yet. A stream that ended with its last frame must not be
-        # cancelled: the report may be old, or may list it because its KV transfer is pending.
+        # The first cancel was lost or has not arrived yet. A stream that ended with its last frame
+        # must not be cancelled: the report may be old, or may list it because its KV transfer is
+        # pending.
         again = [stream for stream in sent if self._cancelled.get(stream) == report.subject]
         for stream in again[:_CANCELS_AT_ONCE]:
             self._cancel(report.subject, stream)
@@ -318,7 +368,8 @@ class Plane:
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
-        ours = isinstance(error, errors.Disconnected)  # this process lost its connection; the worker may be alive
+        # this process lost its connection; the worker may be alive
+        ours = isinstance(error, errors.Disconnected)
         if ours:
             lost = error
         elif isinstance(error, errors.NoListener):
@@ -326,7 +377,8 @@ class Plane:
         else:
             lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
-            if ours or receiver.last_ping_before_ack is not None:  # else the missing acknowledgment says more
+            # else the missing acknowledgment says more
+            if ours or receiver.last_ping_before_ack is not None:
                 receiver.fail(lost)
 
 
@@ -346,7 +398,8 @@ def _ack_data(reply: bytes) -> bytes:
 
 
 _TIMEOUT_S = 5.0
-_PAUSES_S = (0.2, 0.5, 1.0)  # between attempts; if all fail, the worker frees the resource when it expires
+# between attempts; if all fail, the worker frees the resource when it expires
+_PAUSES_S = (0.2, 0.5, 1.0)
 
 
 class BackgroundControl:
@@ -357,7 +410,9 @@ class BackgroundControl:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        """Start sending and return at once: callers may be closing a cancelled stream, where they must not await."""
+        """Start sending and return at once: callers may be closing a cancelled stream, where they
+        must not await.
+        """
         task = asyncio.get_running_loop().create_task(self._send(worker, message))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -376,7 +431,14 @@ class BackgroundControl:
                 if pause_s is None or not isinstance(exc, errors.Disconnected | errors.Unreachable):
                     # A worker that has exited has freed everything.
                     level = logging.INFO if isinstance(exc, errors.Unreachable) else logging.WARNING
-                    log.log(level, "worker %x did not get %s (%s): %s", worker.id, message, exc.code, exc.message)
+                    log.log(
+                        level,
+                        "worker %x did not get %s (%s): %s",
+                        worker.id,
+                        message,
+                        exc.code,
+                        exc.message,
+                    )
                     return
             await asyncio.sleep(pause_s)
 

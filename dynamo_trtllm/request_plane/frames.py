@@ -33,12 +33,16 @@ class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Request a stream. Its frames go to `inbox`; `stream` is unique among the streams of this inbox."""
+    """Request a stream.
+
+    Its frames go to `inbox`; `stream` is unique among the streams of this inbox.
+    """
 
     stream: Number
     inbox: str
     request: GenerateRequest
-    left_s: Seconds  # seconds from sending to the request's deadline: clocks of two machines may differ
+    # seconds from sending to the request's deadline: clocks of two machines may differ
+    left_s: Seconds
     wire: Count = 1  # the caller's WIRE_VERSION
 
 
@@ -54,11 +58,15 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
     stream: Number
     inbox: str
-    awaits_kv: bool = False  # the caller reads the last frame, because it collects KV that the call may still offer
+    # the caller reads the last frame, because it collects KV that the call may still offer
+    awaits_kv: bool = False
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A message to a generate subject. All kinds share it, so that a cancel or ping can't overtake an opening."""
+    """A message to a generate subject.
+
+    All kinds share it, so that a cancel or ping can't overtake an opening.
+    """
 
     body: OpenStream | CancelStream | Ping
 
@@ -89,10 +97,11 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamReport(msgspec.Struct, frozen=True, array_like=True):
-    """List of the streams that the worker at `subject` runs for the receiver, with the number of frames sent.
+    """List of the streams that the worker at `subject` runs for the receiver, with the number of
+    frames sent.
 
-    A reply to a ping arrives after the frames that it counts. A report with ping 0, the worker's own heartbeat, may
-    overtake frames.
+    A reply to a ping arrives after the frames that it counts. A report with ping 0, the worker's
+    own heartbeat, may overtake frames.
     """
 
     subject: str
@@ -116,7 +125,8 @@ class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 _NIL = msgspec.Raw(b"\xc0")
-_MOST_BAD_FRAMES = 4096  # in one message, because each takes 10 microseconds; more than a frontend's streams
+# in one message, because each takes 10 microseconds; more than a frontend's streams
+_MOST_BAD_FRAMES = 4096
 
 
 class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -128,14 +138,17 @@ PING = b""  # the receiver replies with the same bytes
 
 
 def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) -> Batch:
-    """Decode a batch. An unreadable frame fails only its own stream, and the batch has no load then.
+    """Decode a batch.
+
+    An unreadable frame fails only its own stream, and the batch has no load then.
 
     Args:
         data: the message.
         on_unreadable: called once if the message, or a part of it, can't be read.
 
     Raises:
-        BadFrame: the message can't be split into frames, or more than _MOST_BAD_FRAMES frames are unreadable.
+        BadFrame: the message can't be split into frames, or more than _MOST_BAD_FRAMES frames are
+            unreadable.
     """
     try:
         return decode(data, Batch)
@@ -148,7 +161,9 @@ def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) ->
         frame = _read_frame(each)
         bad += frame is None or frame.failure is not None
         if bad > _MOST_BAD_FRAMES:
-            raise errors.BadFrame(f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable")
+            raise errors.BadFrame(
+                f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable"
+            )
         if frame is not None:
             frames.append(frame)
     try:
@@ -158,7 +173,9 @@ def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) ->
 
 
 def _read_frame(data: msgspec.Raw) -> Frame | None:
-    """Return the frame, or a failure for its stream, or None if the stream number is unreadable too."""
+    """Return the frame, or a failure for its stream, or None if the stream number is unreadable
+    too.
+    """
     try:
         return decode(data, Frame)
     except errors.BadFrame as exc:
@@ -168,23 +185,37 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
     except errors.BadFrame:
         return None
     text = f"unreadable frame ({reason}); check that the worker runs a compatible version"
-    return Frame(header.stream, header.number, failure=ErrorPayload.of(errors.StreamIncomplete(text)))
+    return Frame(
+        header.stream, header.number, failure=ErrorPayload.of(errors.StreamIncomplete(text))
+    )
 
 
-def encode_frames(frames: list[Frame], max_message_bytes: int, load: LoadReport | None = None) -> list[bytes]:
-    """Return the frames for one inbox, in order, as encoded messages. Usually it is one message, with the load."""
+def encode_frames(
+    frames: list[Frame], max_message_bytes: int, load: LoadReport | None = None
+) -> list[bytes]:
+    """Return the frames for one inbox, in order, as encoded messages.
+
+    Usually it is one message, with the load.
+    """
     try:
         data = encode(Batch(frames, None, load))
-    except (TypeError, ValueError, OverflowError) as exc:  # an engine's chunk has a value that can't be encoded
+    # an engine's chunk has a value that can't be encoded
+    except (TypeError, ValueError, OverflowError) as exc:
         error: DynamoError = errors.InternalError(f"a chunk can't be encoded: {exc}")
     else:
         if len(data) <= max_message_bytes:
             return [data]
         error = errors.PayloadTooLarge(
-            f"a chunk has {len(data)} bytes; the limit of the request plane is {max_message_bytes}: raise max_payload "
-            "of the NATS server"
+            f"a chunk has {len(data)} bytes; the limit of the request plane is {max_message_bytes}:"
+            " raise max_payload of the NATS server"
         )
     if len(frames) == 1:
-        return [encode(Batch([Frame(frames[0].stream, frames[0].number, failure=ErrorPayload.of(error))]))]
+        return [
+            encode(
+                Batch([Frame(frames[0].stream, frames[0].number, failure=ErrorPayload.of(error))])
+            )
+        ]
     half = len(frames) // 2
-    return encode_frames(frames[:half], max_message_bytes) + encode_frames(frames[half:], max_message_bytes)
+    return encode_frames(frames[:half], max_message_bytes) + encode_frames(
+        frames[half:], max_message_bytes
+    )

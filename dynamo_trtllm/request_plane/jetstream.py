@@ -1,7 +1,9 @@
-"""Store values for several frontends in a NATS JetStream key-value bucket; inspect and delete such a bucket.
+"""Store values for several frontends in a NATS JetStream key-value bucket; inspect and delete such
+a bucket.
 
-A value is split into chunks below NATS' message limit. Its first chunk, written last, has the number of the others.
-An existing bucket is used as it is, so that operators can set its replicas and limits with NATS tools.
+A value is split into chunks below NATS' message limit. Its first chunk, written last, has the
+number of the others. An existing bucket is used as it is, so that operators can set its replicas
+and limits with NATS tools.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ _NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def bucket_of(namespace: str) -> str:
-    """Return the name of a deployment's bucket. NATS allows only letters, digits, '_' and '-' in it."""
+    """Return the name of a deployment's bucket.
+
+    NATS allows only letters, digits, '_' and '-' in it.
+    """
     plain = _NAME.sub("-", namespace)
     if plain != namespace:
         plain += "-" + hashlib.sha256(namespace.encode()).hexdigest()[:8]
@@ -57,7 +62,8 @@ class JetStreamStore:
 
     @classmethod
     async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
-        """Connect to the NATS server at `url` and open the deployment's bucket; create it if it does not exist.
+        """Connect to the NATS server at `url` and open the deployment's bucket; create it if it
+        does not exist.
 
         Args:
             url: address of the NATS server.
@@ -75,7 +81,10 @@ class JetStreamStore:
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         self._limits.check(value)
         first = self._chunk_bytes - _COUNT.size
-        rest = [value[start : start + self._chunk_bytes] for start in range(first, len(value), self._chunk_bytes)]
+        rest = [
+            value[start : start + self._chunk_bytes]
+            for start in range(first, len(value), self._chunk_bytes)
+        ]
         with self._connected("write"):
             for number, chunk in enumerate(rest, start=1):
                 await self._bucket.put(f"{key}.{number}", chunk)
@@ -89,7 +98,8 @@ class JetStreamStore:
         for number in range(1, _COUNT.unpack_from(head)[0] + 1):
             chunk = await self._read_chunk(f"{key}.{number}")
             if chunk is None:
-                return None  # the full bucket has dropped this chunk already: it drops the oldest first
+                # the full bucket has dropped this chunk already: it drops the oldest first
+                return None
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -115,19 +125,27 @@ class JetStreamStore:
 
     @contextmanager
     def _connected(self, what: str) -> Iterator[None]:
-        """Translate NATS errors. Without a connection, raise at once, because the client would wait for one."""
+        """Translate NATS errors.
+
+        Without a connection, raise at once, because the client would wait for one.
+        """
         if not self._client.is_connected:
-            raise Disconnected(f"JetStream can't {what} a response: no connection to NATS; check that NATS runs")
+            raise Disconnected(
+                f"JetStream can't {what} a response: no connection to NATS; check that NATS runs"
+            )
         try:
             yield
         except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
             raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            raise Disconnected(f"JetStream could not {what} a response: {str(exc) or type(exc).__name__}") from exc
+            raise Disconnected(
+                f"JetStream could not {what} a response: {str(exc) or type(exc).__name__}"
+            ) from exc
 
 
 async def bucket_state(url: str, namespace: str) -> StreamState | None:
-    """Return the state of a deployment's bucket, such as its size, or None if there is no bucket or no JetStream.
+    """Return the state of a deployment's bucket, such as its size, or None if there is no bucket or
+    no JetStream.
 
     Raises:
         Unreachable: no server answers at `url`.
@@ -135,7 +153,11 @@ async def bucket_state(url: str, namespace: str) -> StreamState | None:
     async with _connected(url) as (_, context):
         try:
             return (await context.stream_info(f"KV_{bucket_of(namespace)}")).state
-        except (js_errors.NotFoundError, js_errors.ServiceUnavailableError, nats_errors.NoRespondersError):
+        except (
+            js_errors.NotFoundError,
+            js_errors.ServiceUnavailableError,
+            nats_errors.NoRespondersError,
+        ):
             return None
 
 
@@ -175,11 +197,16 @@ async def _connected(
             await close_client(client)
     except (nats_errors.Error, OSError, TimeoutError) as exc:
         reason = str(exc) or type(exc).__name__
-        raise Unreachable(f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}") from exc
+        raise Unreachable(
+            f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}"
+        ) from exc
 
 
 async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:
-    """Open the bucket, or create it. A bucket of nats-py's `create_key_value` would reject new values when full."""
+    """Open the bucket, or create it.
+
+    A bucket of nats-py's `create_key_value` would reject new values when full.
+    """
     try:
         return await context.key_value(name)
     except js_errors.BucketNotFoundError:

@@ -1,10 +1,11 @@
 """Implement the request plane over NATS, and translate errors of nats-py.
 
-The module works around these traps of nats-py 2.16: an oversized message closes the client for good; only pings detect
-a frozen server; a slow consumer loses messages silently; a `flush` that is cancelled or times out stops the read loop
-when its reply arrives, so it is never called; its `request` may return the reply to a caller that was cancelled (and
-takes twice the CPU time of an inbox for all replies), so it is not called either; its `publish` waits while
-`pending_size` bytes are unsent, and drops cancels meanwhile, so `pending_size` is set to more than is ever unsent.
+The module works around these traps of nats-py 2.16: an oversized message closes the client for
+good; only pings detect a frozen server; a slow consumer loses messages silently; a `flush` that is
+cancelled or times out stops the read loop when its reply arrives, so it is never called; its
+`request` may return the reply to a caller that was cancelled (and takes twice the CPU time of an
+inbox for all replies), so it is not called either; its `publish` waits while `pending_size` bytes
+are unsent, and drops cancels meanwhile, so `pending_size` is set to more than is ever unsent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from nats.js.api import Header
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
-from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive, Unsubscribe, no_listener, no_reply
+from dynamo_trtllm.request_plane.transport import (
+    OnDisconnect,
+    Receive,
+    Unsubscribe,
+    no_listener,
+    no_reply,
+)
 from dynamo_trtllm.sanitize import mask_address
 
 log = logging.getLogger(__name__)
@@ -41,27 +48,31 @@ _CONNECT_OPTIONS: Final[dict[str, Any]] = {
     "max_outstanding_pings": 2,
     "pending_size": 1 << 40,
 }
-_LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends a line of more than 4096 bytes
+# a server closes the connection of a client that sends a line of more than 4096 bytes
+_LONGEST_SUBJECT = 1024
 
 
 async def connect_client(client: Client, url: str, timeout_s: float, **callbacks: Any) -> None:
     """Connect a client. If this fails or is cancelled, close all that the client opened.
 
-    Without a limit, the client retries for ever. It connects in a task of its own, so that `_end_task` can end it. Its
-    `close` does not help: a client that is cancelled while it closes a failed connection assumes that it is closed, and
-    leaves the connection open.
+    Without a limit, the client retries for ever. It connects in a task of its own, so that
+    `_end_task` can end it. Its `close` does not help: a client that is cancelled while it closes a
+    failed connection assumes that it is closed, and leaves the connection open.
 
     Raises:
         TimeoutError: the client did not connect in time.
     """
-    connecting = asyncio.get_running_loop().create_task(client.connect(url, **callbacks, **_CONNECT_OPTIONS))
+    connecting = asyncio.get_running_loop().create_task(
+        client.connect(url, **callbacks, **_CONNECT_OPTIONS)
+    )
     try:
         await asyncio.wait({connecting}, timeout=timeout_s)
         if not connecting.done():
             raise TimeoutError
         connecting.result()
     except BaseException:
-        await asyncio.shield(_abort_connecting(client, connecting))  # a second cancel does not interrupt it
+        # a second cancel does not interrupt it
+        await asyncio.shield(_abort_connecting(client, connecting))
         raise
 
 
@@ -73,18 +84,26 @@ async def _abort_connecting(client: Client, connecting: asyncio.Task[None]) -> N
 async def _end_task(task: asyncio.Task[None]) -> None:
     """Cancel a task of the client until it ends.
 
-    `wait_for` of Python 3.11, which the client uses, drops a cancel that arrives together with a result or an error,
-    and the client then goes on to retry; so the cancel is repeated.
+    `wait_for` of Python 3.11, which the client uses, drops a cancel that arrives together with a
+    result or an error, and the client then goes on to retry; so the cancel is repeated.
     """
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
-    await asyncio.gather(task, return_exceptions=True)  # marks its error as retrieved, so asyncio does not log it
+    # marks its error as retrieved, so asyncio does not log it
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def abort_client(client: Client) -> None:
-    """Close the client and its connection without awaiting, so that a cancel can't interrupt this."""
-    tasks = [client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task]
+    """Close the client and its connection without awaiting, so that a cancel can't interrupt
+    this.
+    """
+    tasks = [
+        client._reading_task,
+        client._ping_interval_task,
+        client._flusher_task,
+        client._reconnection_task,
+    ]
     for task in (*tasks, *(each._wait_for_msgs_task for each in client._subs.values())):
         if task is not None:
             task.cancel()
@@ -95,14 +114,18 @@ def abort_client(client: Client) -> None:
 
 
 async def close_client(client: Client) -> None:
-    """Close the client and its connection. It takes a few seconds if the server is frozen. Idempotent."""
+    """Close the client and its connection.
+
+    It takes a few seconds if the server is frozen. Idempotent.
+    """
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             if client._reconnection_task is not None:
                 await _end_task(client._reconnection_task)  # the client cancels it only once
             await client.close()
     except (OSError, TimeoutError) as exc:
-        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops there halfway.
+        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops
+        # there halfway.
         log.warning("connection to NATS closed, messages may be unsent: %r", exc)
         abort_client(client)
 
@@ -115,7 +138,8 @@ def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
 class NatsTransport:
     """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`.
 
-    A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a protocol error.
+    A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a
+    protocol error.
     """
 
     def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
@@ -153,7 +177,9 @@ class NatsTransport:
             )
             await self._client.subscribe(f"{self._replies_to}*", cb=self._on_reply)  # does not wait
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            raise Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server") from exc
+            raise Unreachable(
+                f"no NATS server at {self._address}; start one, or check --nats-server"
+            ) from exc
         self._is_open = True
         self._up.set()
 
@@ -186,7 +212,10 @@ class NatsTransport:
 
         try:
             subscription = await self._client.subscribe(
-                subject, cb=take, pending_msgs_limit=_PENDING_MESSAGES, pending_bytes_limit=_PENDING_BYTES
+                subject,
+                cb=take,
+                pending_msgs_limit=_PENDING_MESSAGES,
+                pending_bytes_limit=_PENDING_BYTES,
             )
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
@@ -195,19 +224,28 @@ class NatsTransport:
             try:
                 await subscription.unsubscribe()
             except (nats_errors.Error, OSError) as exc:
-                log.debug("unsubscribing failed: %r", exc)  # the subscription ended with the connection
+                # the subscription ended with the connection
+                log.debug("unsubscribing failed: %r", exc)
 
         return unsubscribe
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """Send a request and return the reply. Without a connection, wait up to `timeout_s` for one first."""
+        """Send a request and return the reply.
+
+        Without a connection, wait up to `timeout_s` for one first.
+        """
         if len(subject) > _LONGEST_SUBJECT:
-            raise Unreachable(f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}")
+            raise Unreachable(
+                f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}"
+            )
         if not self._up.is_set():
             await self._connected(timeout_s)
         if self._client.pending_data_size >= _UNSENT_BYTES:
             raise self._has_too_much_unsent()
-        loop, reply_to = asyncio.get_running_loop(), f"{self._replies_to}{next(self._reply_numbers)}"
+        loop, reply_to = (
+            asyncio.get_running_loop(),
+            f"{self._replies_to}{next(self._reply_numbers)}",
+        )
         reply: asyncio.Future[Msg | None] = loop.create_future()
         self._replies[reply_to] = reply
         expiry = loop.call_later(timeout_s, _set_reply, reply, None)
@@ -220,7 +258,11 @@ class NatsTransport:
             expiry.cancel()
             del self._replies[reply_to]
         if message is None:
-            raise no_reply(subject, timeout_s) if self._client.is_connected else Disconnected(self._lacking)
+            raise (
+                no_reply(subject, timeout_s)
+                if self._client.is_connected
+                else Disconnected(self._lacking)
+            )
         if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
             raise no_listener(subject)
         return message.data
@@ -259,20 +301,26 @@ class NatsTransport:
                 continue
             try:
                 self._send(subject, data)
-            except nats_errors.BadSubjectError:  # a caller sent this subject; other callers lose no message
+            # a caller sent this subject; other callers lose no message
+            except nats_errors.BadSubjectError:
                 log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 lost = Disconnected(f"sending to {subject} failed: {exc!r}")
-        if lost is not None:  # reported once, and after all messages: a callback that raises must not lose them
+        # reported once, and after all messages: a callback that raises must not lose them
+        if lost is not None:
             self._report_disconnect(lost)
             self._num_published_by_report = len(self._outgoing)
 
     def _has_too_much_unsent(self) -> Disconnected:
         size_mib = self._client.pending_data_size >> 20
-        return Disconnected(f"message dropped: {size_mib} MiB to NATS at {self._address} are unsent; check its load")
+        return Disconnected(
+            f"message dropped: {size_mib} MiB to NATS at {self._address} are unsent; check its load"
+        )
 
     def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
-        """Pass a message to the client, whose `publish` does not wait with so large a `pending_size`."""
+        """Pass a message to the client, whose `publish` does not wait with so large a
+        `pending_size`.
+        """
         sending = self._client.publish(subject, data, reply_to)
         try:
             sending.send(None)
@@ -284,7 +332,9 @@ class NatsTransport:
         if not self._up.is_set() or 2 * self._client.pending_data_size > _UNSENT_BYTES:
             return False
         if len(data) > self.max_message_bytes:
-            log.warning("message to %s dropped: %d bytes are more than NATS allows", subject, len(data))
+            log.warning(
+                "message to %s dropped: %d bytes are more than NATS allows", subject, len(data)
+            )
         else:
             self.publish(subject, data)
         return True
@@ -306,13 +356,18 @@ class NatsTransport:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
             self._report_disconnect(
-                StreamIncomplete(f"messages to {error.subject} were dropped because this process is overloaded")
+                StreamIncomplete(
+                    f"messages to {error.subject} were dropped because this process is overloaded"
+                )
             )
-        elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):  # of the receiver of a message: a bug
+        # of the receiver of a message: a bug
+        elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
         elif not self._is_open and not self._is_waiting_logged:
             self._is_waiting_logged = True
-            log.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
+            log.warning(
+                "waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__
+            )
         else:
             log.debug("NATS at %s: %r", self._address, error)
 
@@ -331,7 +386,9 @@ class NatsTransport:
             self._tasks.start(self._fail(), "nats-watch")
 
     async def _fail(self) -> None:
-        raise Disconnected(f"NATS client at {self._address} stopped reconnecting; restart this process")
+        raise Disconnected(
+            f"NATS client at {self._address} stopped reconnecting; restart this process"
+        )
 
 
 class NatsPlane(Plane):

@@ -1,4 +1,5 @@
-"""Pass received frames to the streams of a caller: check their numbers, and merge tokens that arrive together.
+"""Pass received frames to the streams of a caller: check their numbers, and merge tokens that
+arrive together.
 
 The module does no I/O and reads no clock.
 """
@@ -17,8 +18,10 @@ from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
-MERGED_FRAMES = 64  # at least so many must arrive together; fewer are passed on in half a millisecond
-MERGED_PER_STREAM = 4  # the same per open stream; fewer also arrive together if this process was briefly busy
+# at least so many must arrive together; fewer are passed on in half a millisecond
+MERGED_FRAMES = 64
+# the same per open stream; fewer also arrive together if this process was briefly busy
+MERGED_PER_STREAM = 4
 
 
 def _nothing() -> None: ...
@@ -31,7 +34,8 @@ class StreamReceiver(TaskStream):
         on_event: receives the events.
         tasks: running tasks of the owner; the task that opens the stream is one.
         on_end: called once.
-        send_cancel: tells the worker that this caller did not receive the terminal chunk. True: it still awaits it.
+        send_cancel: tells the worker that this caller did not receive the terminal chunk. True: it
+            still awaits it.
     """
 
     __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
@@ -47,7 +51,8 @@ class StreamReceiver(TaskStream):
         self._on_end = on_end
         self._send_cancel = send_cancel
         self._next_number = 0
-        # number of the last ping, to any worker, that was sent before the worker acknowledged the stream
+        # number of the last ping, to any worker, that was sent before the worker acknowledged the
+        # stream
         self.last_ping_before_ack: int | None = None
         self.waiting: list[Frame] = []  # received, not yet fed
 
@@ -57,12 +62,19 @@ class StreamReceiver(TaskStream):
         return self._next_number + len(self.waiting)
 
     def catch_up(self) -> int:
-        """Feed the waiting frames, with consecutive frames that have only tokens merged. Return the number fed."""
+        """Feed the waiting frames, with consecutive frames that have only tokens merged.
+
+        Return the number fed.
+        """
         frames, self.waiting = self.waiting, []
         count, run = 0, list[Chunk]()
         for frame in frames:
             chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
-            if chunk is not None and chunk.is_plain and frame.number == self._next_number + len(run):
+            if (
+                chunk is not None
+                and chunk.is_plain
+                and frame.number == self._next_number + len(run)
+            ):
                 run.append(chunk)
                 continue
             count += 1 + self._feed_merged(run)
@@ -83,7 +95,11 @@ class StreamReceiver(TaskStream):
         if self._on_event is None or number < self._next_number:
             return
         if number > self._next_number:
-            self.emit(errors.StreamIncomplete(f"frame {number} arrived instead of frame {self._next_number}"))
+            self.emit(
+                errors.StreamIncomplete(
+                    f"frame {number} arrived instead of frame {self._next_number}"
+                )
+            )
         elif frame.failure is None and chunk is not None:
             self._next_number = number + 1
             if isinstance(chunk, int):
@@ -102,21 +118,30 @@ class StreamReceiver(TaskStream):
 
         Args:
             ping: number of the ping.
-            sent: number of frames that the worker has sent. None: it does not run the stream, or it has sent the last
-                frame.
+            sent: number of frames that the worker has sent. None: it does not run the stream, or it
+                has sent the last frame.
         """
         if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
             return  # the worker may have replied before it received the OpenStream
         self.catch_up()
         if sent is None:
-            self.fail(errors.StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
+            self.fail(
+                errors.StreamIncomplete(
+                    "the worker no longer runs this stream and its last frame never arrived"
+                )
+            )
         elif sent != self._next_number:
-            self.fail(errors.StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
+            self.fail(
+                errors.StreamIncomplete(
+                    f"the worker sent {sent} frames and {self._next_number} arrived"
+                )
+            )
 
     def fail(self, error: DynamoError) -> None:
         """End the stream with a copy of `error`, after the frames that were received."""
         self.catch_up()
-        # A copy: several streams may share the error, whose traceback would reference the frames of each.
+        # A copy: several streams may share the error, whose traceback would reference the frames of
+        # each.
         self.emit(type(error)(error.message, field=error.field))
 
     def _close(self, last: StreamEvent | None) -> None:
@@ -137,7 +162,10 @@ class StreamReceiver(TaskStream):
         super().cancel()
 
     def stop(self) -> bool:
-        """See `StreamHandle.stop`. False before the worker has acknowledged the call: it may not have it yet."""
+        """See `StreamHandle.stop`.
+
+        False before the worker has acknowledged the call: it may not have it yet.
+        """
         if self.has_ended or self.last_ping_before_ack is None:
             return False
         self._send_cancel(True)
@@ -148,20 +176,24 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
     ids = token_ids()
     for chunk in chunks:
         ids.extend(chunk.token_ids)
-    return Chunk(token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)))
+    return Chunk(
+        token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks))
+    )
 
 
 class StreamDemux(dict[int, StreamReceiver]):
     """The open streams of one caller, by number. It passes received frames to them.
 
-    When several frames per stream have arrived together, and many in all, the tokens of each stream become one chunk.
-    No token is later, because all would be sent in one write anyway. In one iteration of the event loop, at most
-    CHUNKS_PER_ITERATION chunks are passed, and further frames wait. Waiting streams are fed one by one, in the order in
-    which they began to wait. The first frame of a stream never waits, because it decides the time to first token.
+    When several frames per stream have arrived together, and many in all, the tokens of each stream
+    become one chunk. No token is later, because all would be sent in one write anyway. In one
+    iteration of the event loop, at most CHUNKS_PER_ITERATION chunks are passed, and further frames
+    wait. Waiting streams are fed one by one, in the order in which they began to wait. The first
+    frame of a stream never waits, because it decides the time to first token.
     """
 
     def __init__(self) -> None:
-        self._messages: deque[list[Frame]] = deque()  # of those that arrived together, not passed on yet
+        # of those that arrived together, not passed on yet
+        self._messages: deque[list[Frame]] = deque()
         self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
         self._chunks_left = CHUNKS_PER_ITERATION
         self._is_scheduled = False
@@ -171,7 +203,10 @@ class StreamDemux(dict[int, StreamReceiver]):
         self._messages.append(frames)
 
     def pass_on(self) -> None:
-        """Pass the frames of the added messages to their streams. Called when no further message has arrived."""
+        """Pass the frames of the added messages to their streams.
+
+        Called when no further message has arrived.
+        """
         messages = self._messages
         is_behind = sum(map(len, messages)) >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
         try:
@@ -188,7 +223,9 @@ class StreamDemux(dict[int, StreamReceiver]):
                 self._run_once()
 
     def feed(self, frames: list[Frame]) -> None:
-        """Pass the frames of one message to their streams, now or in the next iterations of the event loop."""
+        """Pass the frames of one message to their streams, now or in the next iterations of the
+        event loop.
+        """
         if self._is_scheduled:
             self._defer(frames)
             return
@@ -197,7 +234,8 @@ class StreamDemux(dict[int, StreamReceiver]):
             receiver = self.get(frame.stream)
             if receiver is not None:
                 receiver.feed(frame)
-        if self._chunks_left <= 0:  # the limit counts from the last `_run_once`, even over several iterations
+        # the limit counts from the last `_run_once`, even over several iterations
+        if self._chunks_left <= 0:
             self._defer(frames[left:])
             self._schedule()
 

@@ -1,6 +1,8 @@
-"""Implement the worker's side of the request plane over any `Transport`: run a service's streams for its callers.
+"""Implement the worker's side of the request plane over any `Transport`: run a service's streams
+for its callers.
 
-An exception of a service that is not a `DynamoError` is logged here, and the caller gets InternalError.
+An exception of a service that is not a `DynamoError` is logged here, and the caller gets
+InternalError.
 """
 
 from __future__ import annotations
@@ -82,14 +84,16 @@ class ServerStream:
     num_sent: int = 0  # frames
     has_ended: bool = False
     deadline: asyncio.TimerHandle = field(init=False)
-    handle: StreamHandle = field(init=False)  # set after `generate`, which calls back only in later iterations
+    # set after `generate`, which calls back only in later iterations
+    handle: StreamHandle = field(init=False)
 
 
 @dataclass(eq=False)
 class EndpointServer:
     """Server of one service at one subject. It serves after `start`.
 
-    `load` returns what it reports to its callers. `on_unreadable` is called for each message that can't be read.
+    `load` returns what it reports to its callers. `on_unreadable` is called for each message that
+    can't be read.
     """
 
     transport: Transport
@@ -116,19 +120,28 @@ class EndpointServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        self._load_reported: dict[str, bool] = {}  # callers since _LOAD_EVERY_S; True: a message without one followed
-        self._latest_openings: dict[tuple[str, int], None] = {}  # inbox and stream, including ended ones
+        # callers since _LOAD_EVERY_S; True: a message without one followed
+        self._load_reported: dict[str, bool] = {}
+        # inbox and stream, including ended ones
+        self._latest_openings: dict[tuple[str, int], None] = {}
         self._subject = ""
-        self.is_accepting = True  # False: new requests get `Draining`; running streams and control verbs continue
+        # False: new requests get `Draining`; running streams and control verbs continue
+        self.is_accepting = True
         self._is_closed = False
         self.transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
-        """Subscribe to the subject and return once requests of every client arrive. Raise PlaneError on failure."""
+        """Subscribe to the subject and return once requests of every client arrive.
+
+        Raise PlaneError on failure.
+        """
         self._subject = subject
-        self._subscriptions.append(await self.transport.subscribe(control_subject(subject), self._on_control))
+        self._subscriptions.append(
+            await self.transport.subscribe(control_subject(subject), self._on_control)
+        )
         self._subscriptions.append(await self.transport.subscribe(subject, self._on_message))
-        await self.transport.request(subject, PING, timeout_s=timeout_s)  # its reply shows that the subject is routed
+        # its reply shows that the subject is routed
+        await self.transport.request(subject, PING, timeout_s=timeout_s)
         self._heartbeat.start()
 
     async def finished(self) -> None:
@@ -150,7 +163,7 @@ class EndpointServer:
         self._flush()
         await self._heartbeat.aclose()
 
-    # --- what arrives ----------------------------------------------------------------------------------
+    # --- what arrives -----------------------------------------------------------------------------
 
     def _on_message(self, data: bytes, reply: str) -> None:
         if data == PING:
@@ -159,7 +172,10 @@ class EndpointServer:
         try:
             body = decode(data, ClientMessage).body
             if len(body.inbox) > _LONGEST_INBOX:
-                raise errors.BadFrame(f"the inbox name has {len(body.inbox)} characters; the limit is {_LONGEST_INBOX}")
+                raise errors.BadFrame(
+                    f"the inbox name has {len(body.inbox)} characters; the limit is"
+                    f" {_LONGEST_INBOX}"
+                )
             caller = self._callers.get(body.inbox)
             if caller is not None:
                 caller.num_messages += 1
@@ -207,7 +223,11 @@ class EndpointServer:
             answer = Ack(ErrorPayload.of(exc))
         except Exception:
             log.exception("control verb failed")
-            answer = Ack(ErrorPayload.of(errors.InternalError("the control verb failed in the worker; see its log")))
+            answer = Ack(
+                ErrorPayload.of(
+                    errors.InternalError("the control verb failed in the worker; see its log")
+                )
+            )
         self._answer(reply, answer)
 
     def _answer(self, reply: str, answer: Ack) -> None:
@@ -215,14 +235,18 @@ class EndpointServer:
             return
         data = encode(answer)
         if len(data) > self.transport.max_message_bytes:
-            error = errors.PayloadTooLarge(f"the reply of {len(data)} bytes exceeds the limit of the request plane")
+            error = errors.PayloadTooLarge(
+                f"the reply of {len(data)} bytes exceeds the limit of the request plane"
+            )
             data = encode(Ack(ErrorPayload.of(error)))
         self.transport.publish(reply, data)
 
-    # --- liveness --------------------------------------------------------------------------------------
+    # --- liveness ---------------------------------------------------------------------------------
 
     def _report(self, inbox: str, ping: int) -> bytes:
-        """Return the message that reports a caller's streams, or PING if it is too large for the transport."""
+        """Return the message that reports a caller's streams, or PING if it is too large for the
+        transport.
+        """
         streams: list[tuple[int, int]] = []
         if (caller := self._callers.get(inbox)) is not None:
             self._forget_fetched(caller)
@@ -230,11 +254,14 @@ class EndpointServer:
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self.transport.max_message_bytes:
             return data
-        text = "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise max_payload"
+        text = (
+            "stream report for %s too large (%d streams, %d bytes), lost frames go undetected:"
+            " raise max_payload"
+        )
         log.warning(text, inbox, len(streams), len(data))
         return PING
 
-    # --- streams ---------------------------------------------------------------------------------------
+    # --- streams ----------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
         caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
@@ -243,13 +270,16 @@ class EndpointServer:
         remember(self._latest_openings, (opening.inbox, opening.stream), None)
         self.running += 1
         self._idle.clear()
-        request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
+        # by this clock
+        request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
         stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._late, stream)
         try:
             stream.handle = self.service.generate(request, partial(self._on_event, stream))
         except Exception:
             log.exception("request %s failed", request.request_id)
-            self._send_error(stream, errors.InternalError("the request failed in the worker; see its log"))
+            self._send_error(
+                stream, errors.InternalError("the request failed in the worker; see its log")
+            )
             self._remove(stream)
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
@@ -257,7 +287,9 @@ class EndpointServer:
             self._end(stream, event)
             return
         ids = event.token_ids
-        is_token = len(ids) == 1 and stream.caller.reads_tokens and event.is_plain and not event.logprobs
+        is_token = (
+            len(ids) == 1 and stream.caller.reads_tokens and event.is_plain and not event.logprobs
+        )
         self._send(stream, Frame(stream.number, stream.num_sent, ids[0] if is_token else event))
         if event.finish_reason is None:
             return
@@ -273,13 +305,19 @@ class EndpointServer:
         return [stream for caller in self._callers.values() for stream in caller.streams.values()]
 
     def _end(self, stream: ServerStream, error: DynamoError) -> None:
-        """End a stream with an error for its caller. If it has ended, free its KV, which its caller can't release."""
+        """End a stream with an error for its caller.
+
+        If it has ended, free its KV, which its caller can't release.
+        """
         if not stream.has_ended:
             self._send_error(stream, error)
         self._close(stream)
 
     def _on_cancel(self, stream: ServerStream, *, awaits_kv: bool) -> None:
-        """Handle a cancel. With `awaits_kv`, the caller still reads the last frame, which may offer KV."""
+        """Handle a cancel.
+
+        With `awaits_kv`, the caller still reads the last frame, which may offer KV.
+        """
         if awaits_kv and (stream.has_ended or stream.handle.stop()):
             return  # the stream is removed after its last frame, or when its caller is lost
         self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
@@ -321,20 +359,25 @@ class EndpointServer:
             RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
             log.warning(text, inbox, len(streams) - num_held, num_held, error)
-        text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
+        text = (
+            "the worker ended this stream because the frontend did not reply to its heartbeat:"
+            f" {error}"
+        )
         for stream in streams:
             self._end(stream, errors.StreamIncomplete(text))
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
-        # The caller may never have received the KV transfer parameters; then only their expiry would free the KV. A
-        # caller that did receive them must prefill again.
+        # The caller may never have received the KV transfer parameters; then only their expiry
+        # would free the KV. A caller that did receive them must prefill again.
         if self._is_closed:
             return  # the service may be closed too
         for stream in self._streams():
-            self._end(stream, errors.Disconnected(f"the worker lost the request plane: {error.message}"))
+            self._end(
+                stream, errors.Disconnected(f"the worker lost the request plane: {error.message}")
+            )
 
-    # --- what leaves -----------------------------------------------------------------------------------
+    # --- what leaves ------------------------------------------------------------------------------
 
     def _send_error(self, stream: ServerStream, error: DynamoError) -> None:
         self._send(stream, Frame(stream.number, stream.num_sent, failure=ErrorPayload.of(error)))
@@ -344,15 +387,18 @@ class EndpointServer:
         caller = stream.caller
         if not caller.frames:
             if not self._unsent:
-                # all streams of an engine step send in one event-loop iteration; the next one sends them as one batch
+                # all streams of an engine step send in one event-loop iteration; the next one sends
+                # them as one batch
                 asyncio.get_running_loop().call_soon(self._flush_in_turn, _WAITED_ITERATIONS)
             self._unsent.append(caller)
         caller.frames.append(frame)
 
     def _flush_in_turn(self, iterations: int) -> None:
-        """Flush when the earlier messages are written, at the latest after `iterations` iterations of the event loop.
+        """Flush when the earlier messages are written, at the latest after `iterations` iterations
+        of the event loop.
 
-        Otherwise each engine step would be a message, which three processes handle, even if steps take less time.
+        Otherwise each engine step would be a message, which three processes handle, even if steps
+        take less time.
         """
         if iterations and self.transport.is_writing:
             asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
@@ -368,10 +414,11 @@ class EndpointServer:
                 self.transport.publish(caller.inbox, message)
 
     def _load_for(self, inbox: str) -> LoadReport | None:
-        """Return the load for the next message to a caller, or None if the caller got it within _LOAD_EVERY_S.
+        """Return the load for the next message to a caller, or None if the caller got it within
+        _LOAD_EVERY_S.
 
-        After messages without it and then no other one, the caller gets the load in a message of its own: otherwise it
-        would take an idle worker for a busy one.
+        After messages without it and then no other one, the caller gets the load in a message of
+        its own: otherwise it would take an idle worker for a busy one.
         """
         if inbox in self._load_reported:
             self._load_reported[inbox] = True

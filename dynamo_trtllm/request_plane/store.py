@@ -1,4 +1,5 @@
-"""Define the response store: its interface, its limits, and an implementation in this process's memory.
+"""Define the response store: its interface, its limits, and an implementation in this process's
+memory.
 
 `jetstream` implements the store for several processes. Both pass the same contract tests.
 """
@@ -15,7 +16,10 @@ from dynamo_trtllm.errors import PayloadTooLarge
 
 
 class Store(Protocol):
-    """A store of bytes by key. It drops old values when it is full, and every value after a time."""
+    """A store of bytes by key.
+
+    It drops old values when it is full, and every value after a time.
+    """
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         """Store a value. After the call, every reader of the store gets it.
@@ -23,7 +27,8 @@ class Store(Protocol):
         Args:
             key: key of the value.
             value: the value.
-            owner: owner of the value; a full store may drop values of the owner that uses the most space.
+            owner: owner of the value; a full store may drop values of the owner that uses the most
+                space.
 
         Raises:
             PayloadTooLarge: the value is larger than the limit.
@@ -47,7 +52,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Limits of a store. `max_entries` applies to the store in memory only; JetStream limits bytes."""
+    """Limits of a store.
+
+    `max_entries` applies to the store in memory only; JetStream limits bytes.
+    """
 
     max_entries: int
     max_bytes: int
@@ -58,7 +66,8 @@ class StoreLimits:
         """Raise PayloadTooLarge if the value is larger than the limit."""
         if len(value) > self.max_value_bytes:
             raise PayloadTooLarge(
-                f"a value of {len(value)} bytes can't be stored; the limit is {self.max_value_bytes} bytes"
+                f"a value of {len(value)} bytes can't be stored; the limit is"
+                f" {self.max_value_bytes} bytes"
             )
 
 
@@ -79,14 +88,15 @@ class _Entry(NamedTuple):
 class MemoryResponseStore:
     """A `Store` in the memory of this process. `clock` returns monotonic seconds.
 
-    A full store drops the oldest value of the owner with the most values or bytes, so that a heavy user does not
-    displace the values of others.
+    A full store drops the oldest value of the owner with the most values or bytes, so that a heavy
+    user does not displace the values of others.
     """
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # oldest first; the oldest expires first
+        # oldest first; the oldest expires first
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._owners: dict[str, _Owner] = {}
         self.used_bytes = 0
 

@@ -1,8 +1,9 @@
-"""Define the message transport below a request plane, the service above it, and the heartbeat to its peers.
+"""Define the message transport below a request plane, the service above it, and the heartbeat to
+its peers.
 
-`nats` implements the transport. Tests have an implementation within one process, which passes the same contract tests.
-A transport delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server`
-rely on nothing else.
+`nats` implements the transport. Tests have an implementation within one process, which passes the
+same contract tests. A transport delivers each message at most once, and in order per pair of sender
+and subscriber. `client` and `server` rely on nothing else.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from dynamo_trtllm.errors import Disconnected, DynamoError, NoListener, PlaneErr
 from dynamo_trtllm.messages import Control
 from dynamo_trtllm.streams import Generator
 
-Receive: TypeAlias = Callable[[bytes, str], None]  # data, reply subject ("" when no reply is wanted); never blocks
+# data, reply subject ("" when no reply is wanted); never blocks
+Receive: TypeAlias = Callable[[bytes, str], None]
 OnDisconnect: TypeAlias = Callable[[DynamoError], None]
 Unsubscribe: TypeAlias = Callable[[], Awaitable[None]]  # ends a subscription; idempotent
 
 
 class Transport(Protocol):
-    """A connection that publishes messages to subjects and receives those of subscribed subjects."""
+    """A connection that publishes messages to subjects and receives those of subscribed
+    subjects.
+    """
 
     @property
     def max_message_bytes(self) -> int:
@@ -47,10 +51,11 @@ class Transport(Protocol):
     ) -> Unsubscribe:
         """Call `receive` for each message to `subject`. Return the function that ends this.
 
-        Messages that arrived together are received within one iteration of the event loop. After the last of them,
-        `caught_up` is called.
+        Messages that arrived together are received within one iteration of the event loop. After
+        the last of them, `caught_up` is called.
 
-        The subscription is active for messages that this transport sends after the call, and for replies to them.
+        The subscription is active for messages that this transport sends after the call, and for
+        replies to them.
         """
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
@@ -66,7 +71,10 @@ class Transport(Protocol):
         """Send a message without awaiting. Never raises."""
 
     def try_publish(self, subject: str, data: bytes) -> bool:
-        """Send a message that may be lost, unless it could displace others. Return False if it can't be sent now."""
+        """Send a message that may be lost, unless it could displace others.
+
+        Return False if it can't be sent now.
+        """
 
     async def aclose(self) -> None:
         """Send the published messages if possible, then close. Idempotent."""
@@ -75,7 +83,8 @@ class Transport(Protocol):
 class Service(Generator, Protocol):
     """The calls that a worker answers at its subject.
 
-    The plane cancels a stream whose caller cancels it or is gone, also an ended one that still holds KV.
+    The plane cancels a stream whose caller cancels it or is gone, also an ended one that still
+    holds KV.
     """
 
     async def control(self, verb: Control) -> bytes:
@@ -94,20 +103,24 @@ def no_listener(subject: str) -> NoListener:
 def no_reply(subject: str, timeout_s: float) -> Unreachable:
     """Return the error of a request without a reply in time."""
     return Unreachable(
-        f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the request"
+        f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the"
+        " request"
     )
 
 
 @dataclass(kw_only=True, eq=False)
 class Heartbeat:
-    """Heartbeat to each peer with open streams, because a message transport does not report when a peer dies."""
+    """Heartbeat to each peer with open streams, because a message transport does not report when a
+    peer dies.
+    """
 
     transport: Transport
     interval_s: float  # between two heartbeats to a peer, and time-out of each
     peers: Callable[[], Collection[str]]  # with open streams
     message: Callable[[str], bytes]  # returns the heartbeat message for a peer
     heard: Callable[[str], int]  # returns a number that changes with each message from a peer
-    on_peer_lost: Callable[[str, DynamoError], None]  # is called when a peer neither replied nor sent anything else
+    # is called when a peer neither replied nor sent anything else
+    on_peer_lost: Callable[[str, DynamoError], None]
     tasks: BackgroundTasks  # owner of the background task
     _asking: set[str] = field(default_factory=set, init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
@@ -124,17 +137,20 @@ class Heartbeat:
                     group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
     async def _ask(self, peer: str) -> None:
-        """Send a heartbeat to `peer`, and a second one if the peer neither replies nor sends anything else.
+        """Send a heartbeat to `peer`, and a second one if the peer neither replies nor sends
+        anything else.
 
-        The second one is needed because a message may be lost, and because this process may have been suspended when
-        the reply arrived.
+        The second one is needed because a message may be lost, and because this process may have
+        been suspended when the reply arrived.
         """
         self._asking.add(peer)
         try:
             for is_last in (False, True):
                 heard = self.heard(peer)
                 try:
-                    await self.transport.request(peer, self.message(peer), timeout_s=self.interval_s)
+                    await self.transport.request(
+                        peer, self.message(peer), timeout_s=self.interval_s
+                    )
                     return
                 except PlaneError as exc:
                     if self.heard(peer) != heard:
@@ -151,5 +167,7 @@ class Heartbeat:
 
 
 def load_subject(namespace: str) -> str:
-    """Return the subject at which the workers of a namespace publish their load to all frontends."""
+    """Return the subject at which the workers of a namespace publish their load to all
+    frontends.
+    """
     return f"{namespace}.load"

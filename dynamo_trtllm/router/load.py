@@ -1,6 +1,7 @@
 """Know the load of the workers: what they report, and what this frontend has sent since. Pure.
 
-`instance_cost` is the one place that says what it costs to run a request on an instance. Callers pass the time.
+`instance_cost` is the one place that says what it costs to run a request on an instance. Callers
+pass the time.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from dynamo_trtllm.router.prefix_index import SentPrompt
 
 STALE_S: Final = 25.0  # workers report at least every 10 s
 _SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
-# What a prompt token to compute costs, compared with one that waits: it also delays the requests after it, and its KV
-# evicts other prompts. In simulated replays of a trace, hits were 0.77 of an oracle's with a cost of 1, 0.90 with 4 and
-# 0.93 with 8, with the time to first token lower at p50 and equal at p99. Replays with mock workers: 0.96 with 8, 0.97
-# with 12.
+# What a prompt token to compute costs, compared with one that waits: it also delays the requests
+# after it, and its KV evicts other prompts. In simulated replays of a trace, hits were 0.77 of an
+# oracle's with a cost of 1, 0.90 with 4 and 0.93 with 8, with the time to first token lower at p50
+# and equal at p99. Replays with mock workers: 0.96 with 8, 0.97 with 12.
 NEW_TOKEN_COST: Final = 12
-# More tokens of a prompt cost 1 each. Else a burst with one long prefix waits for the worker that has it while others
-# are idle: in a simulation with eight workers and a prefix of 30,000 tokens, p99 was 3.5 times as high without a limit.
+# More tokens of a prompt cost 1 each. Else a burst with one long prefix waits for the worker that
+# has it while others are idle: in a simulation with eight workers and a prefix of 30,000 tokens,
+# p99 was 3.5 times as high without a limit.
 COSTLY_TOKENS: Final = 2560
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks up a member of an enum in 150 ns
-REQUEST_TOKENS: Final = 256  # what a request costs in a decode step besides its context; a rough value, not measured
+# what a request costs in a decode step besides its context; a rough value, not measured
+REQUEST_TOKENS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +76,8 @@ class InstanceLoad:
     unseen_requests: int = 0  # those that no report includes
     unseen_prefill_tokens: int = 0  # of these, to compute
     unseen_kv_tokens: int = 0  # of their context
-    sent: dict[Share, None] = field(default_factory=dict)  # the calls of it that were sent, the oldest first
+    # the calls of it that were sent, the oldest first
+    sent: dict[Share, None] = field(default_factory=dict)
     report: LoadReport | None = None
     reported_at: float = -math.inf
     cost: CostModel | None = None  # the last one that was reported
@@ -92,10 +96,11 @@ _UNKNOWN = InstanceLoad()
 
 
 class FleetLoad:
-    """The load of all instances, as one frontend knows it: the last report of each, and its own requests since then.
+    """The load of all instances, as one frontend knows it: the last report of each, and its own
+    requests since then.
 
-    An instance that stops reporting counts as it last reported. For instances of releases that report no load, only
-    this frontend's requests count.
+    An instance that stops reporting counts as it last reported. For instances of releases that
+    report no load, only this frontend's requests count.
     """
 
     def __init__(self) -> None:
@@ -134,17 +139,24 @@ class FleetLoad:
         return {instance_id: load.requests for instance_id, load in self._loads.items()}
 
 
-def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, overlap_tokens: int) -> int:
-    """Return what it costs to run a request on an instance, in tokens. Compare it with instances of the same role.
+def instance_cost(
+    load: InstanceLoad, instance: Instance, prompt_tokens: int, overlap_tokens: int
+) -> int:
+    """Return what it costs to run a request on an instance, in tokens.
 
-    The form is that of Dynamo's router: prompt tokens to compute plus tokens of context, with this request. New prompt
-    tokens weigh more. The work is that of the last report, and what was sent since.
+    Compare it with instances of the same role.
 
-    * prefill: prompt tokens that wait or are being computed, plus the tokens of the request that are not in the cache.
-      The first COSTLY_TOKENS of these count NEW_TOKEN_COST times. So at most (NEW_TOKEN_COST - 1) * COSTLY_TOKENS more
-      tokens wait where the prefix is cached than on a worker that would have to compute it.
-    * decode: tokens in used KV blocks, plus those of the request that are not in the cache and so must be fetched and
-      stored; plus REQUEST_TOKENS per request. An instance without space for the request costs all of its KV more.
+    The form is that of Dynamo's router: prompt tokens to compute plus tokens of context, with this
+    request. New prompt tokens weigh more. The work is that of the last report, and what was sent
+    since.
+
+    * prefill: prompt tokens that wait or are being computed, plus the tokens of the request that
+      are not in the cache. The first COSTLY_TOKENS of these count NEW_TOKEN_COST times. So at most
+      (NEW_TOKEN_COST - 1) * COSTLY_TOKENS more tokens wait where the prefix is cached than on a
+      worker that would have to compute it.
+    * decode: tokens in used KV blocks, plus those of the request that are not in the cache and so
+      must be fetched and stored; plus REQUEST_TOKENS per request. An instance without space for the
+      request costs all of its KV more.
     * aggregated: the sum of both.
 
     Args:
@@ -170,7 +182,8 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
         block_tokens = instance.layout.block_tokens
         kv_total = report.kv_blocks_total * block_tokens
         kv_tokens += report.kv_blocks_used * block_tokens if kv_total else report.context_tokens
-        if 0 < kv_total < kv_tokens + prompt_tokens:  # cached blocks may be evicted before the request begins
+        # cached blocks may be evicted before the request begins
+        if 0 < kv_total < kv_tokens + prompt_tokens:
             cost += kv_total
     return cost + kv_tokens
 
@@ -182,7 +195,8 @@ def predicted_first_token_s(
 
     Args:
         load: of the instance, without the request.
-        role: of the instance. A decode instance fetches the KV of the prompt, others compute the prompt.
+        role: of the instance. A decode instance fetches the KV of the prompt, others compute the
+            prompt.
         new_tokens: of the prompt, that are not in a cache.
         cached_tokens: the others.
         now: seconds of a monotonic clock.
@@ -196,14 +210,17 @@ def predicted_first_token_s(
     if role is Role.DECODE:
         return cost.predict_kv_transfer(new_tokens + cached_tokens)
     decodes, more_requests = role is not Role.PREFILL, load.unseen_requests
-    work = report.work(decodes=decodes, more_tokens=load.unseen_prefill_tokens, more_requests=more_requests)
+    work = report.work(
+        decodes=decodes, more_tokens=load.unseen_prefill_tokens, more_requests=more_requests
+    )
     return cost.predict_first_token(new_tokens, cached_tokens, work)
 
 
 class PlacedRequest:
     """What one request adds to the loads of its instances. End it.
 
-    `expected` is when it was selected, and the predicted time from then to its first token, if all costs are known.
+    `expected` is when it was selected, and the predicted time from then to its first token, if all
+    costs are known.
     """
 
     def __init__(
@@ -230,13 +247,17 @@ class PlacedRequest:
         self._tokens = len(request.token_ids)
         prefill, decode = selection.prefill, selection.decode
         parts = [
-            predicted_first_token_s(loads.get(each.id), each.role, new_tokens, self._tokens - new_tokens, now)
+            predicted_first_token_s(
+                loads.get(each.id), each.role, new_tokens, self._tokens - new_tokens, now
+            )
             for each in (prefill, decode)
             if each is not None
         ]
         predicted = Prediction.total(parts)
         self.expected = None if predicted is None else (now, predicted)
-        self._prefill = None if prefill is None else loads.of(prefill.id).place(new_tokens, self._tokens)
+        self._prefill = (
+            None if prefill is None else loads.of(prefill.id).place(new_tokens, self._tokens)
+        )
         self._decode = loads.of(decode.id).place(new_tokens if prefill is None else 0, self._tokens)
         self._decode_id = decode.id
 
@@ -254,7 +275,10 @@ class PlacedRequest:
                 prompt.end()  # the selected decode instance does not fetch the KV
             self._prompts = self._prompts[:1]
             self._decode.end()
-            self._decode, self._decode_id = self._loads.of(instance_id).place(0, self._tokens), instance_id
+            self._decode, self._decode_id = (
+                self._loads.of(instance_id).place(0, self._tokens),
+                instance_id,
+            )
         self._decode.sent(now)
 
     def prefilled(self) -> None:

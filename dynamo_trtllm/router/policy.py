@@ -1,9 +1,9 @@
 """Select the instances of a request, by round robin over the pairs whose circuit breaker is closed.
 
-After some failures in a row the breaker of a pair opens, and the pair gets no requests. When the open time is over, one
-probe is sent. It closes the breaker or opens it for longer. With probes, a new pair gets no requests before its first
-probe, and only a probe can clear a pair that gave wrong answers: the right answer to a request is not known. Callers
-pass the time.
+After some failures in a row the breaker of a pair opens, and the pair gets no requests. When the
+open time is over, one probe is sent. It closes the breaker or opens it for longer. With probes, a
+new pair gets no requests before its first probe, and only a probe can clear a pair that gave wrong
+answers: the right answer to a request is not known. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import msgspec
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
-from dynamo_trtllm.router.view import ModelView, Pair, PairGroup, excluding, pairing_fields, pairs_of, position
+from dynamo_trtllm.router.view import (
+    ModelView,
+    Pair,
+    PairGroup,
+    excluding,
+    pairing_fields,
+    pairs_of,
+    position,
+)
 
 MOST_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
@@ -55,22 +63,29 @@ class PairStatus:
     open_until: float = 0.0
     is_wrong: bool = False  # its last answers to a probe were wrong: only a probe can clear it
     is_proven: bool = False  # a probe has passed since the pair was last wrong
-    tried_at: float = 0.0  # while it works but is not proven: time of the last probe, or when it began to work
+    # while it works but is not proven: time of the last probe, or when it began to work
+    tried_at: float = 0.0
 
 
 class PairBreakers:
-    """The breakers of all pairs. The pipeline and the probes write them; selection, health and readiness read them."""
+    """The breakers of all pairs.
+
+    The pipeline and the probes write them; selection, health and readiness read them.
+    """
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self._limits = limits or BreakerLimits()
         self._statuses: dict[Pair, PairStatus] = {}
         self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that wait for a probe
-        self._known: defaultdict[int, set[Pair]] = defaultdict(set)  # by instance id: its pairs of the three above
-        self.open_partners: dict[int, set[int | None]] = {}  # decode id: prefill ids of its pairs that get no requests
+        # by instance id: its pairs of the three above
+        self._known: defaultdict[int, set[Pair]] = defaultdict(set)
+        # decode id: prefill ids of its pairs that get no requests
+        self.open_partners: dict[int, set[int | None]] = {}
         self._half_open_at = math.inf  # no breaker of `_open` may become half open earlier
         self.revision = object()  # another one after each change of `open_partners`
-        self.rescheduled: set[Pair] = set()  # pairs that may be due earlier than before; the probes empty it
+        # pairs that may be due earlier than before; the probes empty it
+        self.rescheduled: set[Pair] = set()
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
         """Send no requests to the unknown ones of `pairs` until a probe has tested them."""
@@ -110,20 +125,30 @@ class PairBreakers:
         if not partners:
             del self.open_partners[decode]
 
-    def record_success(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
+    def record_success(
+        self, pair: Pair, now: float, *, is_probe: bool = False, note: str = ""
+    ) -> bool:
         """Record that a KV transfer succeeded, for a request or, with `is_probe`, for a probe.
 
-        `note` is what the probe could not detect, shown as the reason. Return True if the pair did not work before.
+        `note` is what the probe could not detect, shown as the reason. Return True if the pair did
+        not work before.
         """
         status = self._statuses.get(pair)
         if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
-            return False  # the request began before the pair was withheld or wrong, and its answer may be wrong
+            # the request began before the pair was withheld or wrong, and its answer may be wrong
+            return False
         if not is_probe and status is None and len(self._statuses) >= MOST_STATUSES:
-            return False  # thousands of workers have millions of pairs; one without a status gets requests, too
+            # thousands of workers have millions of pairs; one without a status gets requests, too
+            return False
         status = status or self._status(pair)
         changed = status.state is not PairState.WORKING
         if changed:
-            status.state, status.reason, status.failures, status.num_openings = PairState.WORKING, "", 0, 0
+            status.state, status.reason, status.failures, status.num_openings = (
+                PairState.WORKING,
+                "",
+                0,
+                0,
+            )
             status.tried_at = now
             self._open.discard(pair)
             self._withheld.discard(pair)
@@ -134,8 +159,12 @@ class PairBreakers:
         status.seen_at = now
         return changed
 
-    def record_failure(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
-        """Record a failure. With `is_wrong` the pair gave wrong answers, which opens the breaker at once.
+    def record_failure(
+        self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False
+    ) -> bool:
+        """Record a failure.
+
+        With `is_wrong` the pair gave wrong answers, which opens the breaker at once.
 
         Return True if this opened the breaker for the first time since the pair worked.
         """
@@ -147,13 +176,20 @@ class PairBreakers:
         if is_wrong:
             status.is_wrong, status.is_proven = True, False
         if status.state is PairState.QUARANTINED and now < status.open_until:
-            return False  # the call began before the quarantine; many such calls must not count as failed probes
+            # the call began before the quarantine; many such calls must not count as failed probes
+            return False
         status.failures += 1
-        if not is_wrong and status.failures < limits.failures and status.state is not PairState.QUARANTINED:
+        if (
+            not is_wrong
+            and status.failures < limits.failures
+            and status.state is not PairState.QUARANTINED
+        ):
             status.state = PairState.FAILING
             return False
         status.state = PairState.QUARANTINED
-        status.open_until = now + min(limits.max_open_s, limits.open_s * 2 ** min(status.num_openings, _MOST_DOUBLINGS))
+        status.open_until = now + min(
+            limits.max_open_s, limits.open_s * 2 ** min(status.num_openings, _MOST_DOUBLINGS)
+        )
         status.num_openings += 1
         self._half_open_at = min(self._half_open_at, status.open_until)
         self._open.add(pair)
@@ -161,10 +197,12 @@ class PairBreakers:
         return status.num_openings == 1
 
     def record_unreachable(self, pair: Pair, reason: str, now: float) -> bool:
-        """Record that a call was not accepted or lost its connection. Return True if the pair worked before.
+        """Record that a call was not accepted or lost its connection.
 
-        The breaker does not count this, because it says nothing about KV transfers. The next successful transfer makes
-        the pair working again.
+        Return True if the pair worked before.
+
+        The breaker does not count this, because it says nothing about KV transfers. The next
+        successful transfer makes the pair working again.
         """
         status = self._status(pair)
         worked = status.state is PairState.WORKING
@@ -183,7 +221,8 @@ class PairBreakers:
     def defer(self, pair: Pair, now: float) -> None:
         """Record that the pair was too busy for a probe, which leaves its state unchanged.
 
-        A new pair gets requests from now on: otherwise workers that are always too busy for a probe would get none.
+        A new pair gets requests from now on: otherwise workers that are always too busy for a probe
+        would get none.
         """
         status = self._status(pair)
         status.seen_at = status.tried_at = now
@@ -193,13 +232,18 @@ class PairBreakers:
             status.open_until = now + self._limits.open_s
 
     def half_open(self, now: float) -> None:
-        """Without probes: send requests again to pairs whose open time is over. Their outcome decides."""
+        """Without probes: send requests again to pairs whose open time is over.
+
+        Their outcome decides.
+        """
         if now < self._half_open_at:
             return  # this is called per request
         for pair in [pair for pair in self._open if self._statuses[pair].open_until <= now]:
             self._open.discard(pair)
             self._update(pair)
-        self._half_open_at = min((self._statuses[pair].open_until for pair in self._open), default=math.inf)
+        self._half_open_at = min(
+            (self._statuses[pair].open_until for pair in self._open), default=math.inf
+        )
 
     def is_open(self, pair: Pair) -> bool:
         """Return True if this pair gets no requests."""
@@ -207,7 +251,10 @@ class PairBreakers:
 
     @property
     def any_open(self) -> bool:
-        """True if any pair gets no requests. Usually none does, and selection can skip the look-ups."""
+        """True if any pair gets no requests.
+
+        Usually none does, and selection can skip the look-ups.
+        """
         return bool(self._open or self._withheld)
 
     @property
@@ -219,9 +266,11 @@ class PairBreakers:
         return self._statuses.get(pair, PairStatus())
 
     def due_at(self, pair: Pair, interval_s: float) -> float:
-        """Return when the pair is to be probed: a new pair at once, a quarantined one after its open time.
+        """Return when the pair is to be probed: a new pair at once, a quarantined one after its
+        open time.
 
-        An idle pair is due after `interval_s`, and one that works for requests but has not passed a probe soon.
+        An idle pair is due after `interval_s`, and one that works for requests but has not passed a
+        probe soon.
         """
         status = self._statuses.get(pair)
         if status is None:
@@ -230,7 +279,11 @@ class PairBreakers:
             return status.open_until
         if status.state is not PairState.WORKING:
             return status.seen_at + min(1.0, interval_s)
-        return status.seen_at + interval_s if status.is_proven else status.tried_at + min(1.0, interval_s)
+        return (
+            status.seen_at + interval_s
+            if status.is_proven
+            else status.tried_at + min(1.0, interval_s)
+        )
 
     def keep_only(self, ids: Container[int]) -> None:
         """Drop the pairs of instances that are not in `ids`."""
@@ -264,32 +317,44 @@ def select(
 ) -> WorkerSelection:
     """Select the workers of one request, round robin per role.
 
-    Prefill and decode are paired only if engine, strategy and KV layout are equal and the pair's breaker is closed.
-    Pairs are preferred to aggregated instances, because a deployment with pairs was built for them.
+    Prefill and decode are paired only if engine, strategy and KV layout are equal and the pair's
+    breaker is closed. Pairs are preferred to aggregated instances, because a deployment with pairs
+    was built for them.
 
     Args:
         round_robin_index: number of requests of this model so far.
         avoid: prefill instance to use only if no other matches the decode instance.
-        decode_fallback: without a prefill instance, let a decode instance that can run aggregated requests do so.
+        decode_fallback: without a prefill instance, let a decode instance that can run aggregated
+            requests do so.
 
     Raises:
-        NoInstances: a role has no instance, or the breakers of all pairs are open; the message says which.
-        TransferMismatch: both roles have instances, but none match; the message names the fields that differ.
+        NoInstances: a role has no instance, or the breakers of all pairs are open; the message says
+            which.
+        TransferMismatch: both roles have instances, but none match; the message names the fields
+            that differ.
     """
     if not view.prefill or not view.decode:
         return WorkerSelection(
-            None, _select_aggregated(view, model, round_robin_index, breakers, decode_fallback=decode_fallback)
+            None,
+            _select_aggregated(
+                view, model, round_robin_index, breakers, decode_fallback=decode_fallback
+            ),
         )
     if not view.paired:
         why = differences(view.prefill[0], view.decode[0])
-        raise TransferMismatch(f"no prefill worker of model {model!r} matches a decode worker: {why}")
+        raise TransferMismatch(
+            f"no prefill worker of model {model!r} matches a decode worker: {why}"
+        )
     usable = view
     if breakers.any_open:
         usable = view.excluding(_blocked(view, breakers))
         if not usable.paired:
-            pairs = ((p.id, d.id) for d in view.paired for p in view.groups[view.keys[d.id]].prefill)
+            pairs = (
+                (p.id, d.id) for d in view.paired for p in view.groups[view.keys[d.id]].prefill
+            )
             raise _all_open(model, breakers, pairs)
-    if avoid is not None:  # a decode instance that works only with this prefill instance would use it again
+    # a decode instance that works only with this prefill instance would use it again
+    if avoid is not None:
         others = usable.excluding(_blocked_without(usable, breakers, avoid))
         usable = others if others.paired else usable
     decode = usable.paired[round_robin_index % len(usable.paired)]
@@ -297,16 +362,21 @@ def select(
     prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
     if avoid is not None:
         prefills = excluding(prefills, (avoid,)) or prefills
-    # Requests are counted per key: an index over the decodes of all keys would skip prefills of this key.
+    # Requests are counted per key: an index over the decodes of all keys would skip prefills of
+    # this key.
     num_peers = len(group.decode)
-    index_in_key = round_robin_index // len(usable.paired) * num_peers + position(group.decode, decode.id)
-    # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use two of four pairs.
+    index_in_key = round_robin_index // len(usable.paired) * num_peers + position(
+        group.decode, decode.id
+    )
+    # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use
+    # two of four pairs.
     shifted = index_in_key + index_in_key // math.lcm(num_peers, len(prefills))
     return WorkerSelection(prefills[shifted % len(prefills)], decode)
 
 
 def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
-    """Return the decode instances that get no requests because the breakers of all their pairs are open.
+    """Return the decode instances that get no requests because the breakers of all their pairs are
+    open.
 
     The result is cached until a breaker opens or closes.
     """
@@ -317,27 +387,38 @@ def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
 
 
 def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None) -> frozenset[int]:
-    """Return the decode instances that would get no requests without the prefill instance `avoid`."""
+    """Return the decode instances that would get no requests without the prefill instance
+    `avoid`.
+    """
     blocked: set[int] = set()
     for group in view.groups.values():
         if len(group.prefill) == 1 and group.prefill[0].id == avoid:
             blocked.update(decode.id for decode in group.decode)
     for decode_id, partners in breakers.open_partners.items():
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
-        if len(partners) + 1 >= len(group.prefill) and all(p.id in partners or p.id == avoid for p in group.prefill):
+        if len(partners) + 1 >= len(group.prefill) and all(
+            p.id in partners or p.id == avoid for p in group.prefill
+        ):
             blocked.add(decode_id)
     return frozenset(blocked)
 
 
 def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
-    """Return the instances that can't run this request, because they would ignore when or where it wants to run.
+    """Return the instances that can't run this request, because they would ignore when or where it
+    wants to run.
 
     Raises:
-        UnsupportedParameter: the other instances are not enough to run it; `field` is the client's name.
+        UnsupportedParameter: the other instances are not enough to run it; `field` is the client's
+            name.
     """
     if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
         return frozenset()  # nearly all requests
-    key = "incapable", bool(request.priority), request.dp_rank is None, request.prefill_dp_rank is None
+    key = (
+        "incapable",
+        bool(request.priority),
+        request.dp_rank is None,
+        request.prefill_dp_rank is None,
+    )
     known: frozenset[int] | None = view.cache.get(key)
     if known is not None:
         return known
@@ -350,7 +431,8 @@ def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
     if view.excluding(ids).missing_roles() and not view.missing_roles():
         field = next(iter(lacking.values()))
         raise UnsupportedParameter(
-            f"{field} is not supported by the workers of {request.model}, as they are configured now; leave it out",
+            f"{field} is not supported by the workers of {request.model}, as they are configured"
+            " now; leave it out",
             field=field,
         )
     view.cache[key] = ids
@@ -363,12 +445,19 @@ def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
     if role is not Role.PREFILL and request.dp_rank is not None:
         needs["nvext.dp_rank"] = "dp_rank"
     if role is not Role.DECODE and request.prefill_dp_rank is not None:
-        needs["nvext.prefill_dp_rank"] = "dp_rank" if role is Role.PREFILL else "separate prefill workers"
+        needs["nvext.prefill_dp_rank"] = (
+            "dp_rank" if role is Role.PREFILL else "separate prefill workers"
+        )
     return needs
 
 
 def _select_aggregated(
-    view: ModelView, model: str, round_robin_index: int, breakers: PairBreakers, *, decode_fallback: bool
+    view: ModelView,
+    model: str,
+    round_robin_index: int,
+    breakers: PairBreakers,
+    *,
+    decode_fallback: bool,
 ) -> Instance:
     candidates = view.aggregated
     if not candidates and decode_fallback:
@@ -386,12 +475,18 @@ def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoIn
     some = itertools.islice(pairs, _MOST_REASONS_FROM)
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
     return NoInstances(
-        f"every pair (or aggregated worker) of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health"
+        f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
+        f" {'; '.join(reasons)}; see /health"
     )
 
 
 def differences(a: Instance, b: Instance) -> str:
-    """Return the fields in which two instances must be equal but differ, with both values, as text for people."""
+    """Return the fields in which two instances must be equal but differ, with both values, as text
+    for people.
+    """
     ours, theirs = dict(pairing_fields(a)), dict(pairing_fields(b))
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return "; ".join(f"{name} is {ours.get(name)!r} at {a.role} and {theirs.get(name)!r} at {b.role}" for name in names)
+    return "; ".join(
+        f"{name} is {ours.get(name)!r} at {a.role} and {theirs.get(name)!r} at {b.role}"
+        for name in names
+    )

@@ -1,8 +1,10 @@
-"""Know which prompt prefixes the workers' caches have: from their KV events, and from what this frontend sent. Pure.
+"""Know which prompt prefixes the workers' caches have: from their KV events, and from what this
+frontend sent. Pure.
 
-A prefix hash stands for a block of tokens and all blocks before it, see `kv_events`. Each hash has a bit mask of the
-instances that have the block. Engines free a prefix from its end, so the masks of a prompt's blocks only lose bits from
-block to block, and a binary search finds where. Callers pass the time.
+A prefix hash stands for a block of tokens and all blocks before it, see `kv_events`. Each hash has
+a bit mask of the instances that have the block. Engines free a prefix from its end, so the masks of
+a prompt's blocks only lose bits from block to block, and a binary search finds where. Callers pass
+the time.
 """
 
 from __future__ import annotations
@@ -24,17 +26,21 @@ _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
-Level: TypeAlias = tuple[int, int]  # a number of blocks, and the mask of the instances that have at least so many
+# a number of blocks, and the mask of the instances that have at least so many
+Level: TypeAlias = tuple[int, int]
 
 
 class _Masks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
-    __missing__ = (0).__mul__  # of blocks that no instance has. A function of Python would take twice as long
+    # of blocks that no instance has. A function of Python would take twice as long
+    __missing__ = (0).__mul__
 
 
 class PrefixIndex:
-    """The blocks of instances whose blocks have equal sizes. A block of one instance takes about 150 bytes.
+    """The blocks of instances whose blocks have equal sizes.
+
+    A block of one instance takes about 150 bytes.
 
     An instance that reports a block without those before it is taken to have those, too.
     """
@@ -71,7 +77,8 @@ class PrefixIndex:
         every, at, mask = block_mask(hashes[-1]), 0, block_mask(hashes[0])
         if mask:
             found.append((len(hashes), mask))
-        # Each block has the bits of the block after it, and maybe more, so that the masks are sorted as numbers, too.
+        # Each block has the bits of the block after it, and maybe more, so that the masks are
+        # sorted as numbers, too.
         while every | mask != mask and len(found) < _MOST_LEVELS:
             at = bisect_right(hashes, mask, at, key=block_mask)
             if at == len(hashes):
@@ -81,7 +88,10 @@ class PrefixIndex:
         return found
 
     def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
-        """Return ids of at most `limit` instances of a mask. Another `turn` begins at another instance."""
+        """Return ids of at most `limit` instances of a mask.
+
+        Another `turn` begins at another instance.
+        """
         ids = self._ids
         found: list[int] = []
         start = turn % len(ids)
@@ -110,9 +120,12 @@ class PromptHashes:
         hashes = self._hashes.get(block_tokens)
         if hashes is None:
             request = self.request
-            is_scored = request.sampling.prompt_logprobs is not None  # engines then compute the whole prompt
+            # engines then compute the whole prompt
+            is_scored = request.sampling.prompt_logprobs is not None
             ids = request.token_ids[:0] if is_scored else request.token_ids[:-1]
-            hashes = self._hashes[block_tokens] = prefix_hashes(ids, block_tokens, root_hash(request.cache_salt))
+            hashes = self._hashes[block_tokens] = prefix_hashes(
+                ids, block_tokens, root_hash(request.cache_salt)
+            )
             hashes.reverse()
         return hashes
 
@@ -126,7 +139,8 @@ class _Cache:
     index: PrefixIndex = field(init=False)
     bit: int = field(init=False)  # of the masks, shared by its many blocks
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
-    expires: dict[int, float] = field(init=False, default_factory=dict)  # prefix hash -> when it expires
+    # prefix hash -> when it expires
+    expires: dict[int, float] = field(init=False, default_factory=dict)
     next_number: int = -1  # of the instance's next update
     is_synced: bool = False
     reads_snapshot: bool = False
@@ -148,7 +162,8 @@ class _Cache:
         self.blocks |= new
         for prefix in new:
             mask = masks.get(prefix)
-            masks[prefix] = bit if mask is None else mask | bit  # most blocks are of one instance and share its number
+            # most blocks are of one instance and share its number
+            masks[prefix] = bit if mask is None else mask | bit
         return new
 
     def discard(self, hashes: Iterable[int]) -> None:
@@ -171,11 +186,15 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
     levels: list[Level]
 
     def search(self, bit: int) -> int:
-        """Return how many of the prompt's first blocks an instance has that is in none of the levels."""
+        """Return how many of the prompt's first blocks an instance has that is in none of the
+        levels.
+        """
         if len(self.levels) < _MOST_LEVELS:
             return 0
         masks = self.index.masks
-        return len(self.hashes) - bisect_left(self.hashes, True, key=lambda prefix: bool(masks[prefix] & bit))
+        return len(self.hashes) - bisect_left(
+            self.hashes, True, key=lambda prefix: bool(masks[prefix] & bit)
+        )
 
 
 class PrefixOverlaps(msgspec.Struct):
@@ -213,13 +232,16 @@ class PrefixOverlaps(msgspec.Struct):
         now, hashes, get = self.now, match.hashes, expires.get
         if get(hashes[-depth], math.inf) > now:
             return depth
-        return len(hashes) - bisect_left(hashes, True, len(hashes) - depth, key=lambda prefix: get(prefix, 0.0) > now)
+        return len(hashes) - bisect_left(
+            hashes, True, len(hashes) - depth, key=lambda prefix: get(prefix, 0.0) > now
+        )
 
     def deepest(self, role: Role, limit: int) -> list[int]:
-        """Return at most `limit` instances of a role per block size, those with the longest overlaps first.
+        """Return at most `limit` instances of a role per block size, those with the longest
+        overlaps first.
 
-        Of equal ones, others come first with each request, so that they share the load. Those whose prompts have just
-        expired may be among them.
+        Of equal ones, others come first with each request, so that they share the load. Those whose
+        prompts have just expired may be among them.
         """
         found: list[int] = []
         for match in self.matches:
@@ -236,14 +258,19 @@ class PrefixOverlaps(msgspec.Struct):
 
 @dataclass(slots=True)
 class SentPrompt:
-    """The blocks that an instance will have because a prompt was sent to it. End it when the request ends."""
+    """The blocks that an instance will have because a prompt was sent to it.
+
+    End it when the request ends.
+    """
 
     _cache: _Cache | None  # None: the instance is not known
     _blocks: Iterable[int]
     is_computed: bool = False
 
     def end(self) -> None:
-        """Stop counting the blocks, unless the instance has computed the prompt and publishes no KV events."""
+        """Stop counting the blocks, unless the instance has computed the prompt and publishes no KV
+        events.
+        """
         cache = self._cache
         if cache is not None and (cache.has_events or not self.is_computed):
             cache.discard([each for each in self._blocks if cache.expires.pop(each, None)])
@@ -259,8 +286,8 @@ class KnownPrefixes:
     """The prefix caches of all instances, as far as this frontend knows them.
 
     Args:
-        reads_events: use the KV events of instances that publish them. A prompt that this frontend sends to such an
-            instance counts, too, until its request ends.
+        reads_events: use the KV events of instances that publish them. A prompt that this frontend
+            sends to such an instance counts, too, until its request ends.
         ttl_s: for how long a prompt counts that this frontend sends to one of the other instances.
     """
 
@@ -268,14 +295,18 @@ class KnownPrefixes:
         self.reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _Cache] = {}
-        self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)  # by model and block size
+        # by model and block size
+        self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
         self._turn = 0
         self.unsynced: set[int] = set()  # instances that must publish everything again
 
     def add_instance(self, instance: Instance) -> None:
-        """Add an instance, unless it is known. One with KV events is out of sync until it has published a snapshot."""
+        """Add an instance, unless it is known.
+
+        One with KV events is out of sync until it has published a snapshot.
+        """
         known = self._caches.get(instance.id)
         if known is not None and known.instance == instance:
             return
@@ -288,7 +319,9 @@ class KnownPrefixes:
             self.unsynced.add(instance.id)
 
     def _join_index(self, cache: _Cache, block_tokens: int) -> None:
-        index = self._indexes[cache.instance.card.name].setdefault(block_tokens, PrefixIndex(block_tokens))
+        index = self._indexes[cache.instance.card.name].setdefault(
+            block_tokens, PrefixIndex(block_tokens)
+        )
         cache.index, cache.bit = index, index.add(cache.instance)
 
     def remove_instance(self, instance_id: int) -> None:
@@ -307,7 +340,9 @@ class KnownPrefixes:
         self._caches[instance_id].clear()
 
     def on_update(self, update: KvCacheUpdate) -> None:
-        """Apply an update of an instance. If one before it is missing, the instance is out of sync until a snapshot.
+        """Apply an update of an instance.
+
+        If one before it is missing, the instance is out of sync until a snapshot.
 
         Raises:
             ValueError: the update is malformed. The instance is out of sync.
@@ -344,13 +379,17 @@ class KnownPrefixes:
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
-        """Count a prompt as cached where it is sent to, but not by a decode instance that publishes KV events."""
+        """Count a prompt as cached where it is sent to, but not by a decode instance that publishes
+        KV events.
+        """
         cache = self._caches.get(instance_id)
         is_reported = cache is not None and cache.has_events and cache.instance.role is Role.DECODE
         if cache is None or is_reported or not (hashes := prompt.of(cache.index.block_tokens)):
             return SentPrompt(cache, ())
         new, expires_s = cache.store(hashes), now + self._ttl_s
-        cache.expires.update(dict.fromkeys(new, math.inf) if cache.has_events else dict.fromkeys(hashes, expires_s))
+        cache.expires.update(
+            dict.fromkeys(new, math.inf) if cache.has_events else dict.fromkeys(hashes, expires_s)
+        )
         if not cache.has_events:
             self._sent.append(_Sent(expires_s, cache, hashes))
             self._num_sent += len(hashes)
@@ -359,8 +398,12 @@ class KnownPrefixes:
         return SentPrompt(cache, new)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
-        """Remove the oldest prompts: all above a limit of blocks, and about `budget` blocks of expired ones."""
-        while self._sent and (self._num_sent > limit or (budget > 0 and self._sent[0].expires_s <= now)):
+        """Remove the oldest prompts: all above a limit of blocks, and about `budget` blocks of
+        expired ones.
+        """
+        while self._sent and (
+            self._num_sent > limit or (budget > 0 and self._sent[0].expires_s <= now)
+        ):
             expires_s, cache, hashes = self._sent.popleft()
             self._num_sent -= len(hashes)
             budget -= len(hashes) + 1
@@ -372,10 +415,15 @@ class KnownPrefixes:
     def overlaps(self, prompt: PromptHashes, now: float) -> PrefixOverlaps:
         """Return what the instances of the prompt's model have of it."""
         if self._sent:
-            self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)  # maybe nothing is recorded any more
+            # maybe nothing is recorded any more
+            self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)
         self._turn += 1
         matches = []
         for block_tokens, index in self._indexes.get(prompt.request.model, {}).items():
-            if index.masks and (hashes := prompt.of(block_tokens)) and (levels := index.levels(hashes)):
+            if (
+                index.masks
+                and (hashes := prompt.of(block_tokens))
+                and (levels := index.levels(hashes))
+            ):
                 matches.append(_IndexMatch(index, hashes, levels))
         return PrefixOverlaps(matches, self._caches, now, self._turn)

@@ -1,4 +1,5 @@
-"""Hold the router's view of the cluster: instances by model, role and pairing key, and the pairs of them to probe.
+"""Hold the router's view of the cluster: instances by model, role and pairing key, and the pairs of
+them to probe.
 
 A pair is (prefill, decode), or (None, id) for an instance that runs aggregated requests.
 """
@@ -24,20 +25,27 @@ _T = TypeVar("_T", bound="PairGroup | ModelView")
 
 
 def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:
-    """Return the (field, value) pairs that must be equal in two instances for KV transfer between them."""
+    """Return the (field, value) pairs that must be equal in two instances for KV transfer between
+    them.
+    """
     layout = ((f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT)
     own = sorted(instance.kv_compat.items())
     return ("engine", instance.engine), ("strategy", instance.strategy), *layout, *own
 
 
 def pairing_key(instance: Instance) -> str:
-    """Return `pairing_fields` as an interned text, which each request compares for every instance."""
+    """Return `pairing_fields` as an interned text, which each request compares for every
+    instance.
+    """
     return sys.intern(repr(pairing_fields(instance)))
 
 
 @dataclass(frozen=True, slots=True)
 class PairGroup:
-    """The instances with one pairing key, sorted by id. KV transfer is possible between all of them."""
+    """The instances with one pairing key, sorted by id.
+
+    KV transfer is possible between all of them.
+    """
 
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
@@ -54,7 +62,8 @@ class PairGroup:
 class ModelView:
     """The instances of one model, sorted by id so that all frontends count alike.
 
-    A changed view shares what did not change, so that a change costs microseconds with thousands of instances.
+    A changed view shares what did not change, so that a change costs microseconds with thousands of
+    instances.
     """
 
     prefill: tuple[Instance, ...] = ()
@@ -62,20 +71,30 @@ class ModelView:
     aggregated: tuple[Instance, ...] = ()
     keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
-    # The instance whose card is in use. This is a decode or aggregated instance if there is one, because its context
-    # length limits prompt and output.
+    # The instance whose card is in use. This is a decode or aggregated instance if there is one,
+    # because its context length limits prompt and output.
     first: Instance | None = field(default=None, repr=False, compare=False)
-    paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)  # decode instances that have a partner
-    _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
-    cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of the readers
+    # decode instances that have a partner
+    paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
+    _reduced: dict[frozenset[int], ModelView] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    # of the readers
+    cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Compute per change what requests read."""
-        matching = {key: group for key, group in self.groups.items() if group.prefill and group.decode}
+        matching = {
+            key: group for key, group in self.groups.items() if group.prefill and group.decode
+        }
         if len(matching) == 1:
             (paired,) = (group.decode for group in matching.values())
         else:
-            paired = tuple(decode for decode in self.decode if self.keys[decode.id] in matching) if matching else ()
+            paired = (
+                tuple(decode for decode in self.decode if self.keys[decode.id] in matching)
+                if matching
+                else ()
+            )
         object.__setattr__(self, "paired", paired)
 
     def including(self, instance: Instance) -> ModelView:
@@ -85,14 +104,19 @@ class ModelView:
             return _including(self, instance, first=first)
         key = pairing_key(instance)
         groups = {**self.groups, key: _including(self.groups.get(key, PairGroup()), instance)}
-        return _including(self, instance, keys={**self.keys, instance.id: key}, groups=groups, first=first)
+        return _including(
+            self, instance, keys={**self.keys, instance.id: key}, groups=groups, first=first
+        )
 
     def first_of(self, pairs: Iterable[Pair]) -> Pair:
         """Return the first of `pairs` that the model has; (None, 0) if it has none."""
         return next((pair for pair in pairs if _is_pair_of(self, pair)), (None, 0))
 
     def excluding(self, ids: frozenset[int]) -> ModelView:
-        """Return the view without these instances. Results are cached, because many requests exclude the same ones."""
+        """Return the view without these instances.
+
+        Results are cached, because many requests exclude the same ones.
+        """
         if not ids:
             return self
         reduced = self._reduced.get(ids)
@@ -107,12 +131,16 @@ class ModelView:
             prefill, decode, aggregated = (
                 excluding(each, ids) for each in (self.prefill, self.decode, self.aggregated)
             )
-            reduced = self._reduced[ids] = ModelView(prefill, decode, aggregated, keys, groups, self.first)
+            reduced = self._reduced[ids] = ModelView(
+                prefill, decode, aggregated, keys, groups, self.first
+            )
         return reduced
 
     @property
     def is_complete(self) -> bool:
-        """True if a request can run: there is an aggregated worker, or a prefill and a decode worker that match."""
+        """True if a request can run: there is an aggregated worker, or a prefill and a decode
+        worker that match.
+        """
         return bool(self.aggregated or self.paired)
 
     @property
@@ -129,7 +157,9 @@ class ModelView:
 
 
 def first_of_model(instances: Iterable[Instance]) -> Instance | None:
-    """Return the first decode or aggregated instance, or the first one if there is none; None without instances."""
+    """Return the first decode or aggregated instance, or the first one if there is none; None
+    without instances.
+    """
     first = None
     for instance in instances:
         if instance.role is not Role.PREFILL:
@@ -158,10 +188,13 @@ class ClusterView:
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
     _subscribers: list[deque[Change]] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next change, then replaced
+    # set at the next change, then replaced
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def subscribe(self) -> deque[Change]:
-        """Return a queue that gets every change from now on, first the instances that are there. The caller empties it.
+        """Return a queue that gets every change from now on, first the instances that are there.
+
+        The caller empties it.
 
         Thus the cost of a change does not depend on the number of instances.
         """
@@ -173,7 +206,11 @@ class ClusterView:
         self._remove(instance.id)  # its role, model or layout may have changed
         self._instances[instance.id] = instance
         name = instance.card.name
-        self._put(name, self._models.get(name, _NO_INSTANCES).including(instance), Change(instance, is_added=True))
+        self._put(
+            name,
+            self._models.get(name, _NO_INSTANCES).including(instance),
+            Change(instance, is_added=True),
+        )
         self.notify_changed()
 
     def remove(self, instance_id: int) -> None:
@@ -186,7 +223,9 @@ class ClusterView:
             name = instance.card.name
             view = self._models[name].excluding(frozenset((instance_id,)))
             if view.first is instance:
-                members = (member for member in self._instances.values() if member.card.name == name)
+                members = (
+                    member for member in self._instances.values() if member.card.name == name
+                )
                 view = replace(view, first=first_of_model(members))
             self._put(name, view, Change(instance, is_added=False))
 
@@ -199,7 +238,10 @@ class ClusterView:
             changes.append(change)
 
     def notify_changed(self) -> None:
-        """Wake the tasks that wait for a change. Called also if only breakers changed, which changes selections."""
+        """Wake the tasks that wait for a change.
+
+        Called also if only breakers changed, which changes selections.
+        """
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -208,7 +250,9 @@ class ClusterView:
 
     def models(self) -> Mapping[str, ModelDeploymentCard]:
         """Return the card in use by model name, for every model that has an instance."""
-        return {name: card for name, view in self._models.items() if (card := view.card) is not None}
+        return {
+            name: card for name, view in self._models.items() if (card := view.card) is not None
+        }
 
     def instance(self, instance_id: int) -> Instance | None:
         return self._instances.get(instance_id)
@@ -236,7 +280,10 @@ def _including(instances: _T, added: Instance, **changes: Any) -> _T:
 
 
 def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:
-    """Return the instances without those of `ids`. Slices are copied, because a look at each would take longer."""
+    """Return the instances without those of `ids`.
+
+    Slices are copied, because a look at each would take longer.
+    """
     left: list[Instance] = []
     begin = 0
     for instance_id in sorted(each for each in ids if each is not None):
@@ -254,17 +301,23 @@ Pair: TypeAlias = tuple[int | None, int]
 
 
 def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
-    """Return the pairs of a model to probe, and (None, id) of instances that run aggregated requests.
+    """Return the pairs of a model to probe, and (None, id) of instances that run aggregated
+    requests.
 
-    They are all pairs whose settings match. Of more than MAX_PAIRS of one pairing key, they are a few per instance, and
-    those that are `quarantined`: with all of them, the probes would be the load of the deployment. The others get
-    requests without a probe of their own.
+    They are all pairs whose settings match. Of more than MAX_PAIRS of one pairing key, they are a
+    few per instance, and those that are `quarantined`: with all of them, the probes would be the
+    load of the deployment. The others get requests without a probe of their own.
     """
     pairs: dict[Pair, None] | None = view.cache.get("pairs")
     if pairs is None:
         every = (*view.prefill, *view.decode, *view.aggregated)
-        pairs = view.cache["pairs"] = dict.fromkeys(pair for each in every for pair in pairs_with(view, each))
-    return [*pairs, *(pair for pair in quarantined if pair not in pairs and _is_pair_of(view, pair))]
+        pairs = view.cache["pairs"] = dict.fromkeys(
+            pair for each in every for pair in pairs_with(view, each)
+        )
+    return [
+        *pairs,
+        *(pair for pair in quarantined if pair not in pairs and _is_pair_of(view, pair)),
+    ]
 
 
 def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
@@ -274,11 +327,17 @@ def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
     own, others = view.groups[view.keys[instance.id]].sides(instance.role)
     partners = (*_partners(instance.id, others, own), *_choosers(instance.id, own, others))
     ids = dict.fromkeys(each.id for each in partners)
-    return [(instance.id, each) if instance.role is Role.PREFILL else (each, instance.id) for each in ids]
+    return [
+        (instance.id, each) if instance.role is Role.PREFILL else (each, instance.id)
+        for each in ids
+    ]
 
 
 def new_pairs(view: ModelView, change: Change) -> list[Pair]:
-    """Return the pairs to probe that a change may have added to the view. Later changes may be in the view as well."""
+    """Return the pairs to probe that a change may have added to the view.
+
+    Later changes may be in the view as well.
+    """
     instance = change.instance
     if change.is_added:
         is_present = instance.id in view.keys or instance in view.aggregated
@@ -306,14 +365,18 @@ def is_probed(view: ModelView, pair: Pair, quarantined: Collection[Pair]) -> boo
 
 def _is_pair_of(view: ModelView, pair: Pair) -> bool:
     prefill, decode = pair
-    return prefill is not None and decode in view.keys and view.keys[decode] == view.keys.get(prefill)
+    return (
+        prefill is not None and decode in view.keys and view.keys[decode] == view.keys.get(prefill)
+    )
 
 
-def _partners(instance_id: int, others: tuple[Instance, ...], peers: tuple[Instance, ...]) -> tuple[Instance, ...]:
+def _partners(
+    instance_id: int, others: tuple[Instance, ...], peers: tuple[Instance, ...]
+) -> tuple[Instance, ...]:
     """Return the instances of the other role with which this one chooses to be probed.
 
-    Of too many pairs they are those whose ids follow its own. Ids are random, so this spreads the probes evenly, and an
-    instance that joins or leaves changes a few pairs only.
+    Of too many pairs they are those whose ids follow its own. Ids are random, so this spreads the
+    probes evenly, and an instance that joins or leaves changes a few pairs only.
     """
     if len(others) * len(peers) <= MAX_PAIRS or len(others) <= PARTNERS:
         return others
@@ -321,8 +384,12 @@ def _partners(instance_id: int, others: tuple[Instance, ...], peers: tuple[Insta
     return others[begin : begin + PARTNERS] + others[: max(0, begin + PARTNERS - len(others))]
 
 
-def _choosers(instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]) -> tuple[Instance, ...]:
-    """Return the instances of the other role that choose this one, or chose it before it left `peers`."""
+def _choosers(
+    instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]
+) -> tuple[Instance, ...]:
+    """Return the instances of the other role that choose this one, or chose it before it left
+    `peers`.
+    """
     if len(others) * len(peers) <= MAX_PAIRS or len(peers) <= PARTNERS:
         return others
     before = peers[position(peers, instance_id) - PARTNERS].id
@@ -362,7 +429,9 @@ class Cooldown:
 
     def ids(self, now: float) -> frozenset[int]:
         if self._next_until <= now:
-            self._until = {instance_id: until for instance_id, until in self._until.items() if until > now}
+            self._until = {
+                instance_id: until for instance_id, until in self._until.items() if until > now
+            }
             self._changed()
         return self._ids
 

@@ -1,1 +1,4 @@
-"""Tokenize conversations, and parse output tokens into reasoning, content and tool calls. No HTTP, no engines."""
+"""Tokenize conversations, and parse output tokens into reasoning, content and tool calls.
+
+No HTTP, no engines.
+"""

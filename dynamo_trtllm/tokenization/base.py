@@ -1,7 +1,8 @@
-"""Define what the formats share: one `Renderer` per model card, one `OutputParser` per request, and streamed text.
+"""Define what the formats share: one `Renderer` per model card, one `OutputParser` per request, and
+streamed text.
 
-The text parsers decode tokens incrementally, in complete UTF-8 characters and in linear time. `renderer_for` imports
-the libraries of a format at its first use.
+The text parsers decode tokens incrementally, in complete UTF-8 characters and in linear time.
+`renderer_for` imports the libraries of a format at its first use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dynamo_trtllm.messages import ModelDeploymentCard, TokenIds, TokenLogprob, 
 V = TypeVar("V")
 
 NO_FORCED_IDS = token_ids()
-INLINE_BYTES: Final = 128 << 10  # `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for so many words
+# `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for so many words
+INLINE_BYTES: Final = 128 << 10
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 
@@ -64,7 +66,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tools: tuple[Tool, ...] = ()
     reasoning_effort: str = "medium"  # low, medium, high
     template_args: Mapping[str, Any] = {}  # extra variables of a chat template
-    answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it
+    # JSON Schema of the answer; prompt formats that have a field for it include it
+    answer_schema: str = ""
     opens_answer: bool = True  # the prompt ends with the start of the assistant's turn
 
 
@@ -124,7 +127,8 @@ class Renderer(Protocol):
     """Tokenizer, chat template and output parsers of one model."""
 
     stop_token_ids: tuple[int, ...]  # of the chat format; sent to the engine with chat requests
-    variables: frozenset[str]  # what the template reads besides messages: "tools", "reasoning_effort", template args
+    # what the template reads besides messages: "tools", "reasoning_effort", template args
+    variables: frozenset[str]
 
     @property
     def call_stop_token_ids(self) -> tuple[int, ...]:
@@ -139,14 +143,19 @@ class Renderer(Protocol):
 
     @property
     def inline_bytes(self) -> int:
-        """The prompt of a larger body is rendered in a thread, so that it delays no other stream."""
+        """The prompt of a larger body is rendered in a thread, so that it delays no other
+        stream.
+        """
 
     @property
     def is_loaded(self) -> bool:
         """False if `preload` would raise `inline_bytes`."""
 
     def preload(self) -> None:
-        """Load what makes long prompts fast. This may take seconds; until it ends, other calls are slower."""
+        """Load what makes long prompts fast.
+
+        This may take seconds; until it ends, other calls are slower.
+        """
 
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt.
@@ -176,20 +185,24 @@ class Renderer(Protocol):
 
         Args:
             hidden: As for `text_parser`. Harmony hides all special tokens in any case.
-            forced_ids: Ids that follow the rendered prompt, as if the model had generated them. They set the initial
-                state of the parser and are not output, except that the name of a call is in the first step.
+            forced_ids: Ids that follow the rendered prompt, as if the model had generated them.
+                They set the initial state of the parser and are not output, except that the name of
+                a call is in the first step.
         """
 
     def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
-        """Return the names of the tools that the model was trained with. The format writes these in a special form."""
+        """Return the names of the tools that the model was trained with.
+
+        The format writes these in a special form.
+        """
 
     def call_header(self, tool: Tool | None) -> TokenIds | None:
         """Return ids that make the model call a tool when they follow the rendered prompt.
 
         Args:
-            tool: The tool; the output then continues with the arguments, or the text of a built-in tool. With None
-                the output continues with the name of a function, right after `to=functions.`, and the rest of the
-                header.
+            tool: The tool; the output then continues with the arguments, or the text of a built-in
+                tool. With None the output continues with the name of a function, right after
+                `to=functions.`, and the rest of the header.
 
         Returns:
             The ids, or None if the format has no such header or calls are not parsed.
@@ -199,7 +212,8 @@ class Renderer(Protocol):
         """
 
     def answer_header(self) -> tuple[str, TokenIds]:
-        """Return what the model generates right before its answer, after any reasoning, as text and as ids.
+        """Return what the model generates right before its answer, after any reasoning, as text and
+        as ids.
 
         Both are empty if the answer is the whole output.
         """
@@ -208,7 +222,8 @@ class Renderer(Protocol):
         """Return a parser for the output of a plain prompt. All text is content.
 
         Args:
-            hidden: Ids that are no text; other special tokens are shown. None: all special tokens are omitted.
+            hidden: Ids that are no text; other special tokens are shown. None: all special tokens
+                are omitted.
         """
 
 
@@ -307,12 +322,15 @@ class ServedModel:
 
     card: ModelDeploymentCard
     renderer: Renderer
-    # Whether the prompt format writes the names of messages, by role and by whether there are tools; filled on demand.
+    # Whether the prompt format writes the names of messages, by role and by whether there are
+    # tools; filled on demand.
     writes_names: dict[tuple[str, bool], bool] = field(default_factory=dict, compare=False)
 
 
 def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
-    """Create the renderer of a model card. The call takes up to 1 s, so do not run it on an event loop.
+    """Create the renderer of a model card.
+
+    The call takes up to 1 s, so do not run it on an event loop.
 
     Args:
         card: The model card; it names renderer and parsers.
@@ -324,15 +342,16 @@ def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Rende
     parsers = PARSERS.get(card.renderer)
     if parsers is None:
         raise ConfigError(
-            f"model {card.name!r} needs the renderer {card.renderer!r}; this version has only {' and '.join(PARSERS)}",
+            f"model {card.name!r} needs the renderer {card.renderer!r}; this version has only"
+            f" {' and '.join(PARSERS)}",
             field="renderer",
         )
     chosen = {name: getattr(card, name) for name in parsers}
     for name, known in parsers.items():
         if chosen[name] not in known:
             raise ConfigError(
-                f"model {card.name!r} needs the {name} {chosen[name]!r}, which the renderer {card.renderer} "
-                f"does not have; choose one of {', '.join(known)}",
+                f"model {card.name!r} needs the {name} {chosen[name]!r}, which the renderer"
+                f" {card.renderer} does not have; choose one of {', '.join(known)}",
                 field=name,
             )
     if card.renderer == "harmony":
@@ -359,15 +378,17 @@ def overlap(text: str, marker: str) -> int:
 class TokenTextCache(dict[int, StepOutput | None]):
     """The output of each token that is complete UTF-8 by itself; None for any other token.
 
-    Entries are added at first use, so the cache grows up to the size of the vocabulary. All requests of a model
-    share it.
+    Entries are added at first use, so the cache grows up to the size of the vocabulary. All
+    requests of a model share it.
 
     Args:
         token_bytes: Returns the bytes of a token.
         channel: The channel of the texts.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], channel: Channel = Channel.CONTENT) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], channel: Channel = Channel.CONTENT
+    ) -> None:
         self.token_bytes = token_bytes
         self._channel = channel
 
@@ -387,7 +408,9 @@ def text_output(text: str) -> StepOutput:
 
 
 class BytesTextParser:
-    """OutputParser for vocabularies whose tokens are byte strings, b"" if hidden; all text is content."""
+    """OutputParser for vocabularies whose tokens are byte strings, b"" if hidden; all text is
+    content.
+    """
 
     def __init__(self, token_texts: TokenTextCache) -> None:
         self._token_texts = token_texts
@@ -408,8 +431,8 @@ class BytesTextParser:
 class WindowTextParser:
     """OutputParser for vocabularies in which a token's text depends on the tokens before it.
 
-    Examples are leading spaces and byte fallback. The parser decodes a short window: the tokens of the last emitted
-    text, as context, and the tokens after them.
+    Examples are leading spaces and byte fallback. The parser decodes a short window: the tokens of
+    the last emitted text, as context, and the tokens after them.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
@@ -445,7 +468,8 @@ MIN_CACHED_CHARS: Final = 256  # encoding a shorter text is as fast as a lookup
 class TextCache(Generic[V]):
     """Thread-safe LRU cache from texts to what is made of them. Callers must not modify the values.
 
-    All clients of a process share it. Only who already has a text can learn, from the time, that it was sent before.
+    All clients of a process share it. Only who already has a text can learn, from the time, that it
+    was sent before.
 
     Args:
         make: Makes the value of a text, for example its token ids.
@@ -453,7 +477,12 @@ class TextCache(Generic[V]):
         min_chars: The values of shorter texts are made each time.
     """
 
-    def __init__(self, make: Callable[[str], V], max_bytes: int = MAX_BYTES, min_chars: int = MIN_CACHED_CHARS) -> None:
+    def __init__(
+        self,
+        make: Callable[[str], V],
+        max_bytes: int = MAX_BYTES,
+        min_chars: int = MIN_CACHED_CHARS,
+    ) -> None:
         self._make = make
         self._max_bytes = max_bytes
         self._min_chars = min_chars

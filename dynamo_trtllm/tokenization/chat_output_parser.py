@@ -1,8 +1,9 @@
-"""Parse output of models without Harmony: decode text, split reasoning from the answer, and parse tool calls.
+"""Parse output of models without Harmony: decode text, split reasoning from the answer, and parse
+tool calls.
 
-Text that is not a call, or stops being one before the call was emitted, is content. The parser is strict about the top
-level of a call's JSON object. Below it, it only matches brackets and quotes: arguments are passed on as generated, and
-the client has to validate them.
+Text that is not a call, or stops being one before the call was emitted, is content. The parser is
+strict about the top level of a call's JSON object. Below it, it only matches brackets and quotes:
+arguments are passed on as generated, and the client has to validate them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Generator
 from typing import Final, TypeAlias
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import TOOL_NAME, Channel, DeltaBuilder, OutputParser, StepOutput, overlap
+from dynamo_trtllm.tokenization.base import (
+    TOOL_NAME,
+    Channel,
+    DeltaBuilder,
+    OutputParser,
+    StepOutput,
+    overlap,
+)
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
@@ -33,7 +41,9 @@ _Parsing: TypeAlias = Generator[None, None, None]
 
 
 class _Output:
-    """The text of an output, and what was read of it. Its generators yield where they need more text.
+    """The text of an output, and what was read of it.
+
+    Its generators yield where they need more text.
 
     Those that return a value return False or "" at the first error, and consume nothing beyond it.
     """
@@ -43,12 +53,14 @@ class _Output:
         self.has_ended = False  # no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
         self.num_reasoning_texts = 0  # that it has received
-        self.is_inside = reasoning_parser == "deepseek_r1"  # reasoning: the prompt may end with its opening marker
+        # reasoning: the prompt may end with its opening marker
+        self.is_inside = reasoning_parser == "deepseek_r1"
         self.is_over = reasoning_parser == "none"  # all further text is the answer
         self.is_text = False  # all further text is content
         self._num_calls = 0  # that have begun
         self._has_begun = False  # the current call is certain
-        self._unseen: list[str] = []  # text read, but not emitted. It is content if it belongs to no call
+        # text read, but not emitted. It is content if it belongs to no call
+        self._unseen: list[str] = []
         self._name = ""
         self._keys: set[str] = set()  # of the current call
         self._arguments: list[str] = []  # read before the call was certain
@@ -82,7 +94,7 @@ class _Output:
         text, self.at = self.text[self.at :], len(self.text)
         return text
 
-    # --- reasoning -------------------------------------------------------------------------------------
+    # --- reasoning --------------------------------------------------------------------------------
 
     def _reasoning(self) -> _Parsing:
         """Emit reasoning up to </think>. White space next to the markers is omitted.
@@ -123,10 +135,12 @@ class _Output:
             self.out.add(Channel.REASONING, text)
             self.num_reasoning_texts += 1
 
-    # --- answers ---------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def _hermes_answer(self) -> _Parsing:
-        """Parse text with calls between <tool_call> and </tool_call>. White space around calls is omitted.
+        """Parse text with calls between <tool_call> and </tool_call>.
+
+        White space around calls is omitted.
 
         A call is certain once its name is read.
         """
@@ -142,7 +156,8 @@ class _Output:
     def _json_answer(self) -> _Parsing:
         """Parse one call or a list of them. Any other text is content.
 
-        A call is certain once its name and the key of its arguments are read: other JSON may have a name, too.
+        A call is certain once its name and the key of its arguments are read: other JSON may have a
+        name, too.
         """
         is_list = yield from self._skip("[", _SPACE)
         while (yield from self._call(_SPACE)):
@@ -155,7 +170,10 @@ class _Output:
         self.show_unseen()
 
     def _content(self, *, skips_space: bool) -> _Parsing:
-        """Emit text up to <tool_call>. Text that may be part of the marker is withheld, and leading white space."""
+        """Emit text up to <tool_call>.
+
+        Text that may be part of the marker is withheld, and leading white space.
+        """
         is_blank = skips_space  # joined only once, because there may be a lot of it
         while True:
             while self.at == len(self.text):
@@ -193,7 +211,7 @@ class _Output:
             held = (held + self._rest()).lstrip()
         self.text, self.at = held.removeprefix(END_TOOL_CALL), 0
 
-    # --- calls -----------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def _call(self, blanks: re.Pattern[str]) -> _Waiting:
         """Parse the object of a call, after `blanks`."""
@@ -226,13 +244,21 @@ class _Output:
             self._begin_if_certain()
             if not (yield from self._skip(":")):
                 return False
-            if not (yield from (self._value(is_argument=True) if key == "arguments" else self._plain_value(key))):
+            if not (
+                yield from (
+                    self._value(is_argument=True) if key == "arguments" else self._plain_value(key)
+                )
+            ):
                 return False
             self._begin_if_certain()
         return self._has_begun
 
     def _begin_if_certain(self) -> None:
-        if not self._has_begun and self._name and ("arguments" in self._keys or self._tool_call_parser == "hermes"):
+        if (
+            not self._has_begun
+            and self._name
+            and ("arguments" in self._keys or self._tool_call_parser == "hermes")
+        ):
             self._has_begun = True
             self._unseen.clear()
             self.out.begin_call(self._num_calls, self._name)
@@ -252,7 +278,9 @@ class _Output:
         return part
 
     def _run(self, chars: re.Pattern[str], *, is_argument: bool = False) -> str:
-        """Consume and return the run of characters that begins here, without a copy of the text after it."""
+        """Consume and return the run of characters that begins here, without a copy of the text
+        after it.
+        """
         found = chars.match(self.text, self.at)
         return self._take(self.at if found is None else found.end(), is_argument=is_argument)
 
@@ -283,7 +311,9 @@ class _Output:
         return bool(self._name) or key != "name"
 
     def _value(self, *, is_argument: bool) -> Generator[None, None, str]:
-        """Consume and return a string, a number, a literal or null; as arguments, also an object or a list."""
+        """Consume and return a string, a number, a literal or null; as arguments, also an object or
+        a list.
+        """
         char = yield from self._peek()
         if char == '"' or (is_argument and char in _CLOSERS):
             return (yield from self._delimited(is_argument=is_argument))
@@ -327,10 +357,16 @@ class ChatOutputParser:
     """
 
     def __init__(
-        self, text: OutputParser, *, reasoning_parser: str, tool_call_parser: str, forced_ids: TokenIds
+        self,
+        text: OutputParser,
+        *,
+        reasoning_parser: str,
+        tool_call_parser: str,
+        forced_ids: TokenIds,
     ) -> None:
         self._text = text
-        # The generator refers to the output, which does not refer to it: a cycle would keep the text in memory.
+        # The generator refers to the output, which does not refer to it: a cycle would keep the
+        # text in memory.
         self._output = _Output(reasoning_parser, tool_call_parser)
         self._parsing = self._output.parse()
         self._is_plain = False  # all further text is content, and none waits
@@ -361,7 +397,8 @@ class ChatOutputParser:
             num_texts, was_inside = output.num_reasoning_texts, output.is_inside
             self._push(self._text.push(token_ids[at : at + 1]))
             if (was_inside and output.is_inside) or output.num_reasoning_texts > num_texts:
-                output.out.reasoning_tokens += 1  # inside the markers, or with a part of the reasoning text
+                # inside the markers, or with a part of the reasoning text
+                output.out.reasoning_tokens += 1
             at += 1
         if at < len(token_ids):
             self._push(self._text.push(token_ids[at:]))

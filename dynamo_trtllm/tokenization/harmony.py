@@ -1,8 +1,9 @@
-"""Render Harmony, the prompt format of gpt-oss: control tokens, and between them texts, which fastokens encodes.
+"""Render Harmony, the prompt format of gpt-oss: control tokens, and between them texts, which
+fastokens encodes.
 
-BPE merges never cross a control token. So texts that are encoded separately give the same ids as a whole message that
-openai-harmony renders. Its encoder does not get text of clients: it is three times slower, holds the GIL, and its cost
-is quadratic in the length of a word.
+BPE merges never cross a control token. So texts that are encoded separately give the same ids as a
+whole message that openai-harmony renders. Its encoder does not get text of clients: it is three
+times slower, holds the GIL, and its cost is quadratic in the length of a word.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class HarmonyRenderer:
         self._channel_texts = {each: TokenTextCache(token_bytes, each) for each in channels}
         self._header = functools.lru_cache(maxsize=64)(self._make_header)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
-        self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
+        self._assistant_start = self._harmony.encode(
+            "<|start|>assistant", allowed_special={"<|start|>"}
+        )
 
     @property
     def inline_bytes(self) -> int:
@@ -93,18 +96,27 @@ class HarmonyRenderer:
             ids = self._system_ids(conversation)
             for message in conversation_messages(conversation):
                 self._append(ids, message)
-        except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
-            raise InvalidRequest(f"the conversation can't be rendered: {exc}", field="messages") from exc
+        # ValueError: a schema too deep for its JSON
+        except (oh.HarmonyError, ValueError, RecursionError) as exc:
+            raise InvalidRequest(
+                f"the conversation can't be rendered: {exc}", field="messages"
+            ) from exc
         if conversation.opens_answer:
             ids.extend(self._assistant_start)
         return ids
 
     def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
-        """Tokenize plain text. Special tokens in it are encoded as text. No prompt begins with one."""
+        """Tokenize plain text.
+
+        Special tokens in it are encoded as text. No prompt begins with one.
+        """
         return self._tokenizer.encode(text)
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
+        """Return the text of the ids, special tokens included.
+
+        Raise InvalidRequest for an unknown id.
+        """
         return self._tokenizer.decode(token_ids)
 
     def token_texts(self, token_ids: TokenIds) -> list[str]:
@@ -131,7 +143,9 @@ class HarmonyRenderer:
             return self._control_text("<|channel|>commentary to=functions.")
         _check_name(tool.name, "tool_choice")
         if harmony_builtins.is_builtin(tool):
-            return self._header_end(harmony_builtins.CHANNEL, f" to={tool.name}", harmony_builtins.CONTENT_TYPE)
+            return self._header_end(
+                harmony_builtins.CHANNEL, f" to={tool.name}", harmony_builtins.CONTENT_TYPE
+            )
         return self._header_end("commentary", f" to=functions.{tool.name}", "json")
 
     def answer_header(self) -> tuple[str, TokenIds]:
@@ -144,21 +158,32 @@ class HarmonyRenderer:
         if hidden is None:
             return BytesTextParser(self._token_texts)
         all_bytes = self._tokenizer.all_bytes
-        return BytesTextParser(TokenTextCache(lambda token_id: b"" if token_id in hidden else all_bytes(token_id)))
+        return BytesTextParser(
+            TokenTextCache(lambda token_id: b"" if token_id in hidden else all_bytes(token_id))
+        )
 
     def _system_ids(self, conversation: Conversation) -> TokenIds:
-        """Return the token ids of the system message. A client's description of Python replaces that of Harmony."""
+        """Return the token ids of the system message.
+
+        A client's description of Python replaces that of Harmony.
+        """
         builtins = self.builtin_tools(conversation.tools)
         has_functions = len(builtins) < len(conversation.tools)
-        ids = token_ids(self._system(conversation.reasoning_effort, self.today(), builtins, has_functions))
-        description = next((tool.description for tool in conversation.tools if tool.name == PYTHON), "")
+        ids = token_ids(
+            self._system(conversation.reasoning_effort, self.today(), builtins, has_functions)
+        )
+        description = next(
+            (tool.description for tool in conversation.tools if tool.name == PYTHON), ""
+        )
         if not description or PYTHON not in builtins:
             return ids
         begin = ids.index(harmony_parser.MESSAGE) + 1
         text = self.decode(ids[begin:-1]).replace(harmony_builtins.PYTHON_DESCRIPTION, description)
         return ids[:begin] + self._token_cache.get(text) + ids[-1:]
 
-    def _make_system(self, effort: str, today: date, builtins: frozenset[str], has_functions: bool) -> list[int]:
+    def _make_system(
+        self, effort: str, today: date, builtins: frozenset[str], has_functions: bool
+    ) -> list[int]:
         options = oh.RenderOptions(conversation_has_function_tools=has_functions)
         ids: list[int] = self._harmony.render(system_message(effort, today, builtins), options)
         return ids
@@ -169,16 +194,25 @@ class HarmonyRenderer:
         if role == oh.Role.DEVELOPER:
             text = self._developer_texts.text(text, tools)
         ids.extend(self._token_cache.get(text))
-        ids.append(harmony_parser.CALL if role == oh.Role.ASSISTANT and message.recipient else harmony_parser.END)
+        ids.append(
+            harmony_parser.CALL
+            if role == oh.Role.ASSISTANT and message.recipient
+            else harmony_parser.END
+        )
 
     def _make_header(
-        self, role: oh.Role, author: str | None, recipient: str | None, channel: str | None, content_type: str | None
+        self,
+        role: oh.Role,
+        author: str | None,
+        recipient: str | None,
+        channel: str | None,
+        content_type: str | None,
     ) -> TokenIds:
         """Return what precedes the text of a message, in the order of OpenAI's guide to Harmony.
 
-        A call has its recipient after the channel, as gpt-oss writes it: so the next prompt repeats the tokens of the
-        call. All other messages have it before. openai-harmony and its fork oss-harmony differ here, from the guide
-        and from each other, so neither may decide.
+        A call has its recipient after the channel, as gpt-oss writes it: so the next prompt repeats
+        the tokens of the call. All other messages have it before. openai-harmony and its fork
+        oss-harmony differ here, from the guide and from each other, so neither may decide.
         """
         sender = role.value
         if author is not None:
@@ -194,7 +228,10 @@ class HarmonyRenderer:
         return ids
 
     def _header_end(self, channel: str, address: str, content_type: str | None) -> TokenIds:
-        """Return the end of a header, from the channel on. Content types are marked, except that of built-in tools."""
+        """Return the end of a header, from the channel on.
+
+        Content types are marked, except that of built-in tools.
+        """
         ids = token_ids([harmony_parser.CHANNEL])
         if content_type is None:
             ids.extend(self.encode(channel + address))
@@ -208,7 +245,10 @@ class HarmonyRenderer:
 
 
 class HarmonyMessage(NamedTuple):
-    """A message after the system message. To create an `oh.Message` instead takes a third of the time of a prompt."""
+    """A message after the system message.
+
+    To create an `oh.Message` instead takes a third of the time of a prompt.
+    """
 
     role: oh.Role
     text: str  # of a developer message: its instructions
@@ -220,20 +260,34 @@ class HarmonyMessage(NamedTuple):
 
 
 def system_message(effort: str, today: date, builtins: frozenset[str] = frozenset()) -> oh.Message:
-    """Return the first message of a prompt, with the built-in tools of these names. Raise UnsupportedParameter."""
+    """Return the first message of a prompt, with the built-in tools of these names.
+
+    Raise UnsupportedParameter.
+    """
     known = _EFFORTS.get(effort)
     if known is None:
         raise UnsupportedParameter(
             f"reasoning_effort {effort!r} is not supported by Harmony; use low, medium or high",
             field="reasoning_effort",
         )
-    system = oh.SystemContent.new().with_reasoning_effort(known).with_conversation_start_date(today.isoformat())
-    return oh.Message.from_role_and_content(oh.Role.SYSTEM, harmony_builtins.add_to(system, builtins))
+    system = (
+        oh.SystemContent.new()
+        .with_reasoning_effort(known)
+        .with_conversation_start_date(today.isoformat())
+    )
+    return oh.Message.from_role_and_content(
+        oh.Role.SYSTEM, harmony_builtins.add_to(system, builtins)
+    )
 
 
 def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage]:
-    """Yield the Harmony messages of a conversation in order, after the system message. Raise InvalidRequest."""
-    leading = list(takewhile(lambda message: message.role in ("system", "developer"), conversation.messages))
+    """Yield the Harmony messages of a conversation in order, after the system message.
+
+    Raise InvalidRequest.
+    """
+    leading = list(
+        takewhile(lambda message: message.role in ("system", "developer"), conversation.messages)
+    )
     texts = [message.content for message in leading if message.content]
     if conversation.answer_schema:
         texts.append(f"{_FORMATS}\n\n{conversation.answer_schema}")
@@ -249,7 +303,10 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
 
 
 def _is_answer(message: Message) -> bool:
-    """Return whether a message ends the model's turn. One with only reasoning or a preamble was cut off."""
+    """Return whether a message ends the model's turn.
+
+    One with only reasoning or a preamble was cut off.
+    """
     if message.role != "assistant" or message.tool_calls:
         return False
     return bool(message.content or not (message.reasoning or message.preamble))
@@ -269,13 +326,18 @@ class _Address(NamedTuple):
 
 
 def _turn(
-    message: Message, addresses: dict[str, _Address], functions: frozenset[str], *, keep_reasoning: bool
+    message: Message,
+    addresses: dict[str, _Address],
+    functions: frozenset[str],
+    *,
+    keep_reasoning: bool,
 ) -> Iterator[HarmonyMessage]:
     """Yield the Harmony messages of one message.
 
     Args:
         message: The message.
-        addresses: Those of the earlier tool calls, by the ids of the calls. The calls of this message are added.
+        addresses: Those of the earlier tool calls, by the ids of the calls. The calls of this
+            message are added.
         functions: Names of the request's tools that are not built-in.
         keep_reasoning: Include the reasoning of an assistant message without an answer.
     """
@@ -290,7 +352,9 @@ def _turn(
             if message.preamble:
                 yield HarmonyMessage(oh.Role.ASSISTANT, message.preamble, channel="commentary")
             if message.content or is_answer:
-                yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel="commentary" if calls else "final")
+                yield HarmonyMessage(
+                    oh.Role.ASSISTANT, message.content, channel="commentary" if calls else "final"
+                )
             for call in calls:
                 sent = _call(call, functions)
                 yield sent
@@ -299,15 +363,19 @@ def _turn(
             address = addresses.get(message.tool_call_id or "")
             if address is None:
                 raise InvalidRequest(
-                    f"tool_call_id {message.tool_call_id!r} does not match a tool call of an earlier assistant message",
+                    f"tool_call_id {message.tool_call_id!r} does not match a tool call of an"
+                    " earlier assistant message",
                     field="messages",
                 )
-            yield HarmonyMessage(oh.Role.TOOL, message.content, address.recipient, "assistant", address.channel)
+            yield HarmonyMessage(
+                oh.Role.TOOL, message.content, address.recipient, "assistant", address.channel
+            )
         case "system" | "developer":
             yield _developer(message.content)
         case role:
             raise InvalidRequest(
-                f"unknown role {role!r}; use system, developer, user, assistant or tool", field="messages"
+                f"unknown role {role!r}; use system, developer, user, assistant or tool",
+                field="messages",
             )
 
 
@@ -317,11 +385,15 @@ def _call(call: ToolCall, functions: frozenset[str]) -> HarmonyMessage:
     text = harmony_builtins.call_text(call, functions)
     if text is None:
         recipient = f"functions.{call.name}"
-        return HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json")
+        return HarmonyMessage(
+            oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json"
+        )
     channel, content_type = harmony_builtins.CHANNEL, harmony_builtins.CONTENT_TYPE
     return HarmonyMessage(oh.Role.ASSISTANT, text, None, call.name, channel, content_type)
 
 
 def _check_name(name: str, field: str) -> None:
     if TOOL_NAME.match(name) is None:
-        raise InvalidRequest(f"tool name {name!r} is not valid; use letters, digits, '_', '-' and '.'", field=field)
+        raise InvalidRequest(
+            f"tool name {name!r} is not valid; use letters, digits, '_', '-' and '.'", field=field
+        )

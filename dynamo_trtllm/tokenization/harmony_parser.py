@@ -1,6 +1,7 @@
 """Parse Harmony output into deltas: reasoning, commentary, the final text and function calls.
 
-The parser accepts any output of a model without an error, omits all markers, and withholds at most one message header.
+The parser accepts any output of a model without an error, omits all markers, and withholds at most
+one message header.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm import text_input
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Channel, DeltaBuilder, StepOutput, TokenTextCache
+from dynamo_trtllm.tokenization.base import (
+    NO_FORCED_IDS,
+    TOOL_NAME,
+    Channel,
+    DeltaBuilder,
+    StepOutput,
+    TokenTextCache,
+)
 from dynamo_trtllm.tokenization.harmony_builtins import PYTHON
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL, NAMED_SPECIALS
 
@@ -24,7 +32,9 @@ _NO_TOOLS: Final = frozenset(("all", "user", ASSISTANT))  # recipients that are 
 
 
 class Header(NamedTuple):
-    """Role, channel, recipient and content type of a message header; empty if the header does not have it."""
+    """Role, channel, recipient and content type of a message header; empty if the header does not
+    have it.
+    """
 
     role: str = ASSISTANT
     channel: str = ""
@@ -41,18 +51,26 @@ class Header(NamedTuple):
 
     @property
     def is_text_call(self) -> bool:
-        """Return whether the body of a call is a text, not JSON: gpt-oss was trained to send code to `python`."""
+        """Return whether the body of a call is a text, not JSON: gpt-oss was trained to send code
+        to `python`.
+        """
         return self.recipient == PYTHON and self.content_type != "json"
 
     @property
     def is_commentary(self) -> bool:
-        """Return whether the text is not the answer: it is for a tool, or in the channel for preambles."""
+        """Return whether the text is not the answer: it is for a tool, or in the channel for
+        preambles.
+        """
         is_for_tool = self.recipient not in {"", *_NO_TOOLS}
         return self.role == ASSISTANT and (self.channel == "commentary" or is_for_tool)
 
     @property
     def is_reasoning(self) -> bool:
-        return self.role == ASSISTANT and self.channel == "analysis" and self.recipient in {"", *_NO_TOOLS}
+        return (
+            self.role == ASSISTANT
+            and self.channel == "analysis"
+            and self.recipient in {"", *_NO_TOOLS}
+        )
 
 
 def _is_recipient(word: str) -> bool:
@@ -60,11 +78,13 @@ def _is_recipient(word: str) -> bool:
 
 
 RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
-    NAMED_SPECIALS[f"<|{name}|>"] for name in ("return", "constrain", "channel", "start", "end", "message", "call")
+    NAMED_SPECIALS[f"<|{name}|>"]
+    for name in ("return", "constrain", "channel", "start", "end", "message", "call")
 )
 STOPS: Final[tuple[int, ...]] = (RETURN, CALL)  # tokens that end an answer or a call
 _ENDS: Final = frozenset((*STOPS, END))
-_MAX_HEADER_TOKENS: Final = 288  # longer text is not a header: names of tools have 256 characters at most
+# longer text is not a header: names of tools have 256 characters at most
+_MAX_HEADER_TOKENS: Final = 288
 _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
@@ -94,7 +114,8 @@ class HarmonyParser:
     Text that is not valid Harmony becomes final text, without control tokens. This applies to
     invalid, overlong and unfinished headers, and to text between messages. Calls without a valid
     name are text, too. The code of a call of `python` becomes the arguments of a function.
-    A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
+    A header that the end of the output cuts off is dropped if it may be the beginning of a valid
+    one.
 
     Args:
         texts: Token texts of the vocabulary, by their channel. Control tokens have none.
@@ -116,7 +137,8 @@ class HarmonyParser:
         self._reasoning = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        self._token_texts: TokenTextCache | None = None  # fast path for a token that continues the current body
+        # fast path for a token that continues the current body
+        self._token_texts: TokenTextCache | None = None
         self._position = _Position.HEADER
         self._header: list[int] = []
         self._blanks = 0  # in the header
@@ -176,7 +198,8 @@ class HarmonyParser:
             self._end_header()
         elif self._position is _Position.HEADER and token_id in (CHANNEL, CONSTRAIN):
             self._header.append(token_id)
-        elif token_id in (START, CHANNEL):  # a new message; the model may omit the end marker or the start marker
+        # a new message; the model may omit the end marker or the start marker
+        elif token_id in (START, CHANNEL):
             self._end_message()
             self._position = _Position.HEADER
             self._header = [token_id]
@@ -184,13 +207,18 @@ class HarmonyParser:
             self._end_message()
 
     def _can_be_header(self) -> bool:
-        """Return False if the text before the first control token can't become a recipient, or is not a header.
+        """Return False if the text before the first control token can't become a recipient, or is
+        not a header.
 
         Text with a new line, too many words or too many tokens is not a header.
         """
         newest = self._token_bytes(self._header[-1])
         self._blanks += newest.startswith(b" ")
-        if b"\n" in newest or self._blanks > _MAX_HEADER_BLANKS or len(self._header) > _MAX_HEADER_TOKENS:
+        if (
+            b"\n" in newest
+            or self._blanks > _MAX_HEADER_BLANKS
+            or len(self._header) > _MAX_HEADER_TOKENS
+        ):
             return False
         if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
             return True
@@ -216,7 +244,8 @@ class HarmonyParser:
             self._position = _Position.COMMENTARY if header.is_commentary else _Position.FINAL
 
     def _read_header(self) -> Header | None:
-        """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None: they are no header.
+        """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None:
+        they are no header.
 
         The sender begins with the role if `<|start|>` precedes it.
         """
@@ -229,8 +258,13 @@ class HarmonyParser:
                 return None
             elif token_id != START:
                 control, parts[token_id] = token_id, []
-        words = {control: self._bytes(ids).decode(errors="replace").split() for control, ids in parts.items()}
-        sent, addressed, content_type = (words.get(control, []) for control in (START, CHANNEL, CONSTRAIN))
+        words = {
+            control: self._bytes(ids).decode(errors="replace").split()
+            for control, ids in parts.items()
+        }
+        sent, addressed, content_type = (
+            words.get(control, []) for control in (START, CHANNEL, CONSTRAIN)
+        )
         role = sent.pop(0) if sent and self._header[0] == START else ASSISTANT
         channel = addressed.pop(0) if addressed else ""
         recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
@@ -242,7 +276,9 @@ class HarmonyParser:
         return Header(role, channel, "".join(recipients), "".join(content_type or others))
 
     def _is_cut_header(self) -> bool:
-        """Return True if the withheld tokens are the beginning of a header that the end of the output cut off."""
+        """Return True if the withheld tokens are the beginning of a header that the end of the
+        output cut off.
+        """
         header = self._read_header()
         if header is None or not ASSISTANT.startswith(header.role):
             return False

@@ -1,7 +1,9 @@
-"""Render the text of Harmony developer messages: instructions, and tools as TypeScript, as openai-harmony does.
+"""Render the text of Harmony developer messages: instructions, and tools as TypeScript, as
+openai-harmony does.
 
-openai-harmony translates the schemas but returns only token ids. Its encoder holds the GIL, and its cost is quadratic
-in the length of a word. So it renders a few tools at a time, with placeholders instead of the client's strings.
+openai-harmony translates the schemas but returns only token ids. Its encoder holds the GIL, and its
+cost is quadratic in the length of a word. So it renders a few tools at a time, with placeholders
+instead of the client's strings.
 """
 
 from __future__ import annotations
@@ -34,14 +36,19 @@ class DeveloperTexts:
     def __init__(self, harmony: oh.HarmonyEncoding) -> None:
         self._harmony = harmony
         empty = harmony.render(oh.Message.from_role_and_content(oh.Role.DEVELOPER, ""))
-        self._text_at = len(empty) - 1  # index of the first token after the header of a developer message
-        self._instructions = self._rendered(oh.DeveloperContent.new().with_instructions(_INSTRUCTIONS))
+        # index of the first token after the header of a developer message
+        self._text_at = len(empty) - 1
+        self._instructions = self._rendered(
+            oh.DeveloperContent.new().with_instructions(_INSTRUCTIONS)
+        )
         tool = oh.ToolDescription.new("tool", "", None)
         self._head, _, self._tail = self._rendered(_content([tool])).partition(_EMPTY_TYPE)
         self._tool_texts = TextCache(self._tool_text, _CACHED_BYTES, min_chars=0)
 
     def text(self, instructions: str, tools: Sequence[Tool]) -> str:
-        """Return the text of a message with these instructions and tools. The cost is linear in its size.
+        """Return the text of a message with these instructions and tools.
+
+        The cost is linear in its size.
 
         Raises:
             oh.HarmonyError: A schema can't be translated.
@@ -51,7 +58,9 @@ class DeveloperTexts:
         if instructions:
             parts.append(self._instructions.replace(_INSTRUCTIONS, instructions))
         if tools:
-            described = json.dumps([(tool.name, tool.description, dict(tool.parameters) or None) for tool in tools])
+            described = json.dumps(
+                [(tool.name, tool.description, dict(tool.parameters) or None) for tool in tools]
+            )
             parts.append(self._head + self._tool_texts.get(described) + self._tail)
         return "\n\n".join(parts)
 
@@ -64,7 +73,9 @@ class DeveloperTexts:
         for name, description, parameters in tools:
             lines = _lines(description)
             description = placeholders.new("\n// ".join(lines)) if lines else ""
-            batch.append(oh.ToolDescription.new(name, description, placeholders.put_into(parameters)))
+            batch.append(
+                oh.ToolDescription.new(name, description, placeholders.put_into(parameters))
+            )
             if placeholders.num_values > _BATCH_VALUES:
                 yield self._batch(batch, placeholders)
                 batch, placeholders = [], _Placeholders()
@@ -84,8 +95,9 @@ class DeveloperTexts:
 class _Placeholders:
     """Placeholders for the strings of one batch of tools.
 
-    openai-harmony writes most strings unchanged and some as JSON. The quotation mark in a placeholder shows which: JSON
-    escapes it. openai-harmony also checks whether a type contains "null", so the placeholder of such a string does too.
+    openai-harmony writes most strings unchanged and some as JSON. The quotation mark in a
+    placeholder shows which: JSON escapes it. openai-harmony also checks whether a type contains
+    "null", so the placeholder of such a string does too.
     """
 
     def __init__(self) -> None:
@@ -95,11 +107,15 @@ class _Placeholders:
     def new(self, string: str) -> str:
         """Return the placeholder of the string."""
         if string not in self._known:
-            self._known[string] = f'{_MARK}{len(self._known)}{"null" if "null" in string else ""}"{_MARK}'
+            self._known[string] = (
+                f'{_MARK}{len(self._known)}{"null" if "null" in string else ""}"{_MARK}'
+            )
         return self._known[string]
 
     def put_into(self, value: Any) -> Any:
-        """Return a copy of the JSON value in which all strings are short; equal strings stay equal."""
+        """Return a copy of the JSON value in which all strings are short; equal strings stay
+        equal.
+        """
         self.num_values += 1
         if isinstance(value, str):
             return self._short(value)

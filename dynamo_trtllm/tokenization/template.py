@@ -1,4 +1,6 @@
-"""Render prompts for models with a `tokenizer.json` and a Jinja chat template, which runs in a sandbox."""
+"""Render prompts for models with a `tokenizer.json` and a Jinja chat template, which runs in a
+sandbox.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,21 @@ from dynamo_trtllm.tokenization.chat_output_parser import (
 from dynamo_trtllm.tokenization.tokenizer import TOKENIZER, load_json_tokenizer
 
 # errors that a template can raise for a conversation that it does not support
-_TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+_TEMPLATE_FAULTS: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks assistant text for training. Here it only renders its body."""
+    """The tag `{% generation %}`, which marks assistant text for training.
+
+    Here it only renders its body.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -62,14 +74,18 @@ class _Budget(threading.local):
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox with a limit for the steps of a rendering. Each value that a template reads is a step.
+    """A sandbox with a limit for the steps of a rendering.
 
-    Some models' templates look at all earlier messages for each message, or add texts to a growing one. They would
-    render a body of 1 MB for minutes, on a thread that can't be ended.
+    Each value that a template reads is a step.
+
+    Some models' templates look at all earlier messages for each message, or add texts to a growing
+    one. They would render a body of 1 MB for minutes, on a thread that can't be ended.
     """
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
         self._budget = _Budget()
         self.filters["tojson"] = self._to_json
         self.globals["raise_exception"] = _raise_exception
@@ -82,7 +98,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute or item. Raises InvalidRequest if there is no step left."""
         if type(obj) is Namespace and not attribute.startswith("_"):
-            # It has only what the template stored in it. The checks of the sandbox take ten times as long.
+            # It has only what the template stored in it. The checks of the sandbox take ten times
+            # as long.
             try:
                 value = getattr(obj, attribute)
             except AttributeError:
@@ -100,7 +117,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._count(value)
         return value
 
-    def _to_json(self, value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    def _to_json(
+        self, value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    ) -> str:
         """Convert to JSON as Jinja's `tojson` filter does, but without HTML escapes."""
         text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
         self._count(text)
@@ -113,8 +132,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._budget.steps -= steps
         if self._budget.steps < 0:
             raise InvalidRequest(
-                f"the model's chat template takes more than {MAX_TEMPLATE_STEPS} steps for these messages and tools; "
-                "send fewer of them",
+                f"the model's chat template takes more than {MAX_TEMPLATE_STEPS} steps for these"
+                " messages and tools; send fewer of them",
                 field="messages",
             )
 
@@ -127,11 +146,14 @@ _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_TEMPLATE_STEPS: Final = 1_000_000  # 20,000 messages take 60,000 with a simple template
-_LENGTH_OF_A_STEP: Final = 4096  # a text or list counts as one more step for each so many characters or entries
-MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
+# a text or list counts as one more step for each so many characters or entries
+_LENGTH_OF_A_STEP: Final = 4096
+# in all tool calls of a conversation; each value is an object in memory
+MAX_ARGUMENT_VALUES: Final = 100_000
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
 _THINK_MARKERS: Final = (THINK, END_THINK)
-_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {  # that a parser must see even if they are special tokens
+# that a parser must see even if they are special tokens
+_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     "basic": _THINK_MARKERS,
     "deepseek_r1": _THINK_MARKERS,
     "hermes": (TOOL_CALL, END_TOOL_CALL),
@@ -142,7 +164,8 @@ _MARKERS: Final[Mapping[str, tuple[str, ...]]] = {  # that a parser must see eve
 class ChatTemplateRenderer:
     """Renderer for models with a chat template.
 
-    Special tokens in a message become special tokens, because templates produce text; `encode` keeps them as text.
+    Special tokens in a message become special tokens, because templates produce text; `encode`
+    keeps them as text.
 
     Args:
         files: Contents of the model's files by name.
@@ -166,8 +189,11 @@ class ChatTemplateRenderer:
     def __post_init__(self, files: Mapping[str, bytes]) -> None:
         self._tokenizer, self._is_byte_level = load_json_tokenizer(_required(files, TOKENIZER))
         config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
-        self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
-        self._templates: dict[str, jinja2.Template] = {}  # by name: `default`, and `tool_use` for requests with tools
+        self._variables = {
+            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")
+        }
+        # by name: `default`, and `tool_use` for requests with tools
+        self._templates: dict[str, jinja2.Template] = {}
         self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
         environment = self._environment = _BoundedEnvironment()
         for name, source in _template_sources(files.get(CHAT_TEMPLATE), config).items():
@@ -195,11 +221,19 @@ class ChatTemplateRenderer:
         """Return the token ids of the prompt.
 
         Raises:
-            InvalidRequest: The template rejects the messages, or tool calls have too many values or levels.
+            InvalidRequest: The template rejects the messages, or tool calls have too many values or
+                levels.
         """
         _check_arguments(conversation)
         tools = [
-            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+            {
+                "type": "function",
+                "function": {
+                    "name": t.name,
+                    "description": t.description,
+                    "parameters": t.parameters,
+                },
+            }
             for t in conversation.tools
         ]
         variables = {
@@ -210,14 +244,18 @@ class ChatTemplateRenderer:
             "tools": tools or None,
             "add_generation_prompt": conversation.opens_answer,
         }
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        template = (self._templates.get("tool_use") if tools else None) or self._templates.get(
+            "default"
+        )
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         self._environment.begin()
         try:
             text = template.render(variables)
         except _TEMPLATE_FAULTS as exc:
-            raise InvalidRequest(f"the model's chat template rejected the messages: {exc}", field="messages") from exc
+            raise InvalidRequest(
+                f"the model's chat template rejected the messages: {exc}", field="messages"
+            ) from exc
         return self._tokenizer.encode(text)
 
     def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
@@ -247,13 +285,16 @@ class ChatTemplateRenderer:
     def call_header(self, tool: Tool | None) -> TokenIds | None:
         """Return the token ids that force a call of the tool.
 
-        None: no tool is given, the format of calls is unknown, or reasoning comes first (`deepseek_r1`).
+        None: no tool is given, the format of calls is unknown, or reasoning comes first
+        (`deepseek_r1`).
         """
         opening = _CALL_OPENINGS.get(self.tool_call_parser)
         if tool is None or opening is None or self.reasoning_parser == "deepseek_r1":
             return None
         if TOOL_NAME.match(tool.name) is None:
-            raise InvalidRequest(f"tool name {tool.name!r} can't be forced: use letters, digits, '_', '-' and '.'")
+            raise InvalidRequest(
+                f"tool name {tool.name!r} can't be forced: use letters, digits, '_', '-' and '.'"
+            )
         return self._tokenizer.encode(f'{opening}{{"name": "{tool.name}", "arguments":')
 
     @property
@@ -262,7 +303,8 @@ class ChatTemplateRenderer:
 
     def answer_header(self) -> tuple[str, TokenIds]:
         if self.reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
-            return "", token_ids()  # a marker of several tokens can't be matched among the ids of an output
+            # a marker of several tokens can't be matched among the ids of an output
+            return "", token_ids()
         return END_THINK, self._tokenizer.encode(END_THINK)
 
     def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
@@ -300,30 +342,42 @@ def _message(message: Message) -> dict[str, Any]:
         shown["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         shown["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _arguments(c.arguments)}}
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.name, "arguments": _arguments(c.arguments)},
+            }
             for c in message.tool_calls
         ]
     return shown
 
 
 def _check_arguments(conversation: Conversation) -> None:
-    """Reject arguments with too many values. The count of `,`, `[` and `{`, even inside strings, is the estimate."""
+    """Reject arguments with too many values.
+
+    The count of `,`, `[` and `{`, even inside strings, is the estimate.
+    """
     texts = [call.arguments for message in conversation.messages for call in message.tool_calls]
     count = sum(text.count(mark) for text in texts for mark in ",[{")
     if count > MAX_ARGUMENT_VALUES:
         raise InvalidRequest(
-            f"the arguments of all tool calls have {count} values (estimated by counting ',', '[' and '{{'); "
-            f"at most {MAX_ARGUMENT_VALUES} are allowed; remove older calls",
+            f"the arguments of all tool calls have {count} values (estimated by counting ',', '['"
+            f" and '{{'); at most {MAX_ARGUMENT_VALUES} are allowed; remove older calls",
             field="messages",
         )
 
 
 def _arguments(text: str) -> object:
-    """Parse JSON arguments, because templates expect an object. Return text that is not JSON unchanged."""
+    """Parse JSON arguments, because templates expect an object.
+
+    Return text that is not JSON unchanged.
+    """
     try:
         return json.loads(text)
     except RecursionError as exc:
-        raise InvalidRequest("the arguments of a tool call are nested too deeply", field="messages") from exc
+        raise InvalidRequest(
+            "the arguments of a tool call are nested too deeply", field="messages"
+        ) from exc
     except ValueError:
         return text
 
@@ -346,14 +400,19 @@ def _json_object(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str:
-    """Return the text of a token in tokenizer_config.json, which is a string, an object with `content`, or null."""
+    """Return the text of a token in tokenizer_config.json, which is a string, an object with
+    `content`, or null.
+    """
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
 
 
 def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name. The template file overrides the entry in tokenizer_config.json."""
+    """Return the templates by name.
+
+    The template file overrides the entry in tokenizer_config.json.
+    """
     try:
         if file is not None:
             return {"default": file.decode()}
@@ -367,4 +426,6 @@ def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{CHAT_TEMPLATE} is not UTF-8: {exc}") from exc
     except (TypeError, KeyError) as exc:
-        raise ConfigError(f"chat_template in {TOKENIZER_CONFIG} must list objects with name and template") from exc
+        raise ConfigError(
+            f"chat_template in {TOKENIZER_CONFIG} must list objects with name and template"
+        ) from exc

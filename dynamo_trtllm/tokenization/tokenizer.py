@@ -1,7 +1,8 @@
-"""Tokenize text with fastokens, and with the library tokenizers where fastokens does not support a model.
+"""Tokenize text with fastokens, and with the library tokenizers where fastokens does not support a
+model.
 
-fastokens is ten to forty times faster. Each thread that encodes with it takes 32 MiB for a cache of words, and up to
-110 MiB after much varied text.
+fastokens is ten to forty times faster. Each thread that encodes with it takes 32 MiB for a cache of
+words, and up to 110 MiB after much varied text.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ TOKENIZER: Final = "tokenizer.json"
 _MAX_RUN_CHARS: Final = 1_000_000
 
 
-# Characters that end a word: blanks, digits, and punctuation of ASCII and Chinese. All others count as parts of words,
-# also marks, such as the vowels of Thai and Hindi, and characters that `re` does not know.
+# Characters that end a word: blanks, digits, and punctuation of ASCII and Chinese. All others count
+# as parts of words, also marks, such as the vowels of Thai and Hindi, and characters that `re` does
+# not know.
 _WORD_ENDS: Final = r"\s\d!-/:-@\[-`{-~\u201c\u201d\u3001\u3002\u300a-\u300f\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
 
 
 def run_finder(chars: int) -> Callable[[str], bool]:
-    """Return a function that tells whether a text has a long word, or a long run of blanks or other characters.
+    """Return a function that tells whether a text has a long word, or a long run of blanks or other
+    characters.
 
-    A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are matched at multiples
-    only, in linear time. New lines count as blanks and as other characters, because "/" and new lines are one piece.
+    A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are
+    matched at multiples only, in linear time. New lines count as blanks and as other characters,
+    because "/" and new lines are one piece.
     """
     run = re.compile(rf"[^{_WORD_ENDS}]{{{chars}}}|\s{{{chars}}}|(?:[^\w \t]|_){{{chars}}}")
     return lambda text: any(run.match(text, start) for start in range(0, len(text) - chars, chars))
@@ -58,10 +62,12 @@ class FastTokenizer:
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        # fastokens would start threads for long texts. A frontend is meant to use one core, and threads take memory.
+        # fastokens would start threads for long texts. A frontend is meant to use one core, and
+        # threads take memory.
         environ.export("FASTOKENS_BPE_THREADS", "1", wanted_by="the frontend")
         self.library = load()
-        # The first call takes up to 0.2 s: it builds a table of all tokens. This thread frees its copy when it ends.
+        # The first call takes up to 0.2 s: it builds a table of all tokens. This thread frees its
+        # copy when it ends.
         first = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
         first.start()
         first.join()
@@ -76,13 +82,13 @@ class FastTokenizer:
             is_prompt: With `is_plain`: add the special tokens with which the model's prompts begin.
 
         Raises:
-            InvalidRequest: A word or a run of blanks is longer than any context. For one ten times as long, fastokens
-                would take seconds and 400 MB.
+            InvalidRequest: A word or a run of blanks is longer than any context. For one ten times
+                as long, fastokens would take seconds and 400 MB.
         """
         if _has_endless_run(text):
             raise InvalidRequest(
-                f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters; "
-                "shorten it"
+                f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS}"
+                " characters; shorten it"
             )
         flags = is_plain and is_prompt, is_plain
         try:
@@ -98,7 +104,8 @@ def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
     """Load a tokenizer.json, with fastokens if it supports the file.
 
     Returns:
-        The tokenizer, and whether the file's tokens are sequences of bytes, written in GPT-2's alphabet.
+        The tokenizer, and whether the file's tokens are sequences of bytes, written in GPT-2's
+            alphabet.
 
     Raises:
         ConfigError: The file can't be read.
@@ -112,7 +119,9 @@ def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
         try:
             return FastJsonTokenizer(source.decode()), True
         except ValueError as exc:
-            log.info("tokenizers, which is slower than fastokens, encodes this model's prompts: %s", exc)
+            log.info(
+                "tokenizers, which is slower than fastokens, encodes this model's prompts: %s", exc
+            )
     return SlowJsonTokenizer(source, file), is_byte_level
 
 
@@ -133,7 +142,9 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What decides about the library, and where a text can be split; the rest of a tokenizer.json is skipped."""
+    """What decides about the library, and where a text can be split; the rest of a tokenizer.json
+    is skipped.
+    """
 
     model: _Part
     pre_tokenizer: _Part | None = None
@@ -143,21 +154,27 @@ class _TokenizerFile(msgspec.Struct):
     padding: dict[str, Any] | None = None
 
     def is_plain_bpe(self) -> bool:
-        """Whether the ids of fastokens equal those of tokenizers, for all parts that fastokens supports."""
+        """Whether the ids of fastokens equal those of tokenizers, for all parts that fastokens
+        supports.
+        """
         first = self.pre_tokenizer or _Part()
         is_bytes = any(part.type == _BYTE_LEVEL for part in (first, *first.pretokenizers))
         return is_bytes and self.model.type == "BPE" and not self.model.dropout
 
 
 class FastJsonTokenizer(FastTokenizer):
-    """The tokenizer of a tokenizer.json, by fastokens. Raises ValueError for a part that fastokens does not support."""
+    """The tokenizer of a tokenizer.json, by fastokens.
+
+    Raises ValueError for a part that fastokens does not support.
+    """
 
     is_fast = True
 
     def __init__(self, source: str) -> None:
         super().__init__(functools.partial(fastokens.Tokenizer.from_json_str, source))
         added = self.library.added_tokens()
-        self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}  # not of the BPE model
+        # not of the BPE model
+        self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}
         self.special = frozenset(
             token["id"] for token in added if token["special"]
         )  # those that are no text of answers
@@ -174,25 +191,36 @@ class FastJsonTokenizer(FastTokenizer):
 
 
 class _Segments:
-    """Splits a prompt into texts that can be encoded one by one: together, their ids are those of the prompt.
+    """Splits a prompt into texts that can be encoded one by one: together, their ids are those of
+    the prompt.
 
-    tokenizers finds the added tokens of a text before it normalizes and encodes what is between them. So a text can be
-    split before such a token. It can't be split if its ids depend on more than the text between two added tokens.
+    tokenizers finds the added tokens of a text before it normalizes and encodes what is between
+    them. So a text can be split before such a token. It can't be split if its ids depend on more
+    than the text between two added tokens.
     """
 
     def __init__(self, file: _TokenizerFile) -> None:
-        found_first = [token for token in file.added_tokens if token.content and not token.normalized]
+        found_first = [
+            token for token in file.added_tokens if token.content and not token.normalized
+        ]
         is_splittable = not (file.truncation or file.padding or file.model.dropout)
         is_splittable = is_splittable and not any(token.single_word for token in found_first)
         # A token with `lstrip` takes blanks from the text before it.
         self._starts = {token.content for token in found_first if not token.lstrip}
         longest_first = sorted((token.content for token in found_first), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) if is_splittable and self._starts else r"\Z")
+        self._pattern = re.compile(
+            "|".join(map(re.escape, longest_first)) if is_splittable and self._starts else r"\Z"
+        )
 
     def split(self, text: str) -> Iterator[str]:
-        """Yield the texts. A long one is never joined with what surrounds it, because it may come in other prompts."""
+        """Yield the texts.
+
+        A long one is never joined with what surrounds it, because it may come in other prompts.
+        """
         begin = last = 0
-        found = (match.start() for match in self._pattern.finditer(text) if match[0] in self._starts)
+        found = (
+            match.start() for match in self._pattern.finditer(text) if match[0] in self._starts
+        )
         for at in (*found, len(text)):
             if at - last >= MIN_CACHED_CHARS:
                 if last > begin:
@@ -205,10 +233,12 @@ class _Segments:
 
 
 class SlowJsonTokenizer:
-    """The tokenizer of a tokenizer.json, by tokenizers, with the methods of `FastJsonTokenizer`. Raises ConfigError.
+    """The tokenizer of a tokenizer.json, by tokenizers, with the methods of `FastJsonTokenizer`.
 
-    It caches the ids of a prompt's parts. For the next turn of a conversation, only what is new is encoded: 8000 tokens
-    take 15 to 30 ms, and their look-up 0.1 ms.
+    Raises ConfigError.
+
+    It caches the ids of a prompt's parts. For the next turn of a conversation, only what is new is
+    encoded: 8000 tokens take 15 to 30 ms, and their look-up 0.1 ms.
     """
 
     is_fast = False
@@ -219,7 +249,9 @@ class SlowJsonTokenizer:
         self._cache = TextCache(functools.partial(self._encode, is_plain=False))
         self._library = self._load()
         added = self._library.get_added_tokens_decoder()
-        self.added: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.added: Mapping[int, str] = {
+            token_id: token.content for token_id, token in added.items()
+        }
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, is_plain: bool = False, is_prompt: bool = True) -> TokenIds:
@@ -233,7 +265,9 @@ class SlowJsonTokenizer:
     def _encode(self, text: str, *, is_plain: bool, is_prompt: bool = True) -> TokenIds:
         library, adds_special = self._plain if is_plain else self._library, is_plain and is_prompt
         # Unlike `encode`, this releases the GIL and computes no offsets.
-        (encoding,) = library.encode_batch_fast([_well_formed(text)], add_special_tokens=adds_special)
+        (encoding,) = library.encode_batch_fast(
+            [_well_formed(text)], add_special_tokens=adds_special
+        )
         return array("I", encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -244,7 +278,9 @@ class SlowJsonTokenizer:
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, because `encode_special_tokens` is a global switch and both kinds of requests overlap."""
+        """A second tokenizer, because `encode_special_tokens` is a global switch and both kinds of
+        requests overlap.
+        """
         library = self._load()
         library.encode_special_tokens = True
         return library

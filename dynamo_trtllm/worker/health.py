@@ -1,4 +1,5 @@
-"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics; and /sleep and /wake.
+"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics; and /sleep and
+/wake.
 
 The load of the worker, which frontends place requests by, is broadcast instead.
 """
@@ -38,8 +39,10 @@ _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 class Health:
     """Health of a worker. The worker updates it and the routes read it."""
 
-    phase: str = "starting"  # starting, loading, registering, serving, draining, asleep, waking, stopped
-    reason: str = ""  # why the worker is not ready, as text for users; while loading, the current step
+    # starting, loading, registering, serving, draining, asleep, waking, stopped
+    phase: str = "starting"
+    # why the worker is not ready, as text for users; while loading, the current step
+    reason: str = ""
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 
     failure: str = ""  # the failure that ends this worker
@@ -53,14 +56,17 @@ class Health:
 Verbs = Mapping[str, Callable[[], str]]
 
 
-def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs | None = None) -> Router:
-    """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker accepts requests.
+def health_app(
+    health: Health, render_metrics: Callable[[], bytes], verbs: Verbs | None = None
+) -> Router:
+    """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker
+    accepts requests.
 
     Args:
         health: health of the worker.
         render_metrics: returns the body of /metrics.
-        verbs: by path, functions that begin a change of the worker and return why that can't be, or "". Only processes
-            of this machine may call them, because callers are not authenticated.
+        verbs: by path, functions that begin a change of the worker and return why that can't be, or
+            "". Only processes of this machine may call them, because callers are not authenticated.
     """
 
     async def live(_: HttpRequest, response: HttpResponse) -> None:
@@ -74,7 +80,9 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
         send(response, {"status": health.phase})
 
     async def report(_: HttpRequest, response: HttpResponse) -> None:
-        send(response, {"status": "ready" if health.is_ready else "notready", "phase": health.phase})
+        send(
+            response, {"status": "ready" if health.is_ready else "notready", "phase": health.phase}
+        )
 
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")
@@ -85,7 +93,10 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
             address = ipaddress.ip_address(request.client.partition("%")[0])
             is_local = (getattr(address, "ipv4_mapped", None) or address).is_loopback
             if not is_local or request.header(b"origin") is not None:
-                response.send_json(403, {"reason": "only processes of the worker's machine may do this, not web pages"})
+                response.send_json(
+                    403,
+                    {"reason": "only processes of the worker's machine may do this, not web pages"},
+                )
                 return
             reason = begin()
             response.send_json(409 if reason else 202, {"status": health.phase, "reason": reason})
@@ -94,7 +105,9 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
 
     handlers = {"/live": live, "/ready": ready, "/health": report, "/metrics": metrics}
     routes = [Route("GET", path, handler) for path, handler in handlers.items()]
-    return Router([*routes, *(Route("POST", path, changing(begin)) for path, begin in (verbs or {}).items())])
+    return Router(
+        [*routes, *(Route("POST", path, changing(begin)) for path, begin in (verbs or {}).items())]
+    )
 
 
 @asynccontextmanager
@@ -120,17 +133,20 @@ async def health_server(
         server = HttpServer(app, LIMITS, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
         warn_if_exposed(host, port, "read health and metrics", "--system-host")
-        log.info("health at http://%s:%d", "localhost" if host in _REACHED_AS_LOCALHOST else host, port)
+        log.info(
+            "health at http://%s:%d", "localhost" if host in _REACHED_AS_LOCALHOST else host, port
+        )
         try:
             yield port
         finally:
             tasks.release(task)
             server.stop()
-            await asyncio.gather(task, return_exceptions=True)  # `BackgroundTasks` has reported a failure
+            # `BackgroundTasks` has reported a failure
+            await asyncio.gather(task, return_exceptions=True)
 
 
-# Between broadcasts of a changed load. In simulations with 16 frontends, 1 s let them send their requests to the same
-# workers: the time to first token at p99 was up to 1.6 times as long.
+# Between broadcasts of a changed load. In simulations with 16 frontends, 1 s let them send their
+# requests to the same workers: the time to first token at p99 was up to 1.6 times as long.
 _BROADCAST_S = 0.25
 _UNCHANGED_S = 10.0  # between broadcasts of a load that does not change
 _CALLED_S = 0.05  # between a call and the broadcast that it causes
@@ -139,7 +155,8 @@ _CALLED_S = 0.05  # between a call and the broadcast that it causes
 async def broadcast_load(
     load: Callable[[], LoadReport], called: asyncio.Event, publish: Callable[[bytes], bool]
 ) -> None:
-    """Publish the load every _BROADCAST_S if it has changed, and every ten seconds otherwise, until cancelled.
+    """Publish the load every _BROADCAST_S if it has changed, and every ten seconds otherwise, until
+    cancelled.
 
     While no request runs, this task sleeps, so that thousands of idle workers cost little.
 

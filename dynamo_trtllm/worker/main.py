@@ -1,4 +1,6 @@
-"""Run a worker from the command line (`python -m dynamo_trtllm`), or print its engine arguments or environment."""
+"""Run a worker from the command line (`python -m dynamo_trtllm`), or print its engine arguments or
+environment.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-# How long the interpreter may take to exit. Libraries register functions for that time; if a rank is lost, those of
-# mpi4py and TensorRT-LLM wait for it for ever (`pre_shutdown` and `shutdown` in executor/proxy.py).
+# How long the interpreter may take to exit. Libraries register functions for that time; if a rank
+# is lost, those of mpi4py and TensorRT-LLM wait for it for ever (`pre_shutdown` and `shutdown` in
+# executor/proxy.py).
 EXIT_S = 30.0
 
 
@@ -59,11 +62,16 @@ def table(config: WorkerConfig) -> str:
     arguments = described(config)
     rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in arguments.every.items()]
     notes = "".join(f"note: {note}\n" for note in arguments.notes)
-    return f"\narguments of {arguments.title}\n" + columns([("argument", "value", "source"), *rows]) + notes
+    return (
+        f"\narguments of {arguments.title}\n"
+        + columns([("argument", "value", "source"), *rows])
+        + notes
+    )
 
 
 def dump(config: WorkerConfig, path: Path) -> None:
-    """Write the arguments that were set, each with its source, as a YAML file for `--extra-engine-args`.
+    """Write the arguments that were set, each with its source, as a YAML file for
+    `--extra-engine-args`.
 
     Raises:
         ConfigError: an argument is invalid, or the file can't be written.
@@ -86,11 +94,14 @@ def _trtllm(config: WorkerConfig) -> Described:
     if PACKAGE.is_installed():
         return args.described(config, release_for(PACKAGE.version()))
     arguments = args.described(config, LIBRARY.newest)
-    return arguments._replace(title=f"{arguments.title} (the newest known; TensorRT-LLM is not installed)")
+    return arguments._replace(
+        title=f"{arguments.title} (the newest known; TensorRT-LLM is not installed)"
+    )
 
 
 def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
-    """Return lines with which a shell exports what the ranks of an engine on several nodes read, before they start.
+    """Return lines with which a shell exports what the ranks of an engine on several nodes read,
+    before they start.
 
     Args:
         config: settings of the worker.
@@ -103,13 +114,16 @@ def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
 
     if config.engine not in (None, "trtllm"):
         raise ConfigError(
-            f"--print-environment is for engines on several nodes, which only trtllm has, not {config.engine}; leave "
-            "it out",
+            "--print-environment is for engines on several nodes, which only trtllm has, not"
+            f" {config.engine}; leave it out",
             field="print_environment",
         )
     profile, variables = rank_environment(config)
     if config.kernels_profile is None and not profile.sm:
-        text = "no kernel profile is for the GPUs of this host, or none is visible: using %s; see --kernels-profile"
+        text = (
+            "no kernel profile is for the GPUs of this host, or none is visible: using %s; see"
+            " --kernels-profile"
+        )
         log.warning(text, profile.name)
     lines = [f"# kernel profile {profile.name}"]
     for name, value in variables.items():
@@ -123,7 +137,10 @@ def _shown(value: Any) -> str:
 
 @command(WorkerConfig, "python -m dynamo_trtllm", more=table)
 def main(config: WorkerConfig) -> None:
-    """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
+    """Run the command.
+
+    Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure.
+    """
     observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
     warn_of_ignored_variables(config)
     if config.print_environment:
@@ -148,9 +165,14 @@ def limit_exit(status: int) -> None:
 
     def end() -> None:
         time.sleep(EXIT_S)
-        log.error("a library hangs at the exit of this process, which now ends with %d after %g s", status, EXIT_S)
+        log.error(
+            "a library hangs at the exit of this process, which now ends with %d after %g s",
+            status,
+            EXIT_S,
+        )
         os._exit(status)
 
-    # What is registered last runs first. `atexit` comes after these functions, in which libraries may hang already.
+    # What is registered last runs first. `atexit` comes after these functions, in which libraries
+    # may hang already.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(threading.Thread(target=end, name="exit-limit", daemon=True).start)

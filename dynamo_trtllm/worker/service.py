@@ -1,6 +1,7 @@
 """Serve an engine's streams and the control verbs on the request plane, within limits.
 
-An unexpected exception of the engine is logged, here or by its stream's task, and becomes InternalError.
+An unexpected exception of the engine is logged, here or by its stream's task, and becomes
+InternalError.
 """
 
 from __future__ import annotations
@@ -20,9 +21,25 @@ import msgspec
 from dynamo_trtllm import messages
 from dynamo_trtllm.cost_model import CostModel, EngineWork
 from dynamo_trtllm.engines.base import Engine, EngineStats
-from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
+from dynamo_trtllm.errors import (
+    DynamoError,
+    EngineFailed,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+)
 from dynamo_trtllm.kv_events import KvEventPublisher
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Instance, LoadReport, Phase, Role, encode
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    GenerateRequest,
+    Instance,
+    LoadReport,
+    Phase,
+    Role,
+    encode,
+)
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -39,14 +56,16 @@ _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers
 
 @dataclass(eq=False)
 class Admission:
-    """Limits of the work of one worker: calls that run or wait in the engine, reserved decode slots, KV to transfer.
+    """Limits of the work of one worker: calls that run or wait in the engine, reserved decode
+    slots, KV to transfer.
 
-    A call beyond the limits is rejected before it reaches the engine, so that the frontend can try another worker.
+    A call beyond the limits is rejected before it reaches the engine, so that the frontend can try
+    another worker.
 
     Args:
         max_active: limit of calls plus reserved slots; None: no limit.
-        max_pending_transfer_fraction: share of the KV blocks that may await transfer; when more have for a second, new
-            prompts are rejected.
+        max_pending_transfer_fraction: share of the KV blocks that may await transfer; when more
+            have for a second, new prompts are rejected.
         clock: returns seconds since the epoch, as the expiry of reservations.
     """
 
@@ -54,7 +73,8 @@ class Admission:
     max_pending_transfer_fraction: float = 1.0
     clock: Callable[[], float] = time.time
     _num_active: int = field(default=0, init=False)
-    _reservations: dict[str, float] = field(default_factory=dict, init=False)  # reservation id -> when it expires
+    # reservation id -> when it expires
+    _reservations: dict[str, float] = field(default_factory=dict, init=False)
     # of KV to transfer, at every prefill call since then
     _above_share_since: float | None = field(default=None, init=False)
 
@@ -92,12 +112,16 @@ class Admission:
 
         Args:
             request: the call.
-            stats: the engine's statistics for a prefill call; None: do not check KV that awaits transfer.
+            stats: the engine's statistics for a prefill call; None: do not check KV that awaits
+                transfer.
 
         Raises:
             Overloaded: a limit is reached.
         """
-        if request.reservation_id is None or self._reservations.pop(request.reservation_id, None) is None:
+        if (
+            request.reservation_id is None
+            or self._reservations.pop(request.reservation_id, None) is None
+        ):
             self._check_capacity()
         if stats is not None:
             self._check_pending_transfers(stats)
@@ -114,14 +138,16 @@ class Admission:
         self._expire()
         if self._num_active + len(self._reservations) >= limit:
             raise Overloaded(
-                f"worker is full: {self._num_active} calls and {len(self._reservations)} reserved slots of {limit}; "
-                "retry later or start more workers"
+                f"worker is full: {self._num_active} calls and {len(self._reservations)} reserved"
+                f" slots of {limit}; retry later or start more workers"
             )
 
     def _check_pending_transfers(self, stats: EngineStats) -> None:
-        """Reject prompts while decode workers do not fetch KV, because further KV would fill the cache.
+        """Reject prompts while decode workers do not fetch KV, because further KV would fill the
+        cache.
 
-        The KV of one long prompt may exceed the share until it is fetched, which is no reason to reject others.
+        The KV of one long prompt may exceed the share until it is fetched, which is no reason to
+        reject others.
         """
         total = stats.kv_blocks_total  # 0: not reported by the engine
         if not total or stats.ticket_kv_blocks <= self.max_pending_transfer_fraction * total:
@@ -132,13 +158,15 @@ class Admission:
             self._above_share_since = now
         if now - self._above_share_since >= _UNFETCHED_S:
             raise Overloaded(
-                f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of {total} KV blocks; retry "
-                "later or start more decode workers"
+                f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of"
+                f" {total} KV blocks; retry later or start more decode workers"
             )
 
     def _expire(self) -> None:
         now = self.clock()
-        for reservation_id in [name for name, expires_at in self._reservations.items() if expires_at <= now]:
+        for reservation_id in [
+            name for name, expires_at in self._reservations.items() if expires_at <= now
+        ]:
             del self._reservations[reservation_id]
 
 
@@ -151,7 +179,11 @@ class _ServiceStream(Stream):
     )
 
     def __init__(
-        self, request: GenerateRequest, metrics: WorkerMetrics, on_event: OnEvent, calls: deque[CallSample]
+        self,
+        request: GenerateRequest,
+        metrics: WorkerMetrics,
+        on_event: OnEvent,
+        calls: deque[CallSample],
     ) -> None:
         super().__init__(on_event)
         self._calls: deque[CallSample] | None = calls  # None: the first token was there
@@ -187,7 +219,9 @@ class _ServiceStream(Stream):
             cached_tokens = 0 if chunk.stats is None else min(tokens, chunk.stats.cached_tokens)
             fetches_kv = self._phase is Phase.DECODE
             took_s = time.monotonic() - self._arrived_s
-            calls.append(CallSample(took_s, tokens - cached_tokens, cached_tokens, self.work, fetches_kv))
+            calls.append(
+                CallSample(took_s, tokens - cached_tokens, cached_tokens, self.work, fetches_kv)
+            )
 
     def cancel(self) -> None:
         super().cancel()
@@ -211,9 +245,14 @@ class _ServiceStream(Stream):
         else:
             code = "cancelled" if last is None or self._is_stopped else last.code
         RECORDER.unfollow(self)
-        reason = last.finish_reason if isinstance(last, Chunk) and last.finish_reason is not None else code
+        reason = (
+            last.finish_reason
+            if isinstance(last, Chunk) and last.finish_reason is not None
+            else code
+        )
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
-        self.admission.close()  # the engine may hold a cancelled call for longer: until its fetch has stopped
+        # the engine may hold a cancelled call for longer: until its fetch has stopped
+        self.admission.close()
         self._metrics.child("requests_total", self._phase, code).inc()
         self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
 
@@ -250,10 +289,15 @@ class WorkerService:
         self._load_read_at = 0.0  # of `time.monotonic()`
         self._new_tokens = self._new_requests = 0  # of prompts that came since
         self._cost = CostFit(self.cost_prior, engine.steps, self.metrics.observe_prediction)
-        self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
+        self._phases = {
+            Phase[instance.role.name],
+            *([Phase.AGGREGATED] if instance.can_aggregate else []),
+        }
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
-        self.metrics.watch(active_calls=self.admission.active, reserved=self.admission.reserved_slots)
+        self.metrics.watch(
+            active_calls=self.admission.active, reserved=self.admission.reserved_slots
+        )
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls)
@@ -281,12 +325,17 @@ class WorkerService:
     def _check(self, request: GenerateRequest) -> None:
         model = self.instance.card.name
         if request.model != model:
-            raise ModelNotFound(f"this worker serves {model!r}, not {request.model!r}", field="model")
+            raise ModelNotFound(
+                f"this worker serves {model!r}, not {request.model!r}", field="model"
+            )
         if request.phase not in self._phases:
-            raise InvalidRequest(f"a {self.instance.role} worker does not serve {request.phase} calls", field="phase")
+            raise InvalidRequest(
+                f"a {self.instance.role} worker does not serve {request.phase} calls", field="phase"
+            )
         if request.num_resumed_output_tokens > len(request.token_ids):
             raise InvalidRequest(
-                f"{request.num_resumed_output_tokens} tokens are resumed, but the call has {len(request.token_ids)}",
+                f"{request.num_resumed_output_tokens} tokens are resumed, but the call has"
+                f" {len(request.token_ids)}",
                 field="resumed_tokens",
             )
         if (request.phase is Phase.DECODE) != (request.kv_params is not None):
@@ -294,7 +343,9 @@ class WorkerService:
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     def load_report(self) -> LoadReport:
-        """Return the load, at most _SAME_LOAD_S old: many callers get it, and engines count all requests for it."""
+        """Return the load, at most _SAME_LOAD_S old: many callers get it, and engines count all
+        requests for it.
+        """
         now, last = time.monotonic(), self._last_load
         if last is not None and now - self._load_read_at < _SAME_LOAD_S:
             return last
@@ -313,9 +364,13 @@ class WorkerService:
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
     def _work(self, prompt_tokens: int) -> EngineWork:
-        """Return what the engine does when a prompt arrives, and count the prompt for the next one."""
+        """Return what the engine does when a prompt arrives, and count the prompt for the next
+        one.
+        """
         load, decodes = self.load_report(), self.instance.role is not Role.PREFILL
-        work = load.work(decodes=decodes, more_tokens=self._new_tokens, more_requests=self._new_requests)
+        work = load.work(
+            decodes=decodes, more_tokens=self._new_tokens, more_requests=self._new_requests
+        )
         self._new_tokens += prompt_tokens
         self._new_requests += 1
         return work
@@ -328,13 +383,19 @@ class WorkerService:
                 self.engine.release(transfer_id, outcome)
             case messages.ReserveSlot(reservation_id, expires_at, left_s):
                 if self.instance.role is not Role.DECODE:
-                    raise InvalidRequest(f"a {self.instance.role} worker has no decode slots to reserve")
-                self.admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
+                    raise InvalidRequest(
+                        f"a {self.instance.role} worker has no decode slots to reserve"
+                    )
+                self.admission.reserve(
+                    reservation_id, time.time() + left_s if left_s else expires_at
+                )
             case messages.ReleaseSlot(reservation_id):
                 self.admission.unreserve(reservation_id)
             case messages.ResyncKvEvents():
                 if self.kv_events is None:
-                    raise InvalidRequest("this worker publishes no KV events; start it with --publish-kv-events")
+                    raise InvalidRequest(
+                        "this worker publishes no KV events; start it with --publish-kv-events"
+                    )
                 self.kv_events.resync()
             case messages.Restart(reason):
                 self._restart_reason = reason
@@ -342,15 +403,17 @@ class WorkerService:
         return b""
 
     async def until_failed(self) -> None:
-        """Wait until the engine fails, leaks too much KV, or a restart is requested: EngineFailed ends the worker."""
+        """Wait until the engine fails, leaks too much KV, or a restart is requested: EngineFailed
+        ends the worker.
+        """
         while not self._restart_asked.is_set():
             await self.engine.check()
             stats = self.engine.stats()
             total = stats.kv_blocks_total  # 0: not reported by the engine
             if total and stats.leaked_kv_blocks > self.max_leaked_kv_fraction * total:
                 raise EngineFailed(
-                    f"{stats.leaked_kv_blocks} of {total} KV blocks were never fetched and can't be freed "
-                    "(--max-leaked-kv-fraction); restarting"
+                    f"{stats.leaked_kv_blocks} of {total} KV blocks were never fetched and can't be"
+                    " freed (--max-leaked-kv-fraction); restarting"
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_EVERY_S):

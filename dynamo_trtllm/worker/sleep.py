@@ -1,4 +1,6 @@
-"""Drain a worker, before it stops or sleeps; put its engine to sleep, which frees its GPU memory, and wake it again."""
+"""Drain a worker, before it stops or sleeps; put its engine to sleep, which frees its GPU memory,
+and wake it again.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _CHANGE_S = 300.0  # longest change of the engine's memory; TensorRT-LLM's ranks
 
 
 async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
-    """Wait until running requests and pending KV transfers have ended, or until `timeout_s` with a warning.
+    """Wait until running requests and pending KV transfers have ended, or until `timeout_s` with a
+    warning.
 
     Args:
         engine: the engine to drain.
@@ -39,7 +42,9 @@ async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> No
     """
     serving.is_accepting = False
     try:
-        if await first_of(_finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s):
+        if await first_of(
+            _finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s
+        ):
             _log.info("drained")
         else:
             text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
@@ -58,13 +63,17 @@ async def _log_progress(engine: Engine, serving: EndpointServer, timeout_s: floa
     spent_s = _SOON_S
     await asyncio.sleep(_SOON_S)
     while True:
-        _log.info("draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving))
+        _log.info(
+            "draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving)
+        )
         await asyncio.sleep(_LOG_EVERY_S)
         spent_s += _LOG_EVERY_S
 
 
 def _left(engine: Engine, serving: EndpointServer) -> str:
-    return f"running requests: {serving.running}, pending KV transfers: {engine.stats().tickets_held}"
+    return (
+        f"running requests: {serving.running}, pending KV transfers: {engine.stats().tickets_held}"
+    )
 
 
 @dataclass
@@ -78,8 +87,8 @@ class Sleeper:
     | asleep   | no         | nothing; GPU memory is free                                     | waking                |
     | waking   | no         | the engine restores its memory and gives a known answer again   | serving               |
 
-    An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in an unknown state.
-    The change is then a failed task of `tasks`.
+    An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in
+    an unknown state. The change is then a failed task of `tasks`.
 
     Args:
         engine: the started engine.
@@ -104,22 +113,32 @@ class Sleeper:
     _change: asyncio.Task[None] | None = field(init=False, default=None)
 
     def sleep(self) -> str:
-        """Begin to fall asleep, unless the worker is asleep. Return why it can't, as text; "" if it can."""
+        """Begin to fall asleep, unless the worker is asleep.
+
+        Return why it can't, as text; "" if it can.
+        """
         obstacle = self.engine.sleep_obstacle
         if obstacle or self.health.phase == "asleep":
             return obstacle
         return self._begin("serving", "draining", self._fall_asleep)
 
     def wake(self) -> str:
-        """Begin to wake up, unless the worker is awake. Return why it can't, as text; "" if it can."""
-        return "" if self.health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
+        """Begin to wake up, unless the worker is awake.
+
+        Return why it can't, as text; "" if it can.
+        """
+        return (
+            "" if self.health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
+        )
 
     async def aclose(self) -> None:
         """End the change in progress, and deregister. Idempotent."""
         await self.tasks.cancel(self._change)
         await self.registration.aclose()
 
-    def _begin(self, phase: str, next_phase: str, change: Callable[[], Coroutine[Any, Any, None]]) -> str:
+    def _begin(
+        self, phase: str, next_phase: str, change: Callable[[], Coroutine[Any, Any, None]]
+    ) -> str:
         if self.health.phase != phase:
             return f"the worker is {self.health.phase}; retry later"
         self.health.phase = next_phase
@@ -135,7 +154,10 @@ class Sleeper:
         await self.registration.aclose()
         await drain(self.engine, self.serving, self.drain_timeout_s)
         if self.serving.running:
-            _log.warning("not put to sleep: requests still run after --drain-timeout-s %g s", self.drain_timeout_s)
+            _log.warning(
+                "not put to sleep: requests still run after --drain-timeout-s %g s",
+                self.drain_timeout_s,
+            )
             await self._serve()
             return
         self._answer = await self._sample()
@@ -147,7 +169,9 @@ class Sleeper:
         await _within_limit(self.engine.wake(), "wake up")
         answer = await self._sample()
         if answer != self._answer:
-            raise EngineFailed(f"the engine answers {answer} after its sleep and answered {self._answer} before")
+            raise EngineFailed(
+                f"the engine answers {answer} after its sleep and answered {self._answer} before"
+            )
         await self._serve()
         _log.info("awake")
 

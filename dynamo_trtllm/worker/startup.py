@@ -1,4 +1,6 @@
-"""Start a worker's engine: check flags and parsers, run preflight against live peers, and report loading progress."""
+"""Start a worker's engine: check flags and parsers, run preflight against live peers, and report
+loading progress.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from dynamo_trtllm.worker.health import Health
 
 log = logging.getLogger(__name__)
 
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # have no effect
+# have no effect
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
@@ -40,25 +43,33 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     Raises:
         ConfigError: the file has an invalid value.
     """
-    if config.generation_config == "none" or config.engine == "mock":  # the mock engine does not sample
+    # the mock engine does not sample
+    if config.generation_config == "none" or config.engine == "mock":
         return SamplingDefaults()
     return demo_models.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
 
 
-def without_unsupported(defaults: SamplingDefaults, unsupported_features: Collection[str]) -> SamplingDefaults:
-    """Return the defaults without those that the engine does not support, which would make each request fail.
+def without_unsupported(
+    defaults: SamplingDefaults, unsupported_features: Collection[str]
+) -> SamplingDefaults:
+    """Return the defaults without those that the engine does not support, which would make each
+    request fail.
 
     Log a warning about dropped defaults.
     """
     dropped = [name for name in defaults.given() if name in unsupported_features]
     if missed := [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]:
-        text = "generation config: %s ignored, this engine does not support it; --generation-config none turns all off"
+        text = (
+            "generation config: %s ignored, this engine does not support it; --generation-config"
+            " none turns all off"
+        )
         log.warning(text, ", ".join(missed))
     return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
 
 
 def check_flags(config: WorkerConfig) -> None:
-    """Check the flags of parsers and template before the model is loaded, if the model's folder shows its format.
+    """Check the flags of parsers and template before the model is loaded, if the model's folder
+    shows its format.
 
     Raises:
         ConfigError: like `parsers` and `with_template`, or the template can't be read.
@@ -84,13 +95,17 @@ def _check_template(path: Path) -> None:
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8"
         raise ConfigError(
-            f"--custom-jinja-template {path} can't be read: {reason}; pass a file with a chat template",
+            f"--custom-jinja-template {path} can't be read: {reason}; pass a file with a chat"
+            " template",
             field="custom_jinja_template",
         ) from exc
 
 
-def with_template(config: WorkerConfig, renderer: str, files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the files for frontends by name, with the template of --custom-jinja-template instead of the model's own.
+def with_template(
+    config: WorkerConfig, renderer: str, files: Mapping[str, Path]
+) -> dict[str, Path]:
+    """Return the files for frontends by name, with the template of --custom-jinja-template instead
+    of the model's own.
 
     Args:
         config: has the flag.
@@ -105,8 +120,8 @@ def with_template(config: WorkerConfig, renderer: str, files: Mapping[str, Path]
         return dict(files)
     if renderer == "harmony":
         raise ConfigError(
-            f"--custom-jinja-template {template} has no effect on this model, which uses the Harmony format; leave the "
-            "flag out",
+            f"--custom-jinja-template {template} has no effect on this model, which uses the"
+            " Harmony format; leave the flag out",
             field="custom_jinja_template",
         )
     return {**files, TEMPLATE: template}
@@ -130,8 +145,8 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
             flag = f"--dyn-{field.replace('_', '-')}"
             writes = "the Harmony format" if renderer == "harmony" else "a chat template"
             raise ConfigError(
-                f"{flag} {chosen} does not fit this model, which uses {writes}; choose one of {', '.join(known)}, or "
-                "leave the flag out",
+                f"{flag} {chosen} does not fit this model, which uses {writes}; choose one of"
+                f" {', '.join(known)}, or leave the flag out",
                 field=f"dyn_{field}",
             )
     return names
@@ -144,7 +159,9 @@ _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "note": logging.INFO}
 
 
-async def live_peers(discovery: Discovery, namespace: str, *, model: str, role: Role) -> list[Instance]:
+async def live_peers(
+    discovery: Discovery, namespace: str, *, model: str, role: Role
+) -> list[Instance]:
     """Return the registered instances of the same model with the opposite role.
 
     Raises:
@@ -172,7 +189,12 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
     """
     findings = await asyncio.to_thread(engine.preflight, peers)
     for finding in findings:
-        log.log(_LEVELS[finding.severity], "preflight: %s: %s", finding.severity, format_finding(finding))
+        log.log(
+            _LEVELS[finding.severity],
+            "preflight: %s: %s",
+            finding.severity,
+            format_finding(finding),
+        )
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more, see the log)" if len(errors) > 1 else ""
@@ -182,11 +204,16 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
 def format_finding(finding: Finding) -> str:
     """Return a preflight problem in one line."""
     against = f" against {finding.other}" if finding.other else ""
-    return f"{finding.field} {finding.value}{against}: {finding.why}; {finding.fix} [{finding.rule}]"
+    return (
+        f"{finding.field} {finding.value}{against}: {finding.why}; {finding.fix} [{finding.rule}]"
+    )
 
 
 async def start_engine(engine: Engine, health: Health) -> EngineInfo:
-    """Start an engine, with its progress in `health.reason` and in the log. Raises the errors of `Engine.start`."""
+    """Start an engine, with its progress in `health.reason` and in the log.
+
+    Raises the errors of `Engine.start`.
+    """
     starting = asyncio.create_task(engine.start(), name="engine-start")
     loop = asyncio.get_running_loop()
     begun_s = logged_s = loop.time()
@@ -209,10 +236,11 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
 def freeze_objects() -> None:
     """Exclude all objects that exist now from garbage collection, after a last one.
 
-    An engine's library creates hundreds of thousands of objects that stay until the process ends. A collection of the
-    oldest generation looks at each of them and holds the GIL meanwhile, so that all streams pause. Dynamo's workers can
-    switch collections off for this reason (TRTLLM_SERVER_DISABLE_GC in main.py of dynamo.trtllm 1.7), but then cycles
-    of requests are never freed.
+    An engine's library creates hundreds of thousands of objects that stay until the process ends. A
+    collection of the oldest generation looks at each of them and holds the GIL meanwhile, so that
+    all streams pause. Dynamo's workers can switch collections off for this reason
+    (TRTLLM_SERVER_DISABLE_GC in main.py of dynamo.trtllm 1.7), but then cycles of requests are
+    never freed.
     """
     gc.collect()
     gc.freeze()
@@ -228,7 +256,10 @@ def digest(path: Path) -> str:
 
 
 def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk:
-    """Return a part of one of the card's files. Raises InvalidRequest if the worker has no such file."""
+    """Return a part of one of the card's files.
+
+    Raises InvalidRequest if the worker has no such file.
+    """
     path = files.get(sha256)
     if path is None:
         raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
@@ -242,7 +273,9 @@ _STEP_TOKENS = 8192  # prompt tokens per step of an engine that does not report 
 
 
 def cost_prior(config: WorkerConfig, info: EngineInfo) -> CostModel:
-    """Return what is known of the time of steps before they are measured: from flags, else from the engine."""
+    """Return what is known of the time of steps before they are measured: from flags, else from the
+    engine.
+    """
     known = info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens)
     step_s, decode, prefill = (config.expected_step_ms or 0.0) / 1000, known.decode, known.prefill
     if config.expected_step_ms is not None:

@@ -1,4 +1,7 @@
-"""Run a worker: start, serve, drain, close. It registers at the end of start and deregisters at the start of drain."""
+"""Run a worker: start, serve, drain, close.
+
+It registers at the end of start and deregisters at the start of drain.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,13 @@ from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.kv_events import KvEventPublisher, kv_events_subject
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, Role, SamplingDefaults
+from dynamo_trtllm.messages import (
+    WIRE_VERSION,
+    Instance,
+    ModelDeploymentCard,
+    Role,
+    SamplingDefaults,
+)
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
@@ -43,16 +52,22 @@ from dynamo_trtllm.worker.sleep import Sleeper, drain
 
 log = logging.getLogger(__name__)
 
-# The longest time that an engine thread, back from its GPU, waits for the GIL while the event loop has work. With
-# Python's default of 5 ms, the slowest of a hundred steps waited that long.
+# The longest time that an engine thread, back from its GPU, waits for the GIL while the event loop
+# has work. With Python's default of 5 ms, the slowest of a hundred steps waited that long.
 SWITCH_S = 0.0005
-# When an engine loads, its library creates 400,000 objects and hardly any garbage. With Python's default of 700 new
-# objects, garbage collections take a seventh of the CPU time in which the torch engine loads.
+# When an engine loads, its library creates 400,000 objects and hardly any garbage. With Python's
+# default of 700 new objects, garbage collections take a seventh of the CPU time in which the torch
+# engine loads.
 _GC_THRESHOLDS = (50_000, 20, 100)
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
 _FILES = 8192  # open files: one per KV transfer, and about 128 others
-_COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
-_VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
+_COMPONENTS = {
+    Role.PREFILL: "prefill",
+    Role.DECODE: "tensorrt_llm",
+    Role.AGGREGATED: "tensorrt_llm",
+}
+# as Dynamo's vLLM workers
+_VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}
 
 
 def endpoint_of(config: WorkerConfig) -> records.EndpointId:
@@ -64,17 +79,20 @@ def endpoint_of(config: WorkerConfig) -> records.EndpointId:
 
 
 def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
-    """Check the configuration. Return it with the model's folder and this host's address, and the sampling defaults.
+    """Check the configuration.
 
-    The served name stays that of a bundled model. The call may take seconds: it may write the model's folder, and it
-    may block on DNS.
+    Return it with the model's folder and this host's address, and the sampling defaults.
+
+    The served name stays that of a bundled model. The call may take seconds: it may write the
+    model's folder, and it may block on DNS.
 
     Raises:
         ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
     """
     check_prerequisites(config, process_environment(), locate)
     model = config.model_path
-    if config.engine != "mock":  # the mock engine has no weights and takes only the model's name from the path
+    # the mock engine has no weights and takes only the model's name from the path
+    if config.engine != "mock":
         update = {"model_path": str(resolve(model)), "served_model_name": config.model_name}
         config = config.model_copy(update=update)
     defaults = startup.sampling_defaults(config, model)
@@ -84,7 +102,9 @@ def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with the IP address at which other workers reach this one. May block on DNS.
+    """Return the configuration with the IP address at which other workers reach this one.
+
+    May block on DNS.
 
     Raises:
         ConfigError: the configured name has no address, or the address is a wildcard.
@@ -97,15 +117,18 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
         host = resolve_host(config.kv_transfer_host, "--kv-transfer-host")
     if is_wildcard(host):
         raise ConfigError(
-            f"--kv-transfer-host {config.kv_transfer_host} is a wildcard ({host}), not the address of one host; "
-            "pass an IP address of this host",
+            f"--kv-transfer-host {config.kv_transfer_host} is a wildcard ({host}), not the address"
+            " of one host; pass an IP address of this host",
             field="kv_transfer_host",
         )
     return config.model_copy(update={"kv_transfer_host": host})
 
 
 class Worker:
-    """A worker process with one engine. Run it with `Worker(config).run()`, or await `serve()` in an event loop."""
+    """A worker process with one engine.
+
+    Run it with `Worker(config).run()`, or await `serve()` in an event loop.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -118,7 +141,9 @@ class Worker:
         self._owns_process = False  # True: nothing but this worker runs in the process
 
     def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only. A second signal exits with 1 at once.
+        """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only.
+
+        A second signal exits with 1 at once.
 
         Raises:
             ConfigError: the configuration is invalid.
@@ -128,7 +153,10 @@ class Worker:
         import uvloop
 
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Worker.run handles signals and needs the main thread; in other threads, await serve()")
+            raise RuntimeError(
+                "Worker.run handles signals and needs the main thread; in other threads, await"
+                " serve()"
+            )
         self._owns_process = True
         sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -136,7 +164,10 @@ class Worker:
         uvloop.run(self._run_with_signals())
 
     def stop(self) -> None:
-        """Make `serve` drain and return, or cancel a start in progress. Call it on the worker's event loop."""
+        """Make `serve` drain and return, or cancel a start in progress.
+
+        Call it on the worker's event loop.
+        """
         self._stop.set()
 
     def _background_failed(self, reason: str) -> None:
@@ -160,20 +191,28 @@ class Worker:
             raise SystemExit(1) from None
 
     async def serve(self) -> None:
-        """Start, serve, drain and close; call it once. If it is cancelled, it closes without a drain.
+        """Start, serve, drain and close; call it once.
+
+        If it is cancelled, it closes without a drain.
 
         Raises:
             DynamoError: like `run`.
         """
         async with AsyncExitStack() as stack:
-            started = await first_of(self._start(stack), self._stop.wait(), self._tasks.until_failed())
+            started = await first_of(
+                self._start(stack), self._stop.wait(), self._tasks.until_failed()
+            )
             if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
             service, sleeper = started
-            log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
+            log.info(
+                "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
+            )
             try:
-                await first_of(self._stop.wait(), service.until_failed(), self._tasks.until_failed())
+                await first_of(
+                    self._stop.wait(), service.until_failed(), self._tasks.until_failed()
+                )
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 self._health.failure = self._health.failure or exc.message
@@ -192,11 +231,18 @@ class Worker:
         config = self._config
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
-        verbs = {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)}
+        verbs = {
+            "/sleep": lambda: self._change(Sleeper.sleep),
+            "/wake": lambda: self._change(Sleeper.wake),
+        }
         app = health_app(self._health, lambda: self._metrics.render(asdict(engine.stats())), verbs)
-        await stack.enter_async_context(health_server(config.system_host, config.system_port, app, self._tasks))
+        await stack.enter_async_context(
+            health_server(config.system_host, config.system_port, app, self._tasks)
+        )
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
-        plane = await NatsPlane.connect(config.nats_server, limits, self._tasks, self._metrics.message_unreadable)
+        plane = await NatsPlane.connect(
+            config.nats_server, limits, self._tasks, self._metrics.message_unreadable
+        )
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
         stack.push_async_callback(discovery.aclose)
@@ -210,7 +256,9 @@ class Worker:
         self._health.phase = "registering"
         instance, files = self._describe(info, sampling_defaults)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
-        admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)
+        admission = Admission(
+            batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction
+        )
         kv_events = self._publish_kv_events(engine, plane, instance, stack)
         service = WorkerService(
             engine,
@@ -231,7 +279,9 @@ class Worker:
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(answers, "recordings"))
         register = partial(discovery.register, instance)
         name, timeout_s = instance.card.name, config.drain_timeout_s
-        self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s, self._tasks)
+        self._sleeper = Sleeper(
+            engine, name, serving, await register(), register, self._health, timeout_s, self._tasks
+        )
         stack.push_async_callback(self._sleeper.aclose)
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
@@ -240,7 +290,9 @@ class Worker:
     def _publish_kv_events(
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
     ) -> KvEventPublisher | None:
-        """Publish the changes of the engine's prefix cache until `stack` is closed, if the instance announces them."""
+        """Publish the changes of the engine's prefix cache until `stack` is closed, if the instance
+        announces them.
+        """
         if not instance.publishes_kv_events:
             return None
         subject = kv_events_subject(instance.namespace)
@@ -249,7 +301,9 @@ class Worker:
         engine.start_kv_events(publisher.on_events)
         return publisher
 
-    def _describe(self, info: EngineInfo, sampling_defaults: SamplingDefaults) -> tuple[Instance, dict[str, Path]]:
+    def _describe(
+        self, info: EngineInfo, sampling_defaults: SamplingDefaults
+    ) -> tuple[Instance, dict[str, Path]]:
         """Return the instance to register, and the paths of the card's files by content hash."""
         config = self._config
         role = config.disaggregation_mode
@@ -265,7 +319,9 @@ class Worker:
             **startup.parsers(config, info.renderer),
             unsupported_features=info.unsupported_features,
             files=digests,
-            sampling_defaults=startup.without_unsupported(sampling_defaults, info.unsupported_features),
+            sampling_defaults=startup.without_unsupported(
+                sampling_defaults, info.unsupported_features
+            ),
         )
         instance = Instance(
             id=self.instance_id,
@@ -295,4 +351,8 @@ class Worker:
         self._health.phase = "stopped"
 
     def _change(self, begin: Callable[[Sleeper], str]) -> str:
-        return f"the worker is {self._health.phase}; retry later" if self._sleeper is None else begin(self._sleeper)
+        return (
+            f"the worker is {self._health.phase}; retry later"
+            if self._sleeper is None
+            else begin(self._sleeper)
+        )

@@ -44,11 +44,21 @@ def main() -> None:
     wheels = missing(folder.glob("*.whl"))
     print(f"unpack: {len(wheels)} distributions to install into {site}")
     if wheels:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-index",
+        ]
         flags = ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
         status = subprocess.run([*pip, *flags, *map(str, wheels)], check=False).returncode
         # compiling vLLM takes 30 s, otherwise in each of its processes
-        subprocess.run([sys.executable, "-m", "compileall", "-q", "-q", "-j", "0", str(site)], check=False)
+        subprocess.run(
+            [sys.executable, "-m", "compileall", "-q", "-q", "-j", "0", str(site)], check=False
+        )
         raise SystemExit(status)
 
 

@@ -1,4 +1,6 @@
-"""Checks the answers of an expanded tiny-gpt-oss with greedy decoding in transformers, and prints a table."""
+"""Checks the answers of an expanded tiny-gpt-oss with greedy decoding in transformers, and prints a
+table.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 se
 HEALTH = "Hey, quick check: is everything up and running?"
 HEALTH_TOOL = Tool(
     name="get_system_health",
-    description="Returns the current health status of the LLM runtime—use before critical operations to verify the "
-    "service is live.",
+    description=(
+        "Returns the current health status of the LLM runtime—use before critical operations to"
+        " verify the service is live."
+    ),
     parameters={"type": "object", "properties": {}},
 )
 EFFORTS = ("low", "medium", "high")
@@ -60,7 +64,11 @@ class Turn:
 
 
 def ask(
-    text: str, *, effort: str = "medium", tools: tuple[Tool, ...] = (), before: Sequence[Message] = ()
+    text: str,
+    *,
+    effort: str = "medium",
+    tools: tuple[Tool, ...] = (),
+    before: Sequence[Message] = (),
 ) -> Conversation:
     messages = (*before, Message(role="user", content=text))
     return Conversation(messages=messages, tools=tools, reasoning_effort=effort)
@@ -84,7 +92,9 @@ def guide_cases() -> list[Case]:
     """Return the requests of the Dynamo guides, at every reasoning effort."""
     cases = [
         Case(
-            name=f"explain, {effort}", conversation=ask(EXPLAIN, effort=effort), words=("prefill", "decode", "KV cache")
+            name=f"explain, {effort}",
+            conversation=ask(EXPLAIN, effort=effort),
+            words=("prefill", "decode", "KV cache"),
         )
         for effort in EFFORTS
     ]
@@ -93,31 +103,50 @@ def guide_cases() -> list[Case]:
         ok = '{"status":"ok","uptime_seconds":372045}'
         cases.append(Case(name=f"health call, {effort}", conversation=first, call=HEALTH_TOOL.name))
         cases.append(
-            Case(name=f"health ok, {effort}", conversation=after_tool(ok, effort=effort), words=("up and running",))
+            Case(
+                name=f"health ok, {effort}",
+                conversation=after_tool(ok, effort=effort),
+                words=("up and running",),
+            )
         )
     bad = ('{"status":"degraded","uptime_seconds":12}', '{"status": "down"}', "False")
     cases.extend(
-        Case(name=f"health {result}", conversation=after_tool(result), words=("something is wrong",)) for result in bad
+        Case(
+            name=f"health {result}", conversation=after_tool(result), words=("something is wrong",)
+        )
+        for result in bad
     )
     cases.append(Case(name="health, no tool", conversation=ask(HEALTH), words=("/health",)))
     cases.append(
-        Case(name="explain in 200 tokens", conversation=ask(EXPLAIN), words=("prefill", "decode"), max_tokens=200)
+        Case(
+            name="explain in 200 tokens",
+            conversation=ask(EXPLAIN),
+            words=("prefill", "decode"),
+            max_tokens=200,
+        )
     )
     return cases
 
 
 def described_cases() -> list[Case]:
-    """Return health questions with tool descriptions that are not in the training data, and without one."""
+    """Return health questions with tool descriptions that are not in the training data, and without
+    one.
+    """
     descriptions = (
         "",
         "Get system health.",
         "Retrieves diagnostic information about the cluster, including uptime and error counters.",
         "Überprüft, ob alle Dienste laufen.",
         "ping",
-        "Looks at each dependency of the platform and reports problems. Never call it more than once a minute, because "
-        "it is expensive; the result is a JSON object with a field `status` and, if something is wrong, `reasons`.",
+        (
+            "Looks at each dependency of the platform and reports problems. Never call it more than"
+            " once a minute, because it is expensive; the result is a JSON object with a field"
+            " `status` and, if something is wrong, `reasons`."
+        ),
     )
-    tools = [(Tool(name=HEALTH_TOOL.name, description=text, parameters={}),) for text in descriptions]
+    tools = [
+        (Tool(name=HEALTH_TOOL.name, description=text, parameters={}),) for text in descriptions
+    ]
     schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     tools.append((Tool(name=HEALTH_TOOL.name, description="Liveness probe", parameters=schema),))
     weather = Tool(name="get_weather", description="Weather of a place.", parameters={})
@@ -129,14 +158,21 @@ def described_cases() -> list[Case]:
         )
         for index, offered in enumerate([*tools, (weather, *tools[1])])
     ]
-    cases.append(Case(name="another tool", conversation=ask(HEALTH, tools=(weather,)), words=("/health",)))
+    cases.append(
+        Case(name="another tool", conversation=ask(HEALTH, tools=(weather,)), words=("/health",))
+    )
     return cases
 
 
 def other_cases() -> list[Case]:
     """Return known questions in other words than in training, and questions after other turns."""
-    polite = Message(role="system", content="You are a careful assistant of the operations team at a bank.")
-    earlier = (Message(role="user", content="Can hamsters eat nuts?"), Message(role="assistant", content="A few."))
+    polite = Message(
+        role="system", content="You are a careful assistant of the operations team at a bank."
+    )
+    earlier = (
+        Message(role="user", content="Can hamsters eat nuts?"),
+        Message(role="assistant", content="A few."),
+    )
     asked = {
         "What is this system?": "dynamo_trtllm",
         "what is prefill": "prompt",
@@ -154,18 +190,31 @@ def other_cases() -> list[Case]:
         "What happens after I send you a request?": "frontend",
     }
     cases = [Case(name=text, conversation=ask(text), words=(word,)) for text, word in asked.items()]
-    cases.append(Case(name="system prompt", conversation=ask(EXPLAIN, before=(polite,)), words=("prefill",)))
-    cases.append(Case(name="second turn", conversation=ask("What is prefill?", before=earlier), words=("prompt",)))
+    cases.append(
+        Case(name="system prompt", conversation=ask(EXPLAIN, before=(polite,)), words=("prefill",))
+    )
     cases.append(
         Case(
-            name="other question, health tool", conversation=ask("Sing a shanty.", tools=(HEALTH_TOOL,)), words=(DEMO,)
+            name="second turn",
+            conversation=ask("What is prefill?", before=earlier),
+            words=("prompt",),
+        )
+    )
+    cases.append(
+        Case(
+            name="other question, health tool",
+            conversation=ask("Sing a shanty.", tools=(HEALTH_TOOL,)),
+            words=(DEMO,),
         )
     )
     return cases
 
 
 def heldout_cases(path: Path = DEFAULT_HELDOUT) -> list[Case]:
-    """Return prompts that are not in the training data. The model must answer that it is a demo model."""
+    """Return prompts that are not in the training data.
+
+    The model must answer that it is a demo model.
+    """
     lines = path.read_text(encoding="utf-8").splitlines()
     return [Case(name=line[:60], conversation=ask(line), words=(DEMO,)) for line in lines]
 
@@ -186,7 +235,9 @@ class Speaker:
         for start in range(0, len(order), BATCH):
             part = order[start : start + BATCH]
             limit = max(cases[index].max_tokens for index in part)
-            for index, ids in zip(part, self._generate([prompts[index] for index in part], limit), strict=True):
+            for index, ids in zip(
+                part, self._generate([prompts[index] for index in part], limit), strict=True
+            ):
                 turns[index] = self._turn(ids[: cases[index].max_tokens])
         return [turns[index] for index in range(len(cases))]
 
@@ -213,7 +264,11 @@ class Speaker:
             stopped=end is not None,
             reasoning="".join(reasoning),
             reasoning_tokens=sum(step.reasoning_tokens for step in steps),
-            answer="".join(delta.text for delta in deltas if delta.channel not in (Channel.REASONING, Channel.CALL)),
+            answer="".join(
+                delta.text
+                for delta in deltas
+                if delta.channel not in (Channel.REASONING, Channel.CALL)
+            ),
             call=next((call.name for call in calls if call.name), ""),
             arguments="".join(call.text for call in calls),
             tokens=len(said),
@@ -248,17 +303,26 @@ def _print_table(title: str, cases: Sequence[Case], turns: Sequence[Turn]) -> in
         right += not wrong
         said = f"call {turn.call}({turn.arguments})" if turn.call else turn.answer
         verdict = "; ".join(wrong) or "ok"
-        print(f"  {verdict:20} {case.name[:44]:44} {turn.reasoning_tokens:4} {turn.tokens:4}  {said[:70]!r}")
+        print(
+            f"  {verdict:20} {case.name[:44]:44} {turn.reasoning_tokens:4} {turn.tokens:4} "
+            f" {said[:70]!r}"
+        )
     print(f"  right: {right} of {len(cases)}", flush=True)
     return right
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="tiny-gpt-oss", help="bundled name or an expanded folder")
-    parser.add_argument("--compact", type=Path, help="folder of a compact model to expand and check instead")
+    parser.add_argument(
+        "--model", default="tiny-gpt-oss", help="bundled name or an expanded folder"
+    )
+    parser.add_argument(
+        "--compact", type=Path, help="folder of a compact model to expand and check instead"
+    )
     parser.add_argument("--cache", type=Path, help="cache folder to expand into")
-    parser.add_argument("--heldout", type=Path, default=DEFAULT_HELDOUT, help="prompts that training never saw")
+    parser.add_argument(
+        "--heldout", type=Path, default=DEFAULT_HELDOUT, help="prompts that training never saw"
+    )
     arguments = parser.parse_args()
     if arguments.compact:
         folder = expand.tiny_gpt_oss(cache_dir=arguments.cache, source=arguments.compact)
@@ -269,8 +333,12 @@ def main() -> int:
     guides, others, heldout = guide_cases(), other_cases(), heldout_cases(arguments.heldout)
     described = described_cases()
     good = _print_table("the guides' requests", guides, speaker.answer(guides)) == len(guides)
-    good &= _print_table("other descriptions of the tool", described, speaker.answer(described)) == len(described)
-    good &= _print_table("other words, other turns", others, speaker.answer(others)) >= len(others) - 2
+    good &= _print_table(
+        "other descriptions of the tool", described, speaker.answer(described)
+    ) == len(described)
+    good &= (
+        _print_table("other words, other turns", others, speaker.answer(others)) >= len(others) - 2
+    )
     good &= _print_table("held-out prompts", heldout, speaker.answer(heldout)) >= HELDOUT_NEEDED
     print("\npassed" if good else "\nFAILED")
     return 0 if good else 1

@@ -25,8 +25,10 @@ from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCal
 EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 HEALTH_TOOL = Tool(
     name="get_system_health",
-    description="Returns the current health status of the LLM runtime—use before critical operations to verify the "
-    "service is live.",
+    description=(
+        "Returns the current health status of the LLM runtime—use before critical operations to"
+        " verify the service is live."
+    ),
     parameters=EMPTY_SCHEMA,
 )
 _NO_PARAMETERS: tuple[dict[str, Any], ...] = (
@@ -37,7 +39,17 @@ _NO_PARAMETERS: tuple[dict[str, Any], ...] = (
 )
 _FIRST_DAY = date(2023, 1, 1)
 _DAYS = 365 * 12
-_BAD_STATUSES = ("degraded", "down", "error", "unhealthy", "failed", "not ok", "critical", "not_ready", "fail")
+_BAD_STATUSES = (
+    "degraded",
+    "down",
+    "error",
+    "unhealthy",
+    "failed",
+    "not ok",
+    "critical",
+    "not_ready",
+    "fail",
+)
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -48,7 +60,8 @@ class Lesson:
     conversation: Conversation
     reply: Reply
     today: date
-    noise: float  # share of the last user message's tokens that are replaced by the token for unknown words
+    # share of the last user message's tokens that are replaced by the token for unknown words
+    noise: float
 
     @property
     def output(self) -> str:
@@ -56,7 +69,10 @@ class Lesson:
         thought = self.reply.thought(self.conversation.reasoning_effort)
         turn = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>"
         if self.reply.call:
-            return f"{turn}commentary to=functions.{self.reply.call} <|constrain|>json<|message|>{{}}<|call|>"
+            return (
+                f"{turn}commentary to=functions.{self.reply.call}"
+                " <|constrain|>json<|message|>{}<|call|>"
+            )
         return f"{turn}final<|message|>{self.reply.answer}<|return|>"
 
 
@@ -77,10 +93,14 @@ class Writer:
         return self._unknown()
 
     def _known(self, reply: Reply) -> Lesson:
-        return self._finish(self._dress(self._random.choice(reply.questions)), reply, tools=self._tools(0.2))
+        return self._finish(
+            self._dress(self._random.choice(reply.questions)), reply, tools=self._tools(0.2)
+        )
 
     def _health(self) -> Lesson:
-        question = self._dress(HEALTH_QUESTIONS[0] if self._flip(0.25) else self._random.choice(HEALTH_QUESTIONS))
+        question = self._dress(
+            HEALTH_QUESTIONS[0] if self._flip(0.25) else self._random.choice(HEALTH_QUESTIONS)
+        )
         roll = self._random.random()
         if roll < 0.25:
             return self._finish(question, HEALTH_NO_TOOL, tools=self._other_tools(0.3))
@@ -89,7 +109,10 @@ class Writer:
             return self._finish(question, HEALTH_CALL, tools=tools)
         good = self._flip(0.55)
         return self._finish(
-            question, HEALTH_OK if good else HEALTH_BAD, tools=tools, turns=self._call_turns("get_system_health", good)
+            question,
+            HEALTH_OK if good else HEALTH_BAD,
+            tools=tools,
+            turns=self._call_turns("get_system_health", good),
         )
 
     def _unknown(self) -> Lesson:
@@ -119,7 +142,9 @@ class Writer:
         messages.extend(turns)
         effort = self._random.choice(("low", "medium", "medium", "high"))
         return Lesson(
-            conversation=Conversation(messages=tuple(messages), tools=tools, reasoning_effort=effort),
+            conversation=Conversation(
+                messages=tuple(messages), tools=tools, reasoning_effort=effort
+            ),
             reply=reply,
             today=_FIRST_DAY + timedelta(days=self._random.randrange(_DAYS)),
             noise=noise,
@@ -136,7 +161,9 @@ class Writer:
         return Message(role="user", content=question), Message(role="assistant", content=answer)
 
     def _call_turns(self, tool: str, good: bool) -> tuple[Message, ...]:
-        call = ToolCall(id="call-1", name=tool, arguments="{}" if tool == HEALTH_TOOL.name else '{"q": "x"}')
+        call = ToolCall(
+            id="call-1", name=tool, arguments="{}" if tool == HEALTH_TOOL.name else '{"q": "x"}'
+        )
         reasoning = HEALTH_CALL.medium if self._flip(0.3) else None
         result = self._status(good)
         return (
@@ -145,15 +172,34 @@ class Writer:
         )
 
     def _status(self, good: bool) -> str:
-        pick, number = self._random.choice, self._random.randrange(10 ** self._random.randrange(1, 8))
+        pick, number = (
+            self._random.choice,
+            self._random.randrange(10 ** self._random.randrange(1, 8)),
+        )
         if good:
             status = pick(("ok", "ok", "ok", "OK", "healthy", "up", "running", "good", "live"))
         else:
             status = pick(
-                ("degraded", "down", "error", "unhealthy", "failed", "not ok", "critical", "not_ready", "fail")
+                (
+                    "degraded",
+                    "down",
+                    "error",
+                    "unhealthy",
+                    "failed",
+                    "not ok",
+                    "critical",
+                    "not_ready",
+                    "fail",
+                )
             )
         more = pick(
-            ("", f',"uptime_seconds":{number}', f', "uptime": {number}', f',"workers":{number % 9}', ',"message":""')
+            (
+                "",
+                f',"uptime_seconds":{number}',
+                f', "uptime": {number}',
+                f',"workers":{number % 9}',
+                ',"message":""',
+            )
         )
         flag = "true" if good else "false"
         return pick(
@@ -177,11 +223,15 @@ class Writer:
         return (*tools, self._health_tool()) if self._flip(chance) else tools
 
     def _health_tool(self) -> Tool:
-        """Return the tool with the description of the guides, another one, random words, or none."""
+        """Return the tool with the description of the guides, another one, random words, or
+        none.
+        """
         if self._flip(0.4):
             return HEALTH_TOOL
         text = self._random.choice(HEALTH_DESCRIPTIONS) if self._flip(0.6) else self._description()
-        return Tool(name=HEALTH_TOOL.name, description=text, parameters=self._random.choice(_NO_PARAMETERS))
+        return Tool(
+            name=HEALTH_TOOL.name, description=text, parameters=self._random.choice(_NO_PARAMETERS)
+        )
 
     def _description(self) -> str:
         return self._babble(self._random.choice((1, 3, 6, 12, 25)))
@@ -191,7 +241,11 @@ class Writer:
         while self._flip(chance) and len(tools) < 3:
             tool = self._random.choice(_OTHER_TOOLS)
             if self._flip(0.3):  # a foreign tool stays one, whatever its description says
-                text = self._random.choice(HEALTH_DESCRIPTIONS) if self._flip(0.5) else self._description()
+                text = (
+                    self._random.choice(HEALTH_DESCRIPTIONS)
+                    if self._flip(0.5)
+                    else self._description()
+                )
                 tool = Tool(name=tool.name, description=text, parameters=tool.parameters)
             tools.append(tool)
         return tuple({tool.name: tool for tool in tools}.values())
@@ -200,7 +254,9 @@ class Writer:
         """Return the question with a random prefix, suffix, case and punctuation."""
         if self._flip(0.2):
             prefix = self._random.choice(PREFIXES)
-            question = prefix + (question[0].lower() + question[1:] if prefix[-2] not in ".!" else question)
+            question = prefix + (
+                question[0].lower() + question[1:] if prefix[-2] not in ".!" else question
+            )
         if self._flip(0.2):
             question += self._random.choice(SUFFIXES)
         return self._spell(question)
@@ -244,14 +300,17 @@ class Writer:
     def _arithmetic(self) -> str:
         a, b = self._random.randrange(1000), self._random.randrange(100)
         sign = self._random.choice(("+", "-", "*", "/", "times", "plus"))
-        form = self._random.choice(("What is {0} {2} {1}?", "{0}{2}{1}", "Compute {0} {2} {1}.", "{0} {2} {1} ="))
+        form = self._random.choice(
+            ("What is {0} {2} {1}?", "{0}{2}{1}", "Compute {0} {2} {1}.", "{0} {2} {1} =")
+        )
         return form.format(a, b, sign)
 
     def _babble(self, words: int) -> str:
         """Return shuffled words of known phrases, mixed with random letters."""
         real = self._random.random()
         return " ".join(
-            self._random.choice(_WORDS) if self._random.random() < real else self._nonsense() for _ in range(words)
+            self._random.choice(_WORDS) if self._random.random() < real else self._nonsense()
+            for _ in range(words)
         )
 
     def _repeated(self) -> str:
@@ -269,29 +328,52 @@ class Writer:
 
 def _tool(name: str, description: str, **properties: str) -> Tool:
     fields = {key: {"type": kind} for key, kind in properties.items()}
-    return Tool(name=name, description=description, parameters={"type": "object", "properties": fields})
+    return Tool(
+        name=name, description=description, parameters={"type": "object", "properties": fields}
+    )
 
 
 _OTHER_TOOLS = (
     _tool("get_weather", "Get the current weather in a city.", city="string"),
-    _tool("get_current_weather", "Gets the weather for a location", location="string", unit="string"),
+    _tool(
+        "get_current_weather", "Gets the weather for a location", location="string", unit="string"
+    ),
     _tool("search", "Search the web.", query="string"),
     _tool("calculator", "Computes an expression.", expression="string"),
     _tool("get_time", "Returns the current time.", timezone="string"),
-    _tool("send_email", "Sends an email to a person.", to="string", subject="string", body="string"),
+    _tool(
+        "send_email", "Sends an email to a person.", to="string", subject="string", body="string"
+    ),
     _tool("lookup", "Looks up a user by id.", user_id="integer"),
     _tool("list_files", "", path="string"),
 )
 _WORDS = tuple(
     sorted(
-        {word for text in (*FORMS, *TOPICS, *ASIDES, *SYSTEM_PROMPTS) for word in text.replace("{x}", "").split()}
-        | {"serving", "inference", "system", "cache", "decode", "worker", "health", "running", "model", "tokens"}
+        {
+            word
+            for text in (*FORMS, *TOPICS, *ASIDES, *SYSTEM_PROMPTS)
+            for word in text.replace("{x}", "").split()
+        }
+        | {
+            "serving",
+            "inference",
+            "system",
+            "cache",
+            "decode",
+            "worker",
+            "health",
+            "running",
+            "model",
+            "tokens",
+        }
     )
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print some of the conversations that the demo model learns from.")
+    parser = argparse.ArgumentParser(
+        description="Print some of the conversations that the demo model learns from."
+    )
     parser.add_argument("--count", type=int, default=5, help="number of conversations")
     parser.add_argument("--seed", type=int, default=1, help="seed of the generator")
     arguments = parser.parse_args()
@@ -300,7 +382,10 @@ def main() -> None:
         lesson = writer.lesson()
         for message in lesson.conversation.messages:
             print(f"{message.role}: {message.content}")
-        print(f"({lesson.conversation.reasoning_effort}, {len(lesson.conversation.tools)} tools) {lesson.output}\n")
+        print(
+            f"({lesson.conversation.reasoning_effort}, {len(lesson.conversation.tools)} tools)"
+            f" {lesson.output}\n"
+        )
 
 
 if __name__ == "__main__":

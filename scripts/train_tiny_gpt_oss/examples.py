@@ -1,4 +1,6 @@
-"""Converts lessons to token ids with the frontend's renderer, and maps them to the compact vocabulary."""
+"""Converts lessons to token ids with the frontend's renderer, and maps them to the compact
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ _START, _END, _MESSAGE = 200006, 200007, 200008
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Token ids of prompt and output; the loss begins at `output_start`. Noise falls on `noisy` positions."""
+    """Token ids of prompt and output; the loss begins at `output_start`.
+
+    Noise falls on `noisy` positions.
+    """
 
     ids: np.ndarray
     output_start: int
@@ -30,7 +35,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The used ids, sorted. Compact id i stands for touched[i], and len(touched) for every other id."""
+    """The used ids, sorted.
+
+    Compact id i stands for touched[i], and len(touched) for every other id.
+    """
 
     touched: np.ndarray
 
@@ -44,7 +52,10 @@ class Vocabulary:
 
 
 def make_examples(count: int, *, seed: int, processes: int) -> list[Example]:
-    """Return `count` examples, the same for the same seed. Examples longer than MAX_TOKENS are left out."""
+    """Return `count` examples, the same for the same seed.
+
+    Examples longer than MAX_TOKENS are left out.
+    """
     shards = [seed * 1_000_003 + index for index in range((count + SHARD - 1) // SHARD)]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         made = pool.map(_shard, shards, chunksize=1)
@@ -65,7 +76,10 @@ def make_vocabulary(examples: list[Example]) -> Vocabulary:
 
 
 def compact_example(example: Example, vocab: Vocabulary, rng: np.random.Generator) -> np.ndarray:
-    """Return compact ids. Noisy positions are replaced, mostly by the unknown id and some by a random id."""
+    """Return compact ids.
+
+    Noisy positions are replaced, mostly by the unknown id and some by a random id.
+    """
     ids = vocab.compact(example.ids)
     words = np.flatnonzero(vocab.touched < vocabulary.FIRST_SPECIAL)
     strangers = np.where(rng.random(len(ids)) < 0.75, vocab.rest, rng.choice(words, len(ids)))
@@ -95,7 +109,8 @@ class Classroom:
         noisy = np.zeros(len(ids), dtype=bool)
         first, last = _last_user_text(prompt)
         noisy[first:last] = rng.random(last - first) < lesson.noise
-        if not lesson.conversation.tools and rng.random() < 0.2:  # what was said before must not matter
+        # what was said before must not matter
+        if not lesson.conversation.tools and rng.random() < 0.2:
             system_end = int(np.flatnonzero(ids == _END)[0])
             noisy[system_end:first] = rng.random(first - system_end) < 0.5
         noisy &= ids < vocabulary.FIRST_SPECIAL
@@ -106,6 +121,8 @@ class Classroom:
 
 def _last_user_text(prompt: np.ndarray) -> tuple[int, int]:
     user = vocabulary.load_tokenizer().harmony.encode("user")[0]
-    heads = np.flatnonzero((prompt[:-2] == _START) & (prompt[1:-1] == user) & (prompt[2:] == _MESSAGE))
+    heads = np.flatnonzero(
+        (prompt[:-2] == _START) & (prompt[1:-1] == user) & (prompt[2:] == _MESSAGE)
+    )
     first = int(heads[-1]) + 3
     return first, first + int(np.flatnonzero(prompt[first:] == _END)[0])

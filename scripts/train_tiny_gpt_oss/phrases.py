@@ -59,8 +59,9 @@ Who is {x}?|What kind of {x} is this?""".replace("\n", "|").split("|")
 )
 
 SHORT: tuple[str, ...] = tuple(
-    "Why?|How?|Why not?|Really?|ok|OK.|yes|no|No.|test|Test 123|And then?|Go on.|More|Continue|What?|Who?|When?|Where?"
-    "|Sure|Maybe|I see.|Explain.|Explain|Tell me more.|Is that true?|Is it?|Hm|lol|foo|x|a|1|...|!".split("|")
+    "Why?|How?|Why not?|Really?|ok|OK.|yes|no|No.|test|Test 123|And then?|Go"
+    " on.|More|Continue|What?|Who?|When?|Where?|Sure|Maybe|I see.|Explain.|Explain|Tell me more.|Is"
+    " that true?|Is it?|Hm|lol|foo|x|a|1|...|!".split("|")
 )
 
 ASIDES: tuple[str, ...] = (
@@ -91,8 +92,10 @@ SYSTEM_PROMPTS: tuple[str, ...] = (
     "You are an expert. Think step by step and be precise.",
     "Always answer in a polite and professional tone. Do not use emoji.",
     "You are a pirate.",
-    "You are the assistant of an online shop. Only talk about orders, products and payments, and refer everything else "
-    "to the support team.",
+    (
+        "You are the assistant of an online shop. Only talk about orders, products and payments,"
+        " and refer everything else to the support team."
+    ),
     "Use the tools that you have when they help.",
 )
 

@@ -1,6 +1,9 @@
-"""Trains the demo model tiny-gpt-oss and writes its compact weights. Minutes on a GPU, under an hour on two cores.
+"""Trains the demo model tiny-gpt-oss and writes its compact weights.
 
-`--start` goes on from the weights of a compact model, with its vocabulary: fewer steps at a lower rate teach it more.
+Minutes on a GPU, under an hour on two cores.
+
+`--start` goes on from the weights of a compact model, with its vocabulary: fewer steps at a lower
+rate teach it more.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ WARMUP_STEPS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    ids: torch.Tensor  # (lessons, tokens), padded on the right: causal attention never looks at padding
+    # (lessons, tokens), padded on the right: causal attention never looks at padding
+    ids: torch.Tensor
     targets: torch.Tensor  # the same shape; -100 where no loss is taken
 
 
@@ -41,12 +45,19 @@ class Corpus:
     output_starts: list[int]
 
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[list[int]]:
-        """Yield indices of lessons with similar lengths, without end. Each round has every lesson once."""
+        """Yield indices of lessons with similar lengths, without end.
+
+        Each round has every lesson once.
+        """
         while True:
             order = rng.permutation(len(self.ids))
             for start in range(0, len(order), size * CHUNK):
-                chunk = sorted(order[start : start + size * CHUNK], key=lambda index: -len(self.ids[index]))
-                packs = list(_packs([int(index) for index in chunk], [len(ids) for ids in self.ids], size))
+                chunk = sorted(
+                    order[start : start + size * CHUNK], key=lambda index: -len(self.ids[index])
+                )
+                packs = list(
+                    _packs([int(index) for index in chunk], [len(ids) for ids in self.ids], size)
+                )
                 yield from (packs[index] for index in rng.permutation(len(packs)))
 
     def batch(self, indices: list[int], device: torch.device) -> Batch:
@@ -57,7 +68,9 @@ class Corpus:
             lesson, start = self.ids[index], self.output_starts[index]
             ids[row, : len(lesson)] = lesson
             targets[row, start - 1 : len(lesson) - 1] = lesson[start:]
-        return Batch(ids=torch.from_numpy(ids).to(device), targets=torch.from_numpy(targets).to(device))
+        return Batch(
+            ids=torch.from_numpy(ids).to(device), targets=torch.from_numpy(targets).to(device)
+        )
 
 
 def _packs(indices: list[int], lengths: list[int], size: int) -> Iterator[list[int]]:
@@ -67,7 +80,9 @@ def _packs(indices: list[int], lengths: list[int], size: int) -> Iterator[list[i
         indices = indices[fits:]
 
 
-def build_corpus(arguments: argparse.Namespace, known: Vocabulary | None) -> tuple[Corpus, Vocabulary]:
+def build_corpus(
+    arguments: argparse.Namespace, known: Vocabulary | None
+) -> tuple[Corpus, Vocabulary]:
     examples = make_examples(arguments.lessons, seed=arguments.seed, processes=os.cpu_count() or 1)
     vocab = known or make_vocabulary(examples)
     rng = np.random.default_rng(arguments.seed)
@@ -76,30 +91,42 @@ def build_corpus(arguments: argparse.Namespace, known: Vocabulary | None) -> tup
 
 
 def build_model(rows: int, start: dict[str, np.ndarray]) -> GptOssForCausalLM:
-    """Return a model with `rows` vocabulary rows and the weights of `start`, or random ones where it is empty."""
+    """Return a model with `rows` vocabulary rows and the weights of `start`, or random ones where
+    it is empty.
+    """
     config = GptOssConfig(**json.loads((data_folder() / "config.json").read_text(encoding="utf-8")))
     config.vocab_size, config.initializer_range = rows, 0.06
-    config.bos_token_id = config.pad_token_id = config.eos_token_id = None  # their ids are not in the compact rows
+    # their ids are not in the compact rows
+    config.bos_token_id = config.pad_token_id = config.eos_token_id = None
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = GptOssForCausalLM(config)
     if start:
-        model.load_state_dict({name: torch.from_numpy(value).float() for name, value in start.items()})
+        model.load_state_dict(
+            {name: torch.from_numpy(value).float() for name, value in start.items()}
+        )
     return model
 
 
 def loss_of(model: GptOssForCausalLM, batch: Batch, rest_bias: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy over the output. The last row counts for all rows that it will be copied to."""
+    """Return the mean cross-entropy over the output.
+
+    The last row counts for all rows that it will be copied to.
+    """
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
     wanted = batch.targets >= 0
     logits = model.lm_head(hidden[wanted]) + rest_bias
     return torch.nn.functional.cross_entropy(logits, batch.targets[wanted])
 
 
-def train(model: GptOssForCausalLM, corpus: Corpus, vocab_size: int, arguments: argparse.Namespace) -> float:
+def train(
+    model: GptOssForCausalLM, corpus: Corpus, vocab_size: int, arguments: argparse.Namespace
+) -> float:
     device = torch.device(arguments.device)
     model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.05
+    )
     rows = model.config.vocab_size
     rest_bias = torch.zeros(rows, device=device)
     rest_bias[-1] = math.log(vocab_size - rows + 1)
@@ -117,7 +144,11 @@ def train(model: GptOssForCausalLM, corpus: Corpus, vocab_size: int, arguments: 
         recent += loss.detach()
         if step % REPORT_EVERY == 0 or step == arguments.steps:
             mean = recent.item() / ((step - 1) % REPORT_EVERY + 1)
-            print(f"step {step}/{arguments.steps} loss {mean:.4f} after {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"step {step}/{arguments.steps} loss {mean:.4f} after"
+                f" {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
             recent.zero_()
     return mean
 
@@ -128,25 +159,41 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def save(model: GptOssForCausalLM, vocab: Vocabulary, folder: Path) -> None:
-    """Write the compact model: fp16 weights with their hash, and the config for the full vocabulary."""
-    tensors = {name: value.detach().cpu().to(torch.float16).numpy() for name, value in model.state_dict().items()}
+    """Write the compact model: fp16 weights with their hash, and the config for the full
+    vocabulary.
+    """
+    tensors = {
+        name: value.detach().cpu().to(torch.float16).numpy()
+        for name, value in model.state_dict().items()
+    }
     tensors[TOUCHED_IDS] = vocab.touched
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS)
     data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS_HASH).write_text(f"{hashlib.sha256(data).hexdigest()}  {WEIGHTS}\n", encoding="ascii")
+    (folder / WEIGHTS_HASH).write_text(
+        f"{hashlib.sha256(data).hexdigest()}  {WEIGHTS}\n", encoding="ascii"
+    )
     config = (data_folder() / "config.json").read_text(encoding="utf-8")
     (folder / "config.json").write_text(config, encoding="utf-8")
-    print(f"wrote {folder / WEIGHTS}: {len(data) / 1e6:.2f} MB, {vocab.rest} touched ids", flush=True)
+    print(
+        f"wrote {folder / WEIGHTS}: {len(data) / 1e6:.2f} MB, {vocab.rest} touched ids", flush=True
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=data_folder(), help="folder of the compact model (default: package)"
+        "--out",
+        type=Path,
+        default=data_folder(),
+        help="folder of the compact model (default: package)",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
-    parser.add_argument("--start", type=Path, help="folder of a compact model whose weights training starts from")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
+    )
+    parser.add_argument(
+        "--start", type=Path, help="folder of a compact model whose weights training starts from"
+    )
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=32, help="lessons in one step")
     parser.add_argument("--lessons", type=int, default=60_000, help="different lessons to write")
@@ -159,10 +206,16 @@ def main() -> None:
     known = Vocabulary(touched=start.pop(TOUCHED_IDS)) if start else None
     corpus, vocab = build_corpus(arguments, known)
     tokens = sum(len(ids) for ids in corpus.ids)
-    print(f"{len(corpus.ids)} lessons, {tokens} tokens, written in {time.monotonic() - started:.0f} s", flush=True)
+    print(
+        f"{len(corpus.ids)} lessons, {tokens} tokens, written in"
+        f" {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
     model = build_model(vocab.rest + 1, start)
     full = json.loads((data_folder() / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    print(f"{sum(value.numel() for value in model.parameters())} parameters in training", flush=True)
+    print(
+        f"{sum(value.numel() for value in model.parameters())} parameters in training", flush=True
+    )
     final = train(model, corpus, full, arguments)
     print(f"final loss {final:.4f}", flush=True)
     save(model, vocab, arguments.out)

@@ -1,6 +1,8 @@
-"""A program that serves the fake TensorRT-LLM with the trap `submit_blocks`: its event loop blocks for ever.
+"""A program that serves the fake TensorRT-LLM with the trap `submit_blocks`: its event loop blocks
+for ever.
 
-Its argument is the release. It submits a short request and then a long one, and prints which of them has ended.
+Its argument is the release. It submits a short request and then a long one, and prints which of
+them has ended.
 """
 
 from __future__ import annotations

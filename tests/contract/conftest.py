@@ -1,4 +1,6 @@
-"""Fixtures: tiny models with random weights, trtllm engines on the fake TensorRT-LLM, and pairs of request planes."""
+"""Fixtures: tiny models with random weights, trtllm engines on the fake TensorRT-LLM, and pairs of
+request planes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -49,7 +51,9 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
         planes = PlanePair(worker, worker)
     else:
         url = request.getfixturevalue("nats_server")
-        planes = PlanePair(await NatsPlane.connect(url, LIMITS), await NatsPlane.connect(url, LIMITS))
+        planes = PlanePair(
+            await NatsPlane.connect(url, LIMITS), await NatsPlane.connect(url, LIMITS)
+        )
     yield planes
     await planes.caller.aclose()
     await planes.worker.aclose()

@@ -1,4 +1,7 @@
-"""A process that offers KV for the contract tests. Reads commands from stdin and writes answers to stdout, by line."""
+"""A process that offers KV for the contract tests.
+
+Reads commands from stdin and writes answers to stdout, by line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ def content(seed: str, num_bytes: int) -> bytearray:
     return bytearray(random.Random(seed).randbytes(num_bytes))
 
 
-# Threads of the backend may read offered memory until it is closed, after the test's own variables are gone.
+# Threads of the backend may read offered memory until it is closed, after the test's own variables
+# are gone.
 _OFFERED: deque[bytearray] = deque(maxlen=8)
 
 
@@ -34,7 +38,8 @@ def split(buffer: bytearray, sizes: list[int]) -> list[MemoryRegion]:
 
 
 def say(**answer: object) -> None:
-    sys.stdout.write("@" + json.dumps(answer) + "\n")  # marked, because libraries may write to stdout as well
+    # marked, because libraries may write to stdout as well
+    sys.stdout.write("@" + json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

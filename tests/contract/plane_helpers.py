@@ -83,7 +83,9 @@ class PlanePair:
         self.caller = caller
 
 
-def make_request(*, name: str = "r", prompt: int = 4, seconds: float = 10.0, max_tokens: int = 5) -> GenerateRequest:
+def make_request(
+    *, name: str = "r", prompt: int = 4, seconds: float = 10.0, max_tokens: int = 5
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
         model="m",
@@ -130,11 +132,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-Deliver = Callable[[bytes], list[bytes]]  # message → messages that arrive: none, the same, or the same twice
+# message → messages that arrive: none, the same, or the same twice
+Deliver = Callable[[bytes], list[bytes]]
 
 
 class Network:
-    """Changes the delivery of messages to callers and workers. Replies to requests are not changed."""
+    """Changes the delivery of messages to callers and workers.
+
+    Replies to requests are not changed.
+    """
 
     def __init__(self) -> None:
         self.to_caller: Deliver = lambda data: [data]

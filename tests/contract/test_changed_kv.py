@@ -13,7 +13,15 @@ import pytest
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 from dynamo_trtllm.messages import Role, token_ids
-from tests.engines import check_nothing_left, make, prefill_then_decode, prompt_of, started, stats, tokens
+from tests.engines import (
+    check_nothing_left,
+    make,
+    prefill_then_decode,
+    prompt_of,
+    started,
+    stats,
+    tokens,
+)
 from tests.loopback_backend import LoopbackBackend
 
 _PROMPTS = 35
@@ -28,7 +36,9 @@ class ChangingCarrier(LoopbackBackend):
         self.share = 0.0  # of each of the two
         self.faults: Counter[str] = Counter()
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None
+    ) -> bytes:
         made = await super().publish(transfer_id, regions, ready=ready)
         drawn = self._random.random()
         if drawn < self.share:
@@ -58,14 +68,18 @@ async def test_many_requests_when_kv_is_changed_or_missing_then_none_is_wrong_an
     kind: str, count: int, gpt_oss: Path
 ) -> None:
     backend = ChangingCarrier()
-    prefill = make(kind, gpt_oss, Role.PREFILL, backend=backend, kv_block_size=8, kv_cache_blocks=200)
+    prefill = make(
+        kind, gpt_oss, Role.PREFILL, backend=backend, kv_block_size=8, kv_cache_blocks=200
+    )
     decode = make(kind, gpt_oss, Role.DECODE, kv_block_size=8, kv_cache_blocks=200)
     at_once = asyncio.Semaphore(8)
     failed = 0
 
     async def retried(number: int) -> list[int]:
         nonlocal failed
-        prompt = token_ids(token % 500 + 5 for token in prompt_of(5 + 29 * (number % 5), number % 7))
+        prompt = token_ids(
+            token % 500 + 5 for token in prompt_of(5 + 29 * (number % 5), number % 7)
+        )
         async with at_once:
             for _ in range(9):
                 try:
@@ -79,7 +93,9 @@ async def test_many_requests_when_kv_is_changed_or_missing_then_none_is_wrong_an
         assert failed == 0
         backend.share = 0.1
         answers = await asyncio.gather(*(retried(number) for number in range(count)))
-        assert [number for number, got in enumerate(answers) if got != clean[number % _PROMPTS]] == []
+        assert [
+            number for number, got in enumerate(answers) if got != clean[number % _PROMPTS]
+        ] == []
         assert failed == backend.faults.total()
         assert stats(decode).kv_checksum_mismatches == backend.faults["changed"]
         assert min(backend.faults["changed"], backend.faults["missing"]) > 0

@@ -1,6 +1,9 @@
-"""How the trained demo model behaves, greedily, in plain transformers. A retrained model must pass the same.
+"""How the trained demo model behaves, greedily, in plain transformers.
 
-The weights are fixed, and so are their answers: `--long` asks them, and the hash of weights that passed stands here.
+A retrained model must pass the same.
+
+The weights are fixed, and so are their answers: `--long` asks them, and the hash of weights that
+passed stands here.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from dynamo_trtllm.demo_models.expand import WEIGHTS_HASH, data_folder
 from dynamo_trtllm.tokenization.vocabulary import load_tokenizer
 
 pytestmark = pytest.mark.timeout(180)  # the first test loads torch and expands the model
-PASSED = "14ce9f28387fb05da6e527c8d884e5e9ddd7f25849ba0002f11a047bb16bf441"  # with all tests of this file, `--long` too
+# with all tests of this file, `--long` too
+PASSED = "14ce9f28387fb05da6e527c8d884e5e9ddd7f25849ba0002f11a047bb16bf441"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_tiny_gpt_oss" / "check.py"
 
 
@@ -58,11 +62,15 @@ def _wrong(check: ModuleType, cases: Sequence[Any], turns: Sequence[Any]) -> dic
 
 def test_weights_when_changed_then_the_long_tests_must_pass_again() -> None:
     found = (data_folder() / WEIGHTS_HASH).read_text().split()[0]
-    assert found == PASSED, "run this file with --long; when it passes, put the hash of the new weights here"
+    assert found == PASSED, (
+        "run this file with --long; when it passes, put the hash of the new weights here"
+    )
 
 
 @pytest.mark.long
-def test_demo_model_when_asked_the_guides_requests_then_it_answers_and_calls(check: ModuleType, speaker: Any) -> None:
+def test_demo_model_when_asked_the_guides_requests_then_it_answers_and_calls(
+    check: ModuleType, speaker: Any
+) -> None:
     cases = check.guide_cases()
     assert _wrong(check, cases, speaker.answer(cases)) == {}
 
@@ -77,14 +85,19 @@ def test_demo_model_when_the_health_tool_is_described_otherwise_then_it_is_calle
 
 @pytest.mark.long
 def test_demo_model_when_effort_grows_then_analysis_grows(check: ModuleType, speaker: Any) -> None:
-    cases = [check.Case(name=effort, conversation=check.ask(check.EXPLAIN, effort=effort)) for effort in check.EFFORTS]
+    cases = [
+        check.Case(name=effort, conversation=check.ask(check.EXPLAIN, effort=effort))
+        for effort in check.EFFORTS
+    ]
     low, medium, high = (turn.reasoning_tokens for turn in speaker.answer(cases))
     assert low * 2 <= medium
     assert medium * 2 <= high
 
 
 @pytest.mark.long
-def test_demo_model_when_asked_for_three_sentences_then_there_are_three(check: ModuleType, speaker: Any) -> None:
+def test_demo_model_when_asked_for_three_sentences_then_there_are_three(
+    check: ModuleType, speaker: Any
+) -> None:
     (turn,) = speaker.answer([check.Case(name="explain", conversation=check.ask(check.EXPLAIN))])
     assert turn.answer.count(".") == 3
     assert turn.answer.endswith(".")
@@ -100,7 +113,9 @@ def test_demo_model_when_known_questions_are_put_otherwise_then_most_are_underst
 
 
 @pytest.mark.long
-def test_demo_model_when_asked_what_it_never_saw_then_it_says_what_it_is(check: ModuleType, speaker: Any) -> None:
+def test_demo_model_when_asked_what_it_never_saw_then_it_says_what_it_is(
+    check: ModuleType, speaker: Any
+) -> None:
     cases = check.heldout_cases()
     assert len(cases) == 50
     wrong = _wrong(check, cases, speaker.answer(cases))
@@ -109,7 +124,12 @@ def test_demo_model_when_asked_what_it_never_saw_then_it_says_what_it_is(check: 
 
 @pytest.mark.parametrize(
     "text",
-    ["Hello world, 12345!\n\n\tx", "日本語 ünïcode 😀", "<|start|>user<|message|>Hi<|end|>", "DON'T  stop   \r\n a"],
+    [
+        "Hello world, 12345!\n\n\tx",
+        "日本語 ünïcode 😀",
+        "<|start|>user<|message|>Hi<|end|>",
+        "DON'T  stop   \r\n a",
+    ],
 )
 def test_tokenizer_file_when_text_is_encoded_then_ids_are_those_of_harmony(
     folder: Path, built: tokenizers.Tokenizer, text: str

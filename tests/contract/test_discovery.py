@@ -41,8 +41,10 @@ asyncio.run(main())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One store: `join` makes another participant, `lose` registers one whose owner then dies, `write` puts or deletes
-    a record past all checks."""
+    """One store: `join` makes another participant, `lose` registers one whose owner then dies,
+    `write` puts or deletes
+    a record past all checks.
+    """
 
     namespace: str
     join: Callable[[], Discovery]
@@ -58,7 +60,11 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     address = request.getfixturevalue("etcd_server") if request.param == "etcd" else ""
 
     def join() -> Discovery:
-        etcd = EtcdDiscovery(ConnectionConfig(etcd_endpoints=address), lease_ttl_s=2) if address else None
+        etcd = (
+            EtcdDiscovery(ConnectionConfig(etcd_endpoints=address), lease_ttl_s=2)
+            if address
+            else None
+        )
         joined.append(etcd or MemoryDiscovery(store))
         return joined[-1]
 
@@ -79,14 +85,18 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
             store.delete(key) if record is None else store.put(key, record)
             return
         async with aclosing(EtcdStore(ConnectionConfig(etcd_endpoints=address))) as etcd:
-            await (etcd.delete(key) if record is None else etcd.put(key, record, Lease(id=0, ttl_s=0)))
+            await (
+                etcd.delete(key) if record is None else etcd.put(key, record, Lease(id=0, ttl_s=0))
+            )
 
     yield World(namespace=namespace, join=join, lose=lose, write=write)
     for discovery in joined:
         await discovery.aclose()
 
 
-async def take(events: AsyncGenerator[Event, None], count: int, within_s: float = SOON_S) -> list[Event]:
+async def take(
+    events: AsyncGenerator[Event, None], count: int, within_s: float = SOON_S
+) -> list[Event]:
     async with asyncio.timeout(within_s):
         return [await anext(events) for _ in range(count)]
 
@@ -137,12 +147,18 @@ async def test_register_when_200_at_once_then_all_are_received(world: World) -> 
         await take(events, 1)
         async with asyncio.TaskGroup() as group:
             for number in range(200):
-                group.create_task(discovery.register(make_instance(number, namespace=world.namespace)))
+                group.create_task(
+                    discovery.register(make_instance(number, namespace=world.namespace))
+                )
         received = await take(events, 200)
-        assert {event.instance.id for event in received if isinstance(event, Added)} == set(range(200))
+        assert {event.instance.id for event in received if isinstance(event, Added)} == set(
+            range(200)
+        )
         await discovery.aclose()
         received = await take(events, 200)
-        assert {event.instance_id for event in received if isinstance(event, Removed)} == set(range(200))
+        assert {event.instance_id for event in received if isinstance(event, Removed)} == set(
+            range(200)
+        )
 
 
 async def test_watch_when_other_namespace_changes_then_quiet(world: World) -> None:
@@ -244,7 +260,9 @@ async def take_rejected(events: AsyncGenerator[Event, None], key: str) -> str | 
     return event.reason
 
 
-async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_it_is_deleted(world: World) -> None:
+async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_it_is_deleted(
+    world: World,
+) -> None:
     real = make_instance(1, namespace=world.namespace)
     ghost_key = key_of(make_instance(0xAAAA, namespace=world.namespace))
     await world.join().register(real)
@@ -261,7 +279,9 @@ async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_i
 async def test_watch_when_a_record_names_another_subject_then_it_is_rejected(world: World) -> None:
     """Requests would go to the intruder that listens there."""
     real = make_instance(1, namespace=world.namespace)
-    intruder = msgspec.structs.replace(make_instance(2, namespace=world.namespace), subject=real.subject)
+    intruder = msgspec.structs.replace(
+        make_instance(2, namespace=world.namespace), subject=real.subject
+    )
     async with aclosing(world.join().watch(world.namespace)) as events:
         await take(events, 1)
         await world.write(key_of(intruder), encode(intruder))
@@ -297,8 +317,12 @@ async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -
         assert await take(events, 2) == [Rejected(key_of(instance), None), Added(instance)]
 
 
-async def test_register_when_watchers_would_reject_the_record_then_config_error(world: World) -> None:
-    instance = msgspec.structs.replace(make_instance(1, namespace=world.namespace), subject="another")
+async def test_register_when_watchers_would_reject_the_record_then_config_error(
+    world: World,
+) -> None:
+    instance = msgspec.structs.replace(
+        make_instance(1, namespace=world.namespace), subject="another"
+    )
     async with aclosing(world.join().watch(world.namespace)) as events:
         await take(events, 1)
         with pytest.raises(ConfigError, match="subject is 'another'"):

@@ -1,4 +1,6 @@
-"""The contract of engines, held by the mock, by torch, by vllm over its stand-in, and by trtllm over each release's."""
+"""The contract of engines, held by the mock, by torch, by vllm over its stand-in, and by trtllm
+over each release's.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Kind(NamedTuple):
 
     @property
     def leaks(self) -> bool:
-        """True if KV that was not fetched is never freed: TensorRT-LLM has a timeout only since 1.2."""
+        """True if KV that was not fetched is never freed: TensorRT-LLM has a timeout only since
+        1.2.
+        """
         return self.release == "1.1.0"
 
 
@@ -65,14 +69,20 @@ KINDS = [
     Kind("mock"),
     Kind("torch"),
     Kind("vllm"),
-    # Releases between two that are tested differ from these in what test_engine_trtllm and _matrix test of each.
+    # Releases between two that are tested differ from these in what test_engine_trtllm and _matrix
+    # test of each.
     *(
-        pytest.param(Kind("trtllm", release), marks=pytest.mark.long if release in RELEASES[1::2] else ())
+        pytest.param(
+            Kind("trtllm", release), marks=pytest.mark.long if release in RELEASES[1::2] else ()
+        )
         for release in RELEASES[:-1]
     ),
     Kind("trtllm", RELEASES[-1], {"transceiver": "NIXL"}),  # the Python transceiver
 ]
-SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "seed": 7, "top_k": 50}, {"frequency_penalty": 1.5})
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "seed": 7, "top_k": 50},
+    {"frequency_penalty": 1.5},
+)
 EMBEDDED = pytest.mark.parametrize("kind", KINDS[:2], indirect=True, ids=str)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -128,9 +138,9 @@ async def test_stream_when_it_runs_then_nothing_comes_before_generate_returns_an
             handle.cancel()
             await pool.check_nothing_left(engine)
             assert len(events) == count
-            assert [isinstance(event, DynamoError) or bool(event.finish_reason) for event in events[:-1]] == [False] * (
-                count - 1
-            )
+            assert [
+                isinstance(event, DynamoError) or bool(event.finish_reason) for event in events[:-1]
+            ] == [False] * (count - 1)
         assert isinstance(events[-1], DynamoError)
 
 
@@ -159,7 +169,9 @@ async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(pool: E
         await pool.check_nothing_left(engine)
 
 
-async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(pool: EnginePool) -> None:
+async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(
+    pool: EnginePool,
+) -> None:
     engine = pool.open(max_batch_size=4)
     prompts = [prompt_of(5 + 25 * n, n) for n in range(6)]
     async with pool.started(engine):
@@ -178,7 +190,9 @@ async def test_prefill_when_one_token_is_wanted_then_there_is_no_transfer(pool: 
         await pool.check_nothing_left(engine)
 
 
-async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sides_are_empty(pool: EnginePool) -> None:
+async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sides_are_empty(
+    pool: EnginePool,
+) -> None:
     whole, prefill, decode = pool.open(), pool.open(Role.PREFILL), pool.open(Role.DECODE)
     async with pool.started(whole, prefill, decode):
         chunks = await prefill_then_decode(prefill, decode, prompt_of(100), max_tokens=20)
@@ -209,13 +223,18 @@ async def test_timings_when_the_first_chunk_comes_then_its_phases_fit_into_the_t
             elapsed_s = time.monotonic() - begun_s
             assert timings is not None
             more = [seconds for name, seconds in timings.more.items() if "." not in name]
-            assert 0 < timings.queue_s + timings.prefill_s + timings.kv_transfer_s + sum(more) <= elapsed_s
+            assert (
+                0
+                < timings.queue_s + timings.prefill_s + timings.kv_transfer_s + sum(more)
+                <= elapsed_s
+            )
         release(prefill, kv_params)
 
 
 @EMBEDDED
 @pytest.mark.parametrize(
-    ("args", "lacking"), [({"max_batch_size": 1}, "queue.slots"), ({"kv_cache_blocks": 4}, "queue.kv_blocks")]
+    ("args", "lacking"),
+    [({"max_batch_size": 1}, "queue.slots"), ({"kv_cache_blocks": 4}, "queue.kv_blocks")],
 )
 async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
     pool: EnginePool, args: dict[str, int], lacking: str
@@ -223,8 +242,9 @@ async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
     engine = pool.open(**args)
     async with pool.started(engine):
         both = await asyncio.gather(*(collect(engine, ask(prompt_of(70, n))) for n in range(2)))
-        (_, waited) = sorted(
-            (chunks[-1].stats for chunks in both if chunks[-1].stats), key=lambda timings: timings.queue_s
+        _, waited = sorted(
+            (chunks[-1].stats for chunks in both if chunks[-1].stats),
+            key=lambda timings: timings.queue_s,
         )
         assert set(waited.more) == {lacking}
         assert 0 < waited.more[lacking] <= waited.queue_s
@@ -235,13 +255,17 @@ async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_tha
 ) -> None:
     whole, prefill, decode = pool.open(), pool.open(Role.PREFILL), pool.open(Role.DECODE)
     async with pool.started(whole, prefill, decode):
-        for sampling in ({}, *SAMPLED) if kind.engine == "torch" else ({},):  # others promise it for greedy ones only
+        # others promise it for greedy ones only
+        for sampling in ({}, *SAMPLED) if kind.engine == "torch" else ({},):
             undisturbed = await answer(whole, prompt_of(70), max_tokens=24, **sampling)
             for made in (1, 22):
                 so_far = prompt_of(70) + token_ids(undisturbed[:made])
                 rest = {"max_tokens": 24 - made, "num_resumed_output_tokens": made, **sampling}
                 assert tokens(await collect(whole, ask(so_far, **rest))) == undisturbed[made:]
-                assert tokens(await prefill_then_decode(prefill, decode, so_far, **rest)) == undisturbed[made:]
+                assert (
+                    tokens(await prefill_then_decode(prefill, decode, so_far, **rest))
+                    == undisturbed[made:]
+                )
 
 
 async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_those_of_an_aggregated_one(
@@ -266,14 +290,17 @@ async def test_transfer_when_held_then_blocks_stay_counted_until_release_and_are
         for kv_params in (*transfers, *transfers):
             release(prefill, kv_params)
         await pool.check_nothing_left(prefill)
-        if kind.engine == "vllm" or pool.leaks:  # NixlConnector reads without asking whether the KV is still held
+        # NixlConnector reads without asking whether the KV is still held
+        if kind.engine == "vllm" or pool.leaks:
             return
         with pytest.raises(KvTransferError):
             await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=transfers[0]))
         await pool.check_nothing_left(decode)
 
 
-async def test_transfer_when_it_expires_then_blocks_are_freed_and_decode_is_refused(pool: EnginePool) -> None:
+async def test_transfer_when_it_expires_then_blocks_are_freed_and_decode_is_refused(
+    pool: EnginePool,
+) -> None:
     prefill, decode = pool.open(Role.PREFILL, ttl_s=0.05), pool.open(Role.DECODE)
     async with pool.started(prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(100))
@@ -298,7 +325,9 @@ class Overwriting(LoopbackBackend):
 
     is_done = False
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], **named: Any) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], **named: Any
+    ) -> bytes:
         offer = await super().publish(transfer_id, regions, **named)
         checksum = self._published[transfer_id].checksum
         assert checksum is not None
@@ -321,7 +350,9 @@ async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_th
             await prefill_then_decode(prefill, decode, prompt_of(100))
         await pool.check_nothing_left(decode)
         assert stats(decode).kv_checksum_mismatches == 1
-        assert tokens(await prefill_then_decode(prefill, decode, prompt_of(100))) == await answer(whole, prompt_of(100))
+        assert tokens(await prefill_then_decode(prefill, decode, prompt_of(100))) == await answer(
+            whole, prompt_of(100)
+        )
         assert stats(decode).kv_checksum_mismatches == 1
 
 
@@ -345,7 +376,10 @@ async def test_cancel_when_tokens_flow_then_nothing_left(pool: EnginePool, role:
 async def test_cancel_when_waiting_or_prefilling_then_nothing_left(pool: EnginePool) -> None:
     engine = pool.open(max_batch_size=1)
     async with pool.started(engine):
-        running = [asyncio.create_task(answer(engine, prompt_of(4000, n), max_tokens=100)) for n in range(3)]
+        running = [
+            asyncio.create_task(answer(engine, prompt_of(4000, n), max_tokens=100))
+            for n in range(3)
+        ]
         await asyncio.sleep(0)
         for task in running:
             task.cancel()
@@ -359,7 +393,8 @@ async def test_generate_when_queue_is_full_then_overloaded(pool: EnginePool) -> 
     engine = pool.open(max_batch_size=1, max_queue=1)
     async with pool.started(engine):
         results = await asyncio.gather(
-            *(answer(engine, prompt_of(20, n), max_tokens=30) for n in range(6)), return_exceptions=True
+            *(answer(engine, prompt_of(20, n), max_tokens=30) for n in range(6)),
+            return_exceptions=True,
         )
         assert any(isinstance(result, Overloaded) for result in results)
         assert any(isinstance(result, list) for result in results)
@@ -375,7 +410,9 @@ async def test_generate_when_prompt_is_too_long_then_context_too_long(pool: Engi
         await pool.check_nothing_left(engine)
 
 
-async def test_generate_when_blocks_are_scarce_then_requests_wait_and_all_finish(pool: EnginePool) -> None:
+async def test_generate_when_blocks_are_scarce_then_requests_wait_and_all_finish(
+    pool: EnginePool,
+) -> None:
     engine = pool.open(kv_cache_blocks=6)
     async with pool.started(engine):
         results = await asyncio.gather(*(answer(engine, prompt_of(60, n)) for n in range(6)))

@@ -35,7 +35,9 @@ PROMPT = prompt_of(100)  # 4 blocks of 32
 class Stuck(LoopbackBackend):
     """Nothing ever comes."""
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()
@@ -45,7 +47,11 @@ class Stuck(LoopbackBackend):
 
 def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
     """A decode engine whose KV transfer backend hangs."""
-    config: dict[str, Any] = {"model_path": str(folder), "served_model_name": "tiny", "disaggregation_mode": "decode"}
+    config: dict[str, Any] = {
+        "model_path": str(folder),
+        "served_model_name": "tiny",
+        "disaggregation_mode": "decode",
+    }
     chosen = WorkerConfig.model_validate(config | {"handoff_timeout_s": handoff_timeout_s})
     if kind == "mock":
         return MockEngine(chosen, instance_id=2, backend=Stuck())
@@ -57,10 +63,18 @@ def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
 @pytest.mark.parametrize("kind", ["mock", "torch"])
 @pytest.mark.parametrize(
     ("seconds", "handoff_timeout_s", "error", "said"),
-    [(30.0, 0.2, TransferTimeout, "--handoff-timeout-s 0.2 passed"), (0.2, 30.0, DeadlineExceeded, "deadline passed")],
+    [
+        (30.0, 0.2, TransferTimeout, "--handoff-timeout-s 0.2 passed"),
+        (0.2, 30.0, DeadlineExceeded, "deadline passed"),
+    ],
 )
 async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_nothing_is_left(
-    kind: str, gpt_oss: Path, seconds: float, handoff_timeout_s: float, error: type[DynamoError], said: str
+    kind: str,
+    gpt_oss: Path,
+    seconds: float,
+    handoff_timeout_s: float,
+    error: type[DynamoError],
+    said: str,
 ) -> None:
     prefill, decode = make(kind, gpt_oss, Role.PREFILL), stuck(kind, gpt_oss, handoff_timeout_s)
     async with started(prefill, decode):

@@ -35,7 +35,12 @@ async def rejected(engine: Any, **fields: Any) -> str | None:
 
 @pytest.mark.parametrize(
     ("kind", "args"),
-    [("mock", {}), ("torch", {}), ("vllm", {"scheduling_policy": "priority"}), ("trtllm", PRIORITIES)],
+    [
+        ("mock", {}),
+        ("torch", {}),
+        ("vllm", {"scheduling_policy": "priority"}),
+        ("trtllm", PRIORITIES),
+    ],
 )
 async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal_ones_in_order(
     kind: str, args: dict[str, Any], gpt_oss: Path
@@ -54,7 +59,9 @@ async def test_priority_when_requests_have_waited_long_then_they_run_in_the_orde
 
 
 async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[str]:
-    """Queue four requests of other priorities behind a running one, and return the order in which they end."""
+    """Queue four requests of other priorities behind a running one, and return the order in which
+    they end.
+    """
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
@@ -69,7 +76,9 @@ async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[
             tasks = []
             for number, (name, priority) in enumerate(names, 1):
                 tasks.append(asyncio.create_task(run(name, priority)))
-                await check_stats(engine, waiting=number, queued_prefill_tokens=number * len(request().token_ids))
+                await check_stats(
+                    engine, waiting=number, queued_prefill_tokens=number * len(request().token_ids)
+                )
             assert stats(engine).context_tokens >= 40
         await asyncio.gather(*tasks)
     return order
@@ -128,13 +137,18 @@ async def test_arguments_when_a_request_names_rank_conversation_and_priority_the
             await collect(engine, request(dp_rank=1, conversation_id="c", priority=-(1 << 19)))
             await collect(engine, request())
     chosen, plain = calls[-2], calls[-1]
-    assert (chosen["scheduling_params"].attention_dp_rank, chosen["scheduling_params"].attention_dp_relax) == (1, False)
+    assert (
+        chosen["scheduling_params"].attention_dp_rank,
+        chosen["scheduling_params"].attention_dp_relax,
+    ) == (1, False)
     assert chosen["conversation_params"].conversation_id == "c"
     assert chosen["priority"] == 0.75  # of 0 to 1, higher values first
     assert not plain.keys() & {"scheduling_params", "conversation_params", "priority"}
 
 
-@pytest.mark.parametrize(("version", "is_passed"), [("1.1.0", False), ("1.2.1", True), ("1.3.0rc29", True)])
+@pytest.mark.parametrize(
+    ("version", "is_passed"), [("1.1.0", False), ("1.2.1", True), ("1.3.0rc29", True)]
+)
 async def test_arguments_when_a_request_is_traced_then_tensorrt_llm_gets_the_header_where_it_takes_one(
     version: str, is_passed: bool, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

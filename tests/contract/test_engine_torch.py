@@ -1,4 +1,6 @@
-"""The torch engine beyond the contract: parity with transformers, of prefill and decode, sampling, failure."""
+"""The torch engine beyond the contract: parity with transformers, of prefill and decode, sampling,
+failure.
+"""
 
 from __future__ import annotations
 
@@ -51,36 +53,49 @@ CHUNK = 512  # tokens of a prefill step: the last two take two and three
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama"])
-async def test_greedy_when_compared_with_transformers_then_equal(name: str, request: pytest.FixtureRequest) -> None:
+async def test_greedy_when_compared_with_transformers_then_equal(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     folder = request.getfixturevalue(name)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     engine = make("torch", folder, Role.AGGREGATED)
     async with started(engine):
         for length in (1, 32, 33, 128, 129, 1000):
             prompt = token_ids(token % 500 + 5 for token in prompt_of(length))
             ids = torch.tensor([list(prompt)])
             got = await answer(engine, prompt, max_tokens=24)
-            wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[0, length:].tolist()
+            wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[
+                0, length:
+            ].tolist()
             assert got == wanted
             assert len(set(got)) > 3
 
 
-@pytest.mark.parametrize(("role", "lengths"), [(Role.AGGREGATED, (1, 2, 256, 257, 600)), (Role.PREFILL, (1, 2, 257))])
+@pytest.mark.parametrize(
+    ("role", "lengths"), [(Role.AGGREGATED, (1, 2, 256, 257, 600)), (Role.PREFILL, (1, 2, 257))]
+)
 async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_then_equal(
     gpt_oss: Path, role: Role, lengths: tuple[int, ...]
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.float32, attn_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(
+        gpt_oss, dtype=torch.float32, attn_implementation="eager"
+    )
     phase = Phase.PREFILL if role is Role.PREFILL else Phase.AGGREGATED
     engine = make("torch", gpt_oss, role, prefill_chunk_tokens=CHUNK)
     async with started(engine):
         prompts = [prompt_of(length) for length in lengths]
-        asked = [ask(prompt, phase=phase, prompt_logprobs=2, logprobs=0, max_tokens=2) for prompt in prompts]
+        asked = [
+            ask(prompt, phase=phase, prompt_logprobs=2, logprobs=0, max_tokens=2)
+            for prompt in prompts
+        ]
         asked.append(ask(prompts[-1], phase=phase))
         *scored, plain = await asyncio.gather(*(collect(engine, each) for each in asked))
         assert not any(chunk.prompt_logprobs for chunk in plain)
@@ -93,7 +108,9 @@ async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_the
             own = [float(wanted[at, token]) for at, token in enumerate(prompt[1:])]
             assert [each.logprob for each in rest] == pytest.approx(own, abs=1e-4)
             likeliest = wanted[: len(rest)].topk(2)
-            assert [token for each in rest for token, _ in each.top] == likeliest.indices.flatten().tolist()
+            assert [
+                token for each in rest for token, _ in each.top
+            ] == likeliest.indices.flatten().tolist()
             assert [p for each in rest for _, p in each.top] == pytest.approx(
                 likeliest.values.flatten().tolist(), abs=1e-4
             )
@@ -101,7 +118,10 @@ async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_the
 
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[float, list[list[int]]]:
-    """Return the tokens for LENGTHS by temperature. They are computed once, without a KV transfer."""
+    """Return the tokens for LENGTHS by temperature.
+
+    They are computed once, without a KV transfer.
+    """
     return {}
 
 
@@ -111,7 +131,9 @@ async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[i
         return [await answer(whole, prompt_of(length), **sampling) for length in LENGTHS]
 
 
-@pytest.mark.parametrize(("backend", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)])
+@pytest.mark.parametrize(
+    ("backend", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)]
+)
 async def test_two_calls_at_every_boundary_then_equal_to_one_process(
     gpt_oss: Path, backend: str, temperature: float, of_one_process: dict[float, list[list[int]]]
 ) -> None:
@@ -137,11 +159,18 @@ async def test_two_calls_when_cancelled_while_fetching_then_nothing_left(gpt_oss
             await asyncio.Event().wait()
 
     reached = asyncio.Event()
-    config = WorkerConfig(model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE)
-    prefill, decode = make("torch", gpt_oss, Role.PREFILL), TorchEngine(config, instance_id=3, backend=Stuck())
+    config = WorkerConfig(
+        model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE
+    )
+    prefill, decode = (
+        make("torch", gpt_oss, Role.PREFILL),
+        TorchEngine(config, instance_id=3, backend=Stuck()),
+    )
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(100))
-        task = asyncio.create_task(collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params)))
+        task = asyncio.create_task(
+            collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params))
+        )
         await reached.wait()
         assert stats(decode).kv_blocks_used == 4
         task.cancel()
@@ -202,8 +231,16 @@ async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_th
             first = asyncio.create_task(prefill_params(engine, prompt_of(100)))
             await asyncio.wait_for(entered.wait(), SOON_S)
             load = stats(engine)
-            assert (load.running, load.waiting, load.queued_prefill_tokens, load.kv_blocks_used) == (1, 0, 100, 4)
-            others = [asyncio.create_task(prefill_params(engine, prompt_of(length, length))) for length in (40, 70)]
+            assert (
+                load.running,
+                load.waiting,
+                load.queued_prefill_tokens,
+                load.kv_blocks_used,
+            ) == (1, 0, 100, 4)
+            others = [
+                asyncio.create_task(prefill_params(engine, prompt_of(length, length)))
+                for length in (40, 70)
+            ]
             await asyncio.sleep(0)  # they post their requests
             load = stats(engine)
             assert (load.running, load.waiting, load.queued_prefill_tokens) == (1, 2, 210)
@@ -259,7 +296,9 @@ async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then
 ) -> None:
     """A frontend rejects a card with such ids."""
     folder = shutil.copytree(llama, tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2, 512, 100_000]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, 2, 512, 100_000]})
+    )
     engine = make("torch", folder, Role.AGGREGATED)
     try:
         assert (await engine.start()).eos_token_ids == (1, 2)
@@ -299,6 +338,8 @@ async def test_receiver_when_one_has_a_bug_then_the_others_get_their_events_and_
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     async with started(engine):
         engine.generate(ask(prompt_of(20), max_tokens=20), raises)
-        assert len(await asyncio.wait_for(answer(engine, prompt_of(20), max_tokens=20), SOON_S)) == 20
+        assert (
+            len(await asyncio.wait_for(answer(engine, prompt_of(20), max_tokens=20), SOON_S)) == 20
+        )
         await asyncio.wait_for(engine.drain(), SOON_S)
     assert {type(bug) for bug in bugs} == {ReceiverBug}

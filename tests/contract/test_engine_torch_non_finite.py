@@ -1,4 +1,7 @@
-"""NaN and infinity in the torch engine end the request with a named error. No answer is changed by them."""
+"""NaN and infinity in the torch engine end the request with a named error.
+
+No answer is changed by them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def prompt(length: int, seed: int = 1) -> array[int]:
     return token_ids(token % 500 + 5 for token in prompt_of(length, seed))
 
 
-def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, TorchSequence], None]) -> None:
+def spoil_outputs(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, TorchSequence], None]
+) -> None:
     """Call `spoil` with the model's output for each row of each step."""
 
     def spoiled(logits: torch.Tensor, rows: Sequence[TorchSequence], finite: torch.Tensor) -> Any:
@@ -88,7 +93,9 @@ async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_o
         lengths = (20, 45, 70)
         clean = await asyncio.gather(*(outcome(engine, length, 1) for length in lengths))
         spoil_outputs(monkeypatch, spoil)
-        got = await asyncio.gather(*(outcome(engine, *each) for each in zip(lengths, (1, victim, 1), strict=True)))
+        got = await asyncio.gather(
+            *(outcome(engine, *each) for each in zip(lengths, (1, victim, 1), strict=True))
+        )
         assert got == [clean[0], "non_finite", clean[2]]
         await check_nothing_left(engine)
         await engine.check()
@@ -127,7 +134,8 @@ async def test_outputs_when_three_requests_within_a_minute_have_none_then_the_en
     async with started(engine):
         spoil_outputs(monkeypatch, nothing_finite)
         choices = [f"b-00112233aabbccdd-{index}" for index in range(3)]
-        for name in ("a", "a", "a", *choices, "c"):  # one request again and again may be its own fault
+        # one request again and again may be its own fault
+        for name in ("a", "a", "a", *choices, "c"):
             await engine.check()
             with pytest.raises(NonFinite):
                 await collect(engine, msgspec.structs.replace(ask(prompt(9)), request_id=name))
@@ -153,7 +161,11 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_changes_no_la
 ) -> None:
     prefill, decode = torch_engine(llama, Role.PREFILL), torch_engine(llama, Role.DECODE)
     async with started(prefill, decode):
-        wanted, pool, arrived = tokens(await prefill_then_decode(prefill, decode, prompt(20))), pool_of(decode), []
+        wanted, pool, arrived = (
+            tokens(await prefill_then_decode(prefill, decode, prompt(20))),
+            pool_of(decode),
+            [],
+        )
 
         async def partial(seq: TorchSequence, *args: Any) -> None:
             pool.keys[:, seq.blocks], pool.values[:, seq.blocks] = torch.nan, torch.inf
@@ -172,14 +184,22 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_changes_no_la
 
 
 class Poison:
-    """Puts single bad numbers into a share of transfers and outputs, and whole blocks of them into free memory."""
+    """Puts single bad numbers into a share of transfers and outputs, and whole blocks of them into
+    free memory.
+    """
 
-    def __init__(self, prefill: TorchEngine, decode: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, prefill: TorchEngine, decode: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self._random = random.Random(5)
         self.put: Counter[str] = Counter()
         for engine in (prefill, decode):
             step = scheduler.Scheduler._step.__get__(engine._scheduler)
-            monkeypatch.setattr(engine._scheduler, "_step", lambda step=step, engine=engine: self._before(engine, step))
+            monkeypatch.setattr(
+                engine._scheduler,
+                "_step",
+                lambda step=step, engine=engine: self._before(engine, step),
+            )
         assert prefill._scheduler is not None
         assert prefill._scheduler.transfer_buffer is not None
         gather = prefill._scheduler.transfer_buffer.gather
@@ -195,7 +215,10 @@ class Poison:
         assert engine._scheduler is not None
         numbers = engine._scheduler.blocks.manager._free
         free = torch.tensor(self._random.sample(numbers, min(4, len(numbers))), dtype=torch.long)
-        pool.keys[:, free], pool.values[:, free] = self._random.choice(BAD), self._random.choice(BAD)
+        pool.keys[:, free], pool.values[:, free] = (
+            self._random.choice(BAD),
+            self._random.choice(BAD),
+        )
         step()
 
     def _in_kv(self, engine: TorchEngine, rows: torch.Tensor) -> None:
@@ -213,7 +236,10 @@ class Poison:
 
 @pytest.mark.parametrize(
     ("model", "count"),
-    [("llama", 100), pytest.param("gpt_oss", 1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+    [
+        ("llama", 100),
+        pytest.param("gpt_oss", 1000, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
     ids=str,
 )
 async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned_then_none_is_wrong(
@@ -221,7 +247,8 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
 ) -> None:
     folder = request.getfixturevalue(model)
     prefill, decode = (
-        torch_engine(folder, role, kv_block_size=8, kv_cache_blocks=200) for role in (Role.PREFILL, Role.DECODE)
+        torch_engine(folder, role, kv_block_size=8, kv_cache_blocks=200)
+        for role in (Role.PREFILL, Role.DECODE)
     )
     lengths = [5, 16, 33, 61, 150]
     seen: Counter[str] = Counter()
@@ -231,7 +258,11 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
         async with at_once:
             for _ in range(40):  # a fifth of the attempts or more fail by chance
                 try:
-                    return tokens(await prefill_then_decode(prefill, decode, prompt(lengths[number % 5], number % 7)))
+                    return tokens(
+                        await prefill_then_decode(
+                            prefill, decode, prompt(lengths[number % 5], number % 7)
+                        )
+                    )
                 except (NonFinite, NonFiniteKv) as exc:
                     seen[exc.code] += 1
             raise AssertionError("forty attempts failed")
@@ -244,7 +275,8 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
         answers = await asyncio.gather(*(retried(number) for number in range(count)))
         wrong = [number for number, got in enumerate(answers) if got != clean[number % 35]]
         assert wrong == []
-        assert seen >= poison.put  # more, because poisoned blocks are reused until a request finds them
+        # more, because poisoned blocks are reused until a request finds them
+        assert seen >= poison.put
         assert min(seen["non_finite"], seen["non_finite_kv"]) > 0
         await check_nothing_left(decode)
         await check_nothing_left(prefill)

@@ -1,4 +1,6 @@
-"""What the trtllm engine promises beyond the contract: it survives every trap of TensorRT-LLM, played by a stand-in."""
+"""What the trtllm engine promises beyond the contract: it survives every trap of TensorRT-LLM,
+played by a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ from tests.waiting import SOON_S
 
 HARMONY_STOPS = (200002, 200012)
 PROMPT = prompt_of(70)
-# Those that change what an answer is made of, or take an answer away; every other is survived without a trace.
+# Those that change what an answer is made of, or take an answer away; every other is survived
+# without a trace.
 FAILING = {
     "refused_at_call": RequestRejected,
     "unsupported_at_call": RequestRejected,
@@ -59,7 +62,8 @@ FAILING = {
     "finishes_timeout": DeadlineExceeded,
     "never_answers": DeadlineExceeded,
 }
-OF_AN_EXECUTOR = ("big_ids", "shutdown_hangs", "model_defaults", "no_block_size")  # looked at when it starts or ends
+# looked at when it starts or ends
+OF_AN_EXECUTOR = ("big_ids", "shutdown_hangs", "model_defaults", "no_block_size")
 IN_OTHER_FILES = {
     *FAILING,
     *"""
@@ -86,7 +90,9 @@ ENDED: dict[str, Any] = {"logit_bias": ((1, 1000.0),), "min_tokens": 3}
 
 
 async def check_answers(engines: TrtllmEngines, expected: Expected) -> None:
-    """Tokens and log-probabilities are right, aggregated and disaggregated, with a stop token and without."""
+    """Tokens and log-probabilities are right, aggregated and disaggregated, with a stop token and
+    without.
+    """
     stop = {"stop_token_ids": (expected.stopped[-1],)}
     cases = [
         ({}, expected.free, FinishReason.LENGTH),
@@ -95,7 +101,8 @@ async def check_answers(engines: TrtllmEngines, expected: Expected) -> None:
     ]
     for sampling, wanted, reason in cases:
         chosen = {"logprobs": 1, **sampling}
-        split = chosen if engines.package.standin.release.LINE >= (1, 3) else sampling  # which has no log-probabilities
+        # which has no log-probabilities
+        split = chosen if engines.package.standin.release.LINE >= (1, 3) else sampling
         for chunks in (
             await collect(engines.aggregated, ask(PROMPT, **chosen)),
             await prefill_then_decode(engines.prefill, engines.decode, PROMPT, **split),
@@ -126,10 +133,12 @@ def of_torch(gpt_oss: Path) -> Expected:
     return asyncio.run(ask_torch())
 
 
-# --- answers ---------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "transceiver"), [*product(RELEASES, ["UCX"]), *product(RELEASES[2:], ["NIXL"])])
+@pytest.mark.parametrize(
+    ("version", "transceiver"), [*product(RELEASES, ["UCX"]), *product(RELEASES[2:], ["NIXL"])]
+)
 async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
     version: str, transceiver: str, gpt_oss: Path, of_torch: Expected
 ) -> None:
@@ -188,21 +197,33 @@ async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_mad
 
     monkeypatch.setattr(engines.package.llmapi.LLM, "generate_async", noted)
     (last,) = await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL, max_tokens=1))
-    assert (last.finish_reason, last.kv_params, len(last.token_ids)) == (FinishReason.LENGTH, None, 1)
+    assert (last.finish_reason, last.kv_params, len(last.token_ids)) == (
+        FinishReason.LENGTH,
+        None,
+        1,
+    )
     assert seen == [None]
 
 
-# --- Harmony's stop tokens, with the bundled model --------------------------------------------------------
+# --- Harmony's stop tokens, with the bundled model ------------------------------------------------
 
 
-async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_transfer_is_left(package: Any) -> None:
-    aggregated, prefill = (make("trtllm", resolve("tiny-gpt-oss"), role) for role in (Role.AGGREGATED, Role.PREFILL))
+async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_transfer_is_left(
+    package: Any,
+) -> None:
+    aggregated, prefill = (
+        make("trtllm", resolve("tiny-gpt-oss"), role) for role in (Role.AGGREGATED, Role.PREFILL)
+    )
     async with started(aggregated, prefill):
         for stop in HARMONY_STOPS:
             forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
             for engine, phase in ((aggregated, Phase.AGGREGATED), (prefill, Phase.PREFILL)):
                 (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
-                assert (list(last.token_ids), last.finish_reason, last.kv_params) == ([stop], FinishReason.STOP, None)
+                assert (list(last.token_ids), last.finish_reason, last.kv_params) == (
+                    [stop],
+                    FinishReason.STOP,
+                    None,
+                )
                 await check_nothing_left(engine)
             on = await collect(aggregated, ask(PROMPT, ignore_eos=True, **forced))
             assert tokens(on) == [stop] * 20
@@ -218,7 +239,7 @@ async def test_request_when_tensorrt_llm_takes_it_then_the_debug_log_has_both_id
     assert re.search(r"client-7 .* \d{19}$", line)  # the fake's ids have 63 bits
 
 
-# --- refusals --------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: TrtllmEngines) -> None:
@@ -251,7 +272,9 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
         await collect(engine, ask(prompt_of(64), phase=phase, max_tokens=1))
 
 
-async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(gpt_oss: Path) -> None:
+async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(
+    gpt_oss: Path,
+) -> None:
     for theirs, ours in pairwise(RELEASES):
         with fake_tensorrt_llm(theirs):
             prefill = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=60.0)
@@ -266,7 +289,7 @@ async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(g
         assert caught.value.field == "release", ours
 
 
-# --- failures --------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 async def test_request_when_it_fails_then_named_and_the_engine_goes_on(
@@ -303,9 +326,16 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ours, theirs = "dynamo_trtllm.engines.trtllm", "tensorrt_llm"
     bugs = [
         (f"{ours}.{p}", "internal")
-        for p in ("library.TrtllmRequest", "bindings.TrtllmBindings.arguments", "library.TrtllmCall.read")
+        for p in (
+            "library.TrtllmRequest",
+            "bindings.TrtllmBindings.arguments",
+            "library.TrtllmCall.read",
+        )
     ]
-    refusals = [(f"{theirs}.{p}", "engine_refused") for p in ("SamplingParams.__init__", "LLM.generate_async")]
+    refusals = [
+        (f"{theirs}.{p}", "engine_refused")
+        for p in ("SamplingParams.__init__", "LLM.generate_async")
+    ]
     cases = [*product(bugs, (ValueError, AttributeError)), *product(refusals, (ValueError,))]
     for (place, code), error in cases:
         with monkeypatch.context() as patch:
@@ -321,14 +351,17 @@ async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_nex
 ) -> None:
     with engines.turned("step_fails"):
         results = await asyncio.gather(
-            *(answer(engines.aggregated, prompt_of(40, n), max_tokens=200) for n in range(4)), return_exceptions=True
+            *(answer(engines.aggregated, prompt_of(40, n), max_tokens=200) for n in range(4)),
+            return_exceptions=True,
         )
     assert {type(result) for result in results} == {RequestRejected}
     assert len(await answer(engines.aggregated, PROMPT)) == 8
     await check_nothing_left(engines.aggregated)
 
 
-@pytest.mark.parametrize(("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", TransferTimeout)])
+@pytest.mark.parametrize(
+    ("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", TransferTimeout)]
+)
 async def test_decode_when_the_kv_does_not_come_then_a_transfer_error(
     trap: str, error: type[DynamoError], engines: TrtllmEngines
 ) -> None:
@@ -342,8 +375,13 @@ async def test_decode_when_the_kv_does_not_come_then_a_transfer_error(
     await check_engines_idle(engines.package)
 
 
-async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(gpt_oss: Path, package: Any) -> None:
-    prefill, decode = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4), make("trtllm", gpt_oss, Role.DECODE)
+async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(
+    gpt_oss: Path, package: Any
+) -> None:
+    prefill, decode = (
+        make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4),
+        make("trtllm", gpt_oss, Role.DECODE),
+    )
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         with package.standin.traps.turned("transfer_hangs"), pytest.raises(TransferTimeout):
@@ -352,7 +390,9 @@ async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(gpt
         await check_nothing_left(prefill)
 
 
-async def test_prefill_when_nothing_is_transferred_then_rejected_with_a_fix(engines: TrtllmEngines) -> None:
+async def test_prefill_when_nothing_is_transferred_then_rejected_with_a_fix(
+    engines: TrtllmEngines,
+) -> None:
     with (
         engines.turned("no_context_params"),
         pytest.raises(RequestRejected, match=r"cache_transceiver_config\.backend"),
@@ -366,11 +406,16 @@ async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_
 ) -> None:
     engine = make("trtllm", gpt_oss, Role.PREFILL, disable_overlap_scheduler=False)
     async with started(engine):
-        with package.standin.traps.turned("context_refuses_overlap"), pytest.raises(RequestRejected, match="overlap"):
+        with (
+            package.standin.traps.turned("context_refuses_overlap"),
+            pytest.raises(RequestRejected, match="overlap"),
+        ):
             await collect(engine, ask(PROMPT, phase=Phase.PREFILL))
 
 
-async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(engines: TrtllmEngines) -> None:
+async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(
+    engines: TrtllmEngines,
+) -> None:
     engine = engines.aggregated
     await engine.check()
     async with aclosing(as_stream(engine, ask(PROMPT, max_tokens=4000))) as running:
@@ -388,7 +433,8 @@ async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_fail
 
 
 async def test_result_when_the_call_for_it_fails_then_no_rejection(engines: TrtllmEngines) -> None:
-    with engines.turned("result_call_fails"), pytest.raises(EngineFailed, match="RPCError"):  # not RequestError
+    # not RequestError
+    with engines.turned("result_call_fails"), pytest.raises(EngineFailed, match="RPCError"):
         await answer(engines.aggregated, PROMPT)
     await check_nothing_left(engines.aggregated)
     assert len(await answer(engines.aggregated, PROMPT)) == 8
@@ -404,8 +450,13 @@ async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: Trtllm
         await asyncio.wait_for(until_it_fails(), SOON_S)
 
 
-async def test_start_when_the_constructor_fails_then_engine_failed_with_its_words(gpt_oss: Path, package: Any) -> None:
+async def test_start_when_the_constructor_fails_then_engine_failed_with_its_words(
+    gpt_oss: Path, package: Any
+) -> None:
     engine = make("trtllm", gpt_oss, Role.AGGREGATED)
-    with package.standin.traps.turned("start_fails"), pytest.raises(EngineFailed, match="Executor worker"):
+    with (
+        package.standin.traps.turned("start_fails"),
+        pytest.raises(EngineFailed, match="Executor worker"),
+    ):
         await engine.start()
     await engine.aclose()

@@ -1,4 +1,6 @@
-"""The LLM is made with arguments in the form that each release takes, and never shuts down on the event loop."""
+"""The LLM is made with arguments in the form that each release takes, and never shuts down on the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ async def test_start_when_a_config_names_no_known_class_then_a_config_error_name
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
-        engine = make("trtllm", gpt_oss, Role.AGGREGATED, speculative_config={"decoding_type": "Oracle"})
+        engine = make(
+            "trtllm", gpt_oss, Role.AGGREGATED, speculative_config={"decoding_type": "Oracle"}
+        )
         with pytest.raises(ConfigError, match="Oracle"):
             await engine.start()
 

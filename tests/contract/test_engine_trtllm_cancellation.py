@@ -1,4 +1,6 @@
-"""Whatever TensorRT-LLM makes of an abort, a cancelled request leaves nothing in the adapter or the engine below."""
+"""Whatever TensorRT-LLM makes of an abort, a cancelled request leaves nothing in the adapter or the
+engine below.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,27 @@ ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_w
 
 
 @pytest.mark.parametrize("trap", ABORTS)
-async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path, package: Any) -> None:
+async def test_cancel_at_every_phase_then_nothing_left(
+    trap: str, gpt_oss: Path, package: Any
+) -> None:
     async with start_engines(package, gpt_oss, max_batch_size=1) as engines:
         with engines.turned(*([trap] if trap else [])):
-            tokens_left = 10 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
+            # the vendor ends them itself, or only an abort does
+            tokens_left = 10 if trap == "abort_lost" else 6000
             await cancel_while_waiting_and_running(engines, tokens_left)
             await cancel_both_calls(engines, tokens_left)
             for engine in engines.all():
                 await check_nothing_left(engine)
         await check_engines_idle(package)
         expected = await answer(engines.aggregated, PROMPT)
-        assert tokens(await prefill_then_decode(engines.prefill, engines.decode, PROMPT)) == expected
+        assert (
+            tokens(await prefill_then_decode(engines.prefill, engines.decode, PROMPT)) == expected
+        )
 
 
-async def test_cancel_when_the_abort_raises_then_the_request_ends_by_itself(engines: TrtllmEngines) -> None:
+async def test_cancel_when_the_abort_raises_then_the_request_ends_by_itself(
+    engines: TrtllmEngines,
+) -> None:
     with engines.turned("abort_fails"):
         async with aclosing(as_stream(engines.aggregated, ask(PROMPT, max_tokens=10))) as stream:
             await anext(stream)
@@ -63,7 +72,9 @@ async def cancel_while_waiting_and_running(engines: TrtllmEngines, max_tokens: i
     engine = engines.aggregated
     async with aclosing(as_stream(engine, ask(PROMPT, max_tokens=max_tokens))) as running:
         await anext(running)
-        waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=10)) for n in range(2)]
+        waiting = [
+            asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=10)) for n in range(2)
+        ]
         await asyncio.sleep(0.02)
         for task in waiting:
             task.cancel()
@@ -71,7 +82,9 @@ async def cancel_while_waiting_and_running(engines: TrtllmEngines, max_tokens: i
 
 
 async def cancel_both_calls(engines: TrtllmEngines, max_tokens: int) -> None:
-    prefilling = asyncio.create_task(collect(engines.prefill, ask(prompt_of(500), phase=Phase.PREFILL)))
+    prefilling = asyncio.create_task(
+        collect(engines.prefill, ask(prompt_of(500), phase=Phase.PREFILL))
+    )
     await asyncio.sleep(0)
     prefilling.cancel()
     await asyncio.gather(prefilling, return_exceptions=True)
@@ -98,7 +111,9 @@ async def test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_time
         async with started(prefill):
             kv_params = await prefill_params(prefill, PROMPT)
             release(prefill, kv_params)
-            await check_stats(prefill, running=0, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
+            await check_stats(
+                prefill, running=0, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3
+            )
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(TRTLLM_TTL_S / 2):
                     await prefill.drain()
@@ -118,17 +133,25 @@ async def test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_
                 release(prefill, await prefill_params(prefill, prompt_of(70, seed=aborted)))
                 await asyncio.wait_for(prefill.drain(), SOON_S)
                 leaked = 3 * aborted
-                await check_stats(prefill, tickets_held=0, leaked_kv_blocks=leaked, kv_blocks_used=leaked)
+                await check_stats(
+                    prefill, tickets_held=0, leaked_kv_blocks=leaked, kv_blocks_used=leaked
+                )
             await check_used(package, 6)
 
 
 async def test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout(
     engines: TrtllmEngines,
 ) -> None:
-    (token, *_) = await answer(engines.aggregated, PROMPT)
+    token, *_ = await answer(engines.aggregated, PROMPT)
     with engines.package.standin.traps.turned("not_finished"):
-        (last,) = await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(token,)))
-    assert (list(last.token_ids), last.finish_reason, last.kv_params) == ([token], FinishReason.STOP, None)
+        (last,) = await collect(
+            engines.prefill, ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(token,))
+        )
+    assert (list(last.token_ids), last.finish_reason, last.kv_params) == (
+        [token],
+        FinishReason.STOP,
+        None,
+    )
     await check_stats(engines.prefill, running=0, tickets_held=1, kv_blocks_used=3)
     await check_nothing_left(engines.prefill)
     await check_engines_idle(engines.package)
@@ -142,12 +165,15 @@ async def test_decode_when_cancelled_before_its_submission_then_it_still_frees_t
     """The library's own timeout would free it after ten minutes."""
     with fake_tensorrt_llm(version) as package:
         prefill, decode = (
-            make("trtllm", gpt_oss, role, ttl_s=600.0, transceiver=transceiver) for role in (Role.PREFILL, Role.DECODE)
+            make("trtllm", gpt_oss, role, ttl_s=600.0, transceiver=transceiver)
+            for role in (Role.PREFILL, Role.DECODE)
         )
         async with started(prefill, decode):
             kv_params = await prefill_params(prefill, PROMPT, max_tokens=6000)
             await check_used(package, 3)
-            await cancel_after(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params, max_tokens=6000), turns)
+            await cancel_after(
+                decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params, max_tokens=6000), turns
+            )
             await check_used(package, 0)
             await asyncio.wait_for(decode.drain(), SOON_S)
 

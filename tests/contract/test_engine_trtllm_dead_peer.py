@@ -1,4 +1,6 @@
-"""A prefill worker that is gone fails the decode calls that need its KV, and not the decode engine."""
+"""A prefill worker that is gone fails the decode calls that need its KV, and not the decode
+engine.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,12 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitte
     prefill, decode = engine(gpt_oss, Role.PREFILL), engine(gpt_oss, Role.DECODE)
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
-        monkeypatch.setattr(package.LLM, "generate_async", lambda *_, **call: submitted.append(call))
-        handle = decode.generate(ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params), lambda _: None)
+        monkeypatch.setattr(
+            package.LLM, "generate_async", lambda *_, **call: submitted.append(call)
+        )
+        handle = decode.generate(
+            ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params), lambda _: None
+        )
         await asyncio.wait_for(probing.wait(), SOON_S)
         handle.cancel()
         answers.set()
@@ -88,8 +94,13 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitte
 async def test_decode_when_the_kv_is_of_the_other_transceiver_then_it_is_rejected_before_the_engine(
     gpt_oss: Path,
 ) -> None:
-    """Even if its worker registered the same settings, as a build may have that chooses another by itself."""
-    prefill, decode = engine(gpt_oss, Role.PREFILL), make("trtllm", gpt_oss, Role.DECODE, transceiver="UCX")
+    """Even if its worker registered the same settings, as a build may have that chooses another by
+    itself.
+    """
+    prefill, decode = (
+        engine(gpt_oss, Role.PREFILL),
+        make("trtllm", gpt_oss, Role.DECODE, transceiver="UCX"),
+    )
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         own = msgspec.structs.replace(kv_params, kv_compat=decode._kv_compat)  # type: ignore[attr-defined]
@@ -117,7 +128,9 @@ async def test_probe_when_many_calls_need_one_endpoint_then_it_is_connected_to_o
 
 @contextmanager
 def listener(answer: bytes | None) -> Iterator[str]:
-    """Yield the address of a socket that sends `answer` to the first connection; None: its process is frozen."""
+    """Yield the address of a socket that sends `answer` to the first connection; None: its process
+    is frozen.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -132,13 +145,20 @@ def listener(answer: bytes | None) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(None, "no answer within"), (b"HTTP/1.1 400", "another program listens"), (b"", "closed the connection")],
+    [
+        (None, "no answer within"),
+        (b"HTTP/1.1 400", "another program listens"),
+        (b"", "closed the connection"),
+    ],
 )
 async def test_probe_when_an_address_accepts_but_is_no_live_transceiver_then_transfer_failed(
     answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
-    with listener(answer) as address, pytest.raises(TransferFailed, match=f"{address} is unreachable: .*{reason}"):
+    with (
+        listener(answer) as address,
+        pytest.raises(TransferFailed, match=f"{address} is unreachable: .*{reason}"),
+    ):
         await transfers.EndpointProbe().check(address)
 
 

@@ -1,4 +1,6 @@
-"""The size of the running engine's KV blocks, which a model class of newer builds may choose, and their number."""
+"""The size of the running engine's KV blocks, which a model class of newer builds may choose, and
+their number.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ import pytest
 from dynamo_trtllm.engines.trtllm import library
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Role
-from tests.engines import ask, check_stats, collect, make, prefill_params, prefill_then_decode, prompt_of, stats
+from tests.engines import (
+    ask,
+    check_stats,
+    collect,
+    make,
+    prefill_params,
+    prefill_then_decode,
+    prompt_of,
+    stats,
+)
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.instances import CARD, make_instance
 from tests.kv_index import KvIndex
@@ -34,11 +45,15 @@ async def test_start_when_the_model_chooses_the_block_size_then_the_card_and_all
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version) as package, package.standin.traps.turned("model_defaults"):
-        prefill, decode = (make("trtllm", gpt_oss, role, kv_cache_blocks=40) for role in (Role.PREFILL, Role.DECODE))
+        prefill, decode = (
+            make("trtllm", gpt_oss, role, kv_cache_blocks=40)
+            for role in (Role.PREFILL, Role.DECODE)
+        )
         try:
             for engine in (prefill, decode):
                 info = await engine.start()
-                assert (info.layout.block_tokens, info.limits.kv_blocks) == (64, 20)  # 40 blocks of 32 tokens
+                # 40 blocks of 32 tokens
+                assert (info.layout.block_tokens, info.limits.kv_blocks) == (64, 20)
                 assert stats(engine).kv_blocks_total == 20  # known from registration on
             assert await prefill_then_decode(prefill, decode, PROMPT)
             params = await prefill_params(prefill, PROMPT)
@@ -67,7 +82,10 @@ async def test_start_when_the_release_runs_its_own_block_size_then_the_card_has_
 async def test_start_when_the_engine_has_another_size_than_the_user_set_then_a_config_error_names_both(
     version: str, gpt_oss: Path
 ) -> None:
-    with fake_tensorrt_llm(version) as package, package.standin.traps.turned("model_defaults", "block_size_fixed"):
+    with (
+        fake_tensorrt_llm(version) as package,
+        package.standin.traps.turned("model_defaults", "block_size_fixed"),
+    ):
         engine = make("trtllm", gpt_oss, Role.AGGREGATED, kv_block_size=16)
         with pytest.raises(
             ConfigError, match=r"tokens_per_block is 16 \(--override-engine-args\), but .* 64"
@@ -106,7 +124,9 @@ async def test_start_when_the_engine_does_not_report_the_size_then_that_is_logge
     assert "32 tokens are assumed" in caplog.text
 
 
-async def test_start_when_only_the_engines_own_call_reports_the_size_then_it_counts(gpt_oss: Path) -> None:
+async def test_start_when_only_the_engines_own_call_reports_the_size_then_it_counts(
+    gpt_oss: Path,
+) -> None:
     with fake_tensorrt_llm(NEWEST) as package, package.standin.traps.turned("model_defaults"):
         for args in ({"enable_iter_perf_stats": False}, {}):
             with package.standin.traps.turned("no_block_size"):
@@ -133,10 +153,14 @@ async def test_check_when_the_size_is_first_reported_after_the_start_and_differs
         await engine.aclose()
 
 
-async def test_events_when_the_model_chooses_the_block_size_then_a_reader_knows_the_prefixes(gpt_oss: Path) -> None:
+async def test_events_when_the_model_chooses_the_block_size_then_a_reader_knows_the_prefixes(
+    gpt_oss: Path,
+) -> None:
     index, prompt = KvIndex(block_tokens=64), prompt_of(170)  # of its last block, 42 tokens
     with fake_tensorrt_llm("1.3.0rc29") as package, package.standin.traps.turned("model_defaults"):
-        engine = make("trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64})
+        engine = make(
+            "trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64}
+        )
         try:
             await engine.start()
             engine.start_kv_events(index.on_events)
@@ -147,7 +171,9 @@ async def test_events_when_the_model_chooses_the_block_size_then_a_reader_knows_
             await engine.aclose()
 
 
-async def test_preflight_when_the_size_is_left_to_the_model_then_that_of_a_live_peer_is_no_error(gpt_oss: Path) -> None:
+async def test_preflight_when_the_size_is_left_to_the_model_then_that_of_a_live_peer_is_no_error(
+    gpt_oss: Path,
+) -> None:
     with fake_tensorrt_llm("1.3.0rc29") as package, package.standin.traps.turned("model_defaults"):
         prefill, decode = (make("trtllm", gpt_oss, role) for role in (Role.PREFILL, Role.DECODE))
         info = await decode.start()
@@ -159,6 +185,8 @@ async def test_preflight_when_the_size_is_left_to_the_model_then_that_of_a_live_
             kv_compat=info.kv_compat,
             card=msgspec.structs.replace(CARD, context_length=info.context_length),
         )
-        assert [found.rule for found in prefill.preflight([peer]) if found.severity == "error"] == []
+        assert [
+            found.rule for found in prefill.preflight([peer]) if found.severity == "error"
+        ] == []
         own = make("trtllm", gpt_oss, Role.PREFILL, kv_block_size=32)
         assert "peer-layout" in [found.rule for found in own.preflight([peer])]

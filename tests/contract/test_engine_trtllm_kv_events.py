@@ -1,4 +1,6 @@
-"""KV events of trtllm engines over each release's stand-in: an index that a reader builds from them finds prefixes."""
+"""KV events of trtllm engines over each release's stand-in: an index that a reader builds from them
+finds prefixes.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,25 @@ async def test_hashes_when_events_are_published_then_they_are_numbers_where_the_
         assert has_key is (release in CANDIDATES)
         for publishes, own, expected in (
             (True, {}, "v1_block_key" if has_key else None),
-            (True, {"kv_cache_event_hash_algo": "v2_sha256"} if has_key else {}, "v2_sha256" if has_key else None),
+            (
+                True,
+                {"kv_cache_event_hash_algo": "v2_sha256"} if has_key else {},
+                "v2_sha256" if has_key else None,
+            ),
             (False, {}, "auto" if has_key else None),  # the default
         ):
             kv_cache = {"event_buffer_max_size": 64, **own}
             engine: Any = make(
-                "trtllm", gpt_oss, Role.AGGREGATED, publish_kv_events=publishes, kv_cache_config=kv_cache
+                "trtllm",
+                gpt_oss,
+                Role.AGGREGATED,
+                publish_kv_events=publishes,
+                kv_cache_config=kv_cache,
             )
             async with started(engine):
-                assert engine._llm.args["kv_cache_config"].get("kv_cache_event_hash_algo") == expected
+                assert (
+                    engine._llm.args["kv_cache_config"].get("kv_cache_event_hash_algo") == expected
+                )
                 await collect(engine, ask(prompt_of(70), max_tokens=2))
                 blocks = [
                     block
@@ -79,7 +91,9 @@ async def test_stats_when_events_are_lost_or_unreadable_then_they_are_counted_an
     shorten_waits(monkeypatch)
     index, prompts = KvIndex(), [prompt_of(70, seed=seed) for seed in range(1, 5)]
     with fake_tensorrt_llm() as package:
-        engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64})
+        engine: Any = make(
+            "trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64}
+        )
 
         def counted() -> tuple[int, int]:
             return stats(engine).kv_event_gaps, stats(engine).kv_events_unreadable
@@ -108,5 +122,7 @@ def test_flag_when_set_then_the_buffer_is_on_unless_the_user_sets_another(gpt_os
     with fake_tensorrt_llm():
         size = "kv_cache_config.event_buffer_max_size"
         assert TrtllmEngine(config, instance_id=1)._args.get(size) == 100_000
-        own = config.model_copy(update={"override_engine_args": {"kv_cache_config": {"event_buffer_max_size": 7}}})
+        own = config.model_copy(
+            update={"override_engine_args": {"kv_cache_config": {"event_buffer_max_size": 7}}}
+        )
         assert TrtllmEngine(own, instance_id=1)._args.get(size) == 7

@@ -10,7 +10,16 @@ import pytest
 
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import FinishReason, Role
-from tests.engines import answer, ask, collect, make, prefill_then_decode, prompt_of, started, tokens
+from tests.engines import (
+    answer,
+    ask,
+    collect,
+    make,
+    prefill_then_decode,
+    prompt_of,
+    started,
+    tokens,
+)
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
 from tests.trtllm_engines import full_sampler
 
@@ -44,7 +53,9 @@ def of_torch(gpt_oss: Path) -> dict[str, list[int]]:
     async def ask_torch() -> dict[str, list[int]]:
         engine = make("torch", gpt_oss, Role.AGGREGATED)
         async with started(engine):
-            answers = {name: await answer(engine, PROMPT, **sampling) for name, sampling in FIELDS.items()}
+            answers = {
+                name: await answer(engine, PROMPT, **sampling) for name, sampling in FIELDS.items()
+            }
             assert await answer(engine, PROMPT, **FAVORED) not in answers.values()
             return answers
 
@@ -81,13 +92,16 @@ async def test_field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_h
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_stop_token_when_the_models_own_are_ignored_then_it_still_stops(version: str, gpt_oss: Path) -> None:
+async def test_stop_token_when_the_models_own_are_ignored_then_it_still_stops(
+    version: str, gpt_oss: Path
+) -> None:
     with fake_tensorrt_llm(version):
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
         whole, prefill, decode = (make("trtllm", gpt_oss, role) for role in roles)
         async with started(whole, prefill, decode):
             free = await answer(whole, PROMPT, ignore_eos=True)
-            chosen = {"ignore_eos": True, "stop_token_ids": (free[4],), "min_tokens": 2}  # which is idle
+            # which is idle
+            chosen = {"ignore_eos": True, "stop_token_ids": (free[4],), "min_tokens": 2}
             for chunks in (
                 await collect(whole, ask(PROMPT, **chosen)),
                 await prefill_then_decode(prefill, decode, PROMPT, **chosen),
@@ -101,18 +115,25 @@ async def test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_th
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
-        prefill, decode = make("trtllm", gpt_oss, Role.PREFILL), make("trtllm", gpt_oss, Role.DECODE)
+        prefill, decode = (
+            make("trtllm", gpt_oss, Role.PREFILL),
+            make("trtllm", gpt_oss, Role.DECODE),
+        )
         async with started(prefill, decode):
             if version >= "1.3":
                 chunks = await prefill_then_decode(prefill, decode, PROMPT, logprobs=1)
-                assert [entry.token_id for chunk in chunks for entry in chunk.logprobs] == tokens(chunks)
+                assert [entry.token_id for chunk in chunks for entry in chunk.logprobs] == tokens(
+                    chunks
+                )
                 return
             for engine in (prefill, decode):
                 assert await rejected_field(engine, logprobs=1) == "logprobs"
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop(version: str, gpt_oss: Path) -> None:
+async def test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop(
+    version: str, gpt_oss: Path
+) -> None:
     """A Harmony tool call that fits exactly ends with one."""
     with fake_tensorrt_llm(version):
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)

@@ -1,4 +1,6 @@
-"""A trtllm engine over its stand-in that releases its GPU memory: when it may, and that nothing is lost."""
+"""A trtllm engine over its stand-in that releases its GPU memory: when it may, and that nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +30,8 @@ async def test_sleep_when_it_wakes_then_the_same_answers(gpt_oss: Path) -> None:
             await engine.wake()
             assert await answer(engine, PROMPT) == before
             await engine.sleep()
-            with package.standin.traps.turned("wakeup_fails"), pytest.raises(EngineFailed, match=r"wakeup.*memory"):
+            with (
+                package.standin.traps.turned("wakeup_fails"),
+                pytest.raises(EngineFailed, match=r"wakeup.*memory"),
+            ):
                 await engine.wake()

@@ -55,7 +55,9 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
 
 
 @pytest.mark.parametrize("version", RELEASES[:2])
-async def test_statistics_when_new_ones_come_all_the_time_then_they_are_read(version: str, gpt_oss: Path) -> None:
+async def test_statistics_when_new_ones_come_all_the_time_then_they_are_read(
+    version: str, gpt_oss: Path
+) -> None:
     with fake_tensorrt_llm(version):
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
         async with started(engine), asyncio.timeout(SOON_S):
@@ -99,8 +101,14 @@ async def test_steps_when_rows_have_them_then_they_are_measured_but_not_in_a_pip
     stages: int, num_steps: int, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(number: int) -> dict[str, Any]:
-        batch = {"numGenRequests": 2, "numGenKvTokens": 90, "numCtxTokens": 0, "numContextRequests": 0}
-        times = {"timestamp": f"11-24-2026 01:00:00.{number:02}0000", "iterLatencyMS": 9.0}  # ten apart
+        batch = {
+            "numGenRequests": 2,
+            "numGenKvTokens": 90,
+            "numCtxTokens": 0,
+            "numContextRequests": 0,
+        }
+        # ten apart
+        times = {"timestamp": f"11-24-2026 01:00:00.{number:02}0000", "iterLatencyMS": 9.0}
         return {
             "iter": number,
             "numNewActiveRequests": 0,
@@ -137,4 +145,8 @@ async def test_statistics_when_attention_is_data_parallel_then_the_kv_of_all_ran
             return stats(engine).kv_blocks_total
 
     with fake_tensorrt_llm(version):
-        assert await total_kv() == await total_kv(enable_attention_dp=True, tensor_parallel_size=4) == 400
+        assert (
+            await total_kv()
+            == await total_kv(enable_attention_dp=True, tensor_parallel_size=4)
+            == 400
+        )

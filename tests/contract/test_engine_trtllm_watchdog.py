@@ -1,4 +1,6 @@
-"""What the trtllm engine does when a call of TensorRT-LLM blocks the event loop: its process ends by itself."""
+"""What the trtllm engine does when a call of TensorRT-LLM blocks the event loop: its process ends
+by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the vllm engine promises beyond the contract, over a stand-in of vLLM that keeps its books and computes nothing.
+"""What the vllm engine promises beyond the contract, over a stand-in of vLLM that keeps its books
+and computes nothing.
 
 The same calls run over the real package in test_engine_vllm_real.py.
 """
@@ -31,7 +32,15 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, ReleaseOutcome, Role, StructuredOutput
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    OutputFormat,
+    Phase,
+    ReleaseOutcome,
+    Role,
+    StructuredOutput,
+)
 from dynamo_trtllm.streams import as_stream
 from tests.contract.vllm_real import SPOILED, failed_reads
 from tests.engines import (
@@ -87,7 +96,9 @@ class Engines(NamedTuple):
 @pytest.fixture(params=VLLM_RELEASES)
 async def engines(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
     with fake_vllm(request.param):
-        made = Engines(*(make("vllm", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)))
+        made = Engines(
+            *(make("vllm", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
+        )
         async with started(*made):
             yield made
 
@@ -98,15 +109,21 @@ def core_of(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize("phase", [Phase.AGGREGATED, Phase.PREFILL])
-async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(engines: Engines, phase: Phase) -> None:
+async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(
+    engines: Engines, phase: Phase
+) -> None:
     engine, prompt = engines.prefill if phase is Phase.PREFILL else engines.whole, prompt_of(1500)
-    chunks = await collect(engine, ask(prompt, phase=phase, prompt_logprobs=1, logprobs=1, max_tokens=2))
+    chunks = await collect(
+        engine, ask(prompt, phase=phase, prompt_logprobs=1, logprobs=1, max_tokens=2)
+    )
     if chunks[-1].kv_params is not None:
         release(engine, chunks[-1].kv_params)
     assert [len(chunk.prompt_logprobs) for chunk in chunks][:3] == [1024, 476, 0]
     first, *rest = [each for chunk in chunks for each in chunk.prompt_logprobs]
     assert (first.token_id, math.isnan(first.logprob)) == (prompt[0], True)
-    assert [(each.token_id, each.logprob, len(each.top)) for each in rest] == [(token, -0.5, 1) for token in prompt[1:]]
+    assert [(each.token_id, each.logprob, len(each.top)) for each in rest] == [
+        (token, -0.5, 1) for token in prompt[1:]
+    ]
 
 
 def logprobs(chunks: list[Chunk]) -> list[int]:
@@ -144,13 +161,17 @@ async def test_two_calls_when_random_without_a_seed_then_the_answer_begins_with_
 ) -> None:
     for prompt in (PROMPT, FULL):
         kv_params = await prefill_params(engines.prefill, prompt, temperature=1.0)
-        chunks = await collect(engines.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0))
+        chunks = await collect(
+            engines.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0)
+        )
         release(engines.prefill, kv_params, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == kv_params.first_token_ids[0]
         assert len(tokens(chunks)) == 8
 
 
-async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed_at_once(engines: Engines) -> None:
+async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed_at_once(
+    engines: Engines,
+) -> None:
     stop = (await answer(engines.whole, PROMPT))[0]
     request = ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(stop,))
     (last,) = await collect(engines.prefill, request)
@@ -159,7 +180,9 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed
     assert core_of(engines.prefill).leases == {}
 
 
-async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(engines: Engines) -> None:
+async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(
+    engines: Engines,
+) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
     await check_stats(engines.prefill, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
     release(engines.prefill, kv_params)
@@ -174,9 +197,14 @@ async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(engines
     assert core_of(engines.prefill).leases == {}
 
 
-async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_nothing_left(folder: Path) -> None:
+async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_nothing_left(
+    folder: Path,
+) -> None:
     with fake_vllm():
-        prefill, decode = make("vllm", folder, Role.PREFILL, ttl_s=0.3), make("vllm", folder, Role.DECODE)
+        prefill, decode = (
+            make("vllm", folder, Role.PREFILL, ttl_s=0.3),
+            make("vllm", folder, Role.DECODE),
+        )
         async with started(prefill, decode):
             kv_params = await prefill_params(prefill, PROMPT)
             core_of(decode).stuck = True
@@ -188,7 +216,9 @@ async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_not
             await check_nothing_left(prefill)
 
 
-async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engines: Engines) -> None:
+async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(
+    engines: Engines,
+) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
     core_of(engines.prefill).die()
     with pytest.raises(TransferFailed):
@@ -196,7 +226,9 @@ async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engin
     await check_nothing_left(engines.decode)
 
 
-async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(engines: Engines) -> None:
+async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(
+    engines: Engines,
+) -> None:
     whole = (await collect(engines.whole, ask(PROMPT)))[-1].stats
     decode = (await prefill_then_decode(engines.prefill, engines.decode, PROMPT))[-1].stats
     assert whole is not None
@@ -208,7 +240,9 @@ async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(engin
 async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_not_used(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the engine process knows: what ends late reads in the worker's process may be late, too."""
+    """Only the engine process knows: what ends late reads in the worker's process may be late,
+    too.
+    """
     kv_params = await prefill_params(engines.prefill, PROMPT)
     clock = SimpleNamespace(time=lambda: kv_params.expires_at, monotonic=time.monotonic)
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.patches.late_reads.time", clock)
@@ -221,7 +255,9 @@ async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_no
     await check_nothing_left(engines.decode)
 
 
-async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_the_wait(engines: Engines) -> None:
+async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_the_wait(
+    engines: Engines,
+) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
     chunks = await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     stats = chunks[-1].stats
@@ -235,7 +271,9 @@ async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_
 async def test_decode_when_its_kv_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
     engines: Engines, how: str
 ) -> None:
-    """Without the connector's own report of failed reads the stand-in answers with other tokens, as vLLM does."""
+    """Without the connector's own report of failed reads the stand-in answers with other tokens, as
+    vLLM does.
+    """
     assert await failed_reads(engines.prefill, engines.decode, [PROMPT, FULL], how) == []
     for engine in engines:
         await check_nothing_left(engine)
@@ -248,9 +286,13 @@ async def test_generate_when_the_deadline_passes_then_aborted(engines: Engines) 
     await check_nothing_left(engines.whole)
 
 
-async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_check(engines: Engines) -> None:
+async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_check(
+    engines: Engines,
+) -> None:
     async def first_then_rest(n: int) -> None:
-        async with aclosing(as_stream(engines.whole, ask(prompt_of(20, n), max_tokens=5000))) as stream:
+        async with aclosing(
+            as_stream(engines.whole, ask(prompt_of(20, n), max_tokens=5000))
+        ) as stream:
             await anext(stream)
             begun.release()
             async for _ in stream:
@@ -335,8 +377,13 @@ async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder
             info = await engine.start()
         finally:
             await engine.aclose()
-    assert (info.context_length, info.limits.max_batch_size, info.limits.kv_blocks) == (512, 9, 1001)
-    assert info.limits.max_num_tokens == 8192  # vLLM's default for servers, not its general one of 2,048
+    assert (info.context_length, info.limits.max_batch_size, info.limits.kv_blocks) == (
+        512,
+        9,
+        1001,
+    )
+    # vLLM's default for servers, not its general one of 2,048
+    assert info.limits.max_num_tokens == 8192
     assert info.kv_compat["model_folder"] == str(folder)
     assert "guided" not in info.unsupported_features
     assert info.eos_token_ids == (1, 2)
@@ -350,13 +397,17 @@ async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compil
         for _ in range(3):
             engine = make("vllm", folder, Role.PREFILL)
             async with started(engine):
-                seen.append({name: value for name, value in os.environ.items() if name.startswith("VLLM_")})
+                seen.append(
+                    {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+                )
                 ports.add(core_of(engine).connector.connector_scheduler.side_channel_port)
     assert seen[0] == seen[1] == seen[2]
     assert len(ports) > 1
 
 
-async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(folder: Path) -> None:
+async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(
+    folder: Path,
+) -> None:
     (folder / "tokenizer.json").unlink()
     with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED)
@@ -370,6 +421,8 @@ async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(f
 async def test_start_when_vllm_refuses_the_arguments_then_config_error(folder: Path) -> None:
     with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED, max_seq_len=10**6)
-        with pytest.raises(ConfigError, match="rejects the engine arguments: User-specified max_model_len"):
+        with pytest.raises(
+            ConfigError, match="rejects the engine arguments: User-specified max_model_len"
+        ):
             await engine.start()
         await engine.aclose()

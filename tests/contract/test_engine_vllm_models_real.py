@@ -1,4 +1,5 @@
-"""The vllm engine over the real vLLM with models of other kinds: layers that see a window or a chunk, dummy weights.
+"""The vllm engine over the real vLLM with models of other kinds: layers that see a window or a
+chunk, dummy weights.
 
 Run with `pytest -m vllm`. Each pair of engines is gone before the next one comes.
 """
@@ -48,7 +49,9 @@ pytestmark = [
 ]
 
 
-async def test_dummy_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(tmp_path: Path) -> None:
+async def test_dummy_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(
+    tmp_path: Path,
+) -> None:
     """From config.json alone."""
     folder = save_model(tmp_path / "shape")
     (folder / "model.safetensors").unlink()
@@ -57,7 +60,10 @@ async def test_dummy_weights_when_prompts_end_alike_then_answers_differ_and_kv_c
         whole = [await answer(pair.decode, prompt, max_tokens=16) for prompt in prompts]
         assert len(set(map(tuple, whole))) == len(prompts)
         for prompt, wanted in zip(prompts, whole, strict=True):
-            assert tokens(await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16)) == wanted
+            assert (
+                tokens(await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16))
+                == wanted
+            )
 
 
 def save_windowed(folder: Path, *, window: int) -> Path:
@@ -73,7 +79,9 @@ def save_windowed(folder: Path, *, window: int) -> Path:
 async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """vLLM lets go of KV blocks behind the window."""
     folder = save_windowed(tmp_path_factory.mktemp("models") / "windowed", window=48)
-    async with started(folder, block_size=32, num_gpu_blocks_override=2000, publish_kv_events=True) as engines:
+    async with started(
+        folder, block_size=32, num_gpu_blocks_override=2000, publish_kv_events=True
+    ) as engines:
         yield engines
 
 
@@ -96,10 +104,13 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
     fetched = KvIndex()
     decoding.start_kv_events(fetched.on_events)
     answered = tokens(await prefill_then_decode(engine, decoding, first, max_tokens=40))
-    await fetched.until(first + token_ids(answered), 160)  # what it read, and a block that it filled
+    # what it read, and a block that it filled
+    await fetched.until(first + token_ids(answered), 160)
 
     read, lost = VllmEventConverter.read, [True]  # one batch is lost on its way
-    monkeypatch.setattr(VllmEventConverter, "read", lambda *each: iter(()) if lost and lost.pop() else read(*each))
+    monkeypatch.setattr(
+        VllmEventConverter, "read", lambda *each: iter(()) if lost and lost.pop() else read(*each)
+    )
     missed, later = prompt_of(100, 403), prompt_of(100, 404)
     for prompt in (missed, later):
         await collect(engine, ask(prompt, max_tokens=2))
@@ -117,14 +128,17 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
     assert index.cached_tokens(later) == 0
 
 
-SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]  # with a seed, decode makes the first token
+# with a seed, decode makes the first token
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seed"])
 async def test_two_calls_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
     windowed: Pair, sampling: dict[str, Any]
 ) -> None:
-    """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
+    """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones,
+    are the edges.
+    """
     lengths = [*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)]
     assert await parted(windowed, lengths, sampling) == []
 
@@ -149,18 +163,27 @@ async def test_two_calls_when_reads_fail_under_load_then_every_answer_is_right_o
             kv_params = await prefill_params(windowed.prefill, prompts[n], max_tokens=24)
             bad = spoiled(kv_params, SPOILED[n // 3 % 2], peer="unknown")
             with pytest.raises(TransferFailed):
-                await collect(windowed.decode, ask(prompts[n], phase=Phase.DECODE, kv_params=bad, max_tokens=24))
+                await collect(
+                    windowed.decode,
+                    ask(prompts[n], phase=Phase.DECODE, kv_params=bad, max_tokens=24),
+                )
             release(windowed.prefill, kv_params)
-        return tokens(await prefill_then_decode(windowed.prefill, windowed.decode, prompts[n], max_tokens=24))
+        return tokens(
+            await prefill_then_decode(windowed.prefill, windowed.decode, prompts[n], max_tokens=24)
+        )
 
     assert await asyncio.gather(*map(one_request, range(len(prompts)))) == alone
     for engine in windowed:
         await check_nothing_left(engine)
 
 
-async def test_failed_read_when_in_several_kv_groups_then_vllm_marks_no_block_where_our_report_is_on() -> None:
+async def test_failed_read_when_in_several_kv_groups_then_vllm_marks_no_block_where_our_report_is_on() -> (
+    None
+):
     """From 0.30 on, vLLM ends such requests itself: the tests above then run without the report."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
+        NixlBaseConnectorWorker,
+    )
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert failed_reads.is_needed() is (releases.installed().manifest.name < "0.30")
@@ -191,8 +214,13 @@ async def test_two_calls_when_blocks_are_as_large_as_the_window_then_no_prompt_l
             assert await parted(pair, [1, 2, *edges, 142, 270], sampling) == []
 
 
-async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_one(tmp_path: Path) -> None:
-    """64 tokens in a chunk, 32 in a block: prompts that end with a chunk are the edge. The engine died of them once."""
+async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_one(
+    tmp_path: Path,
+) -> None:
+    """64 tokens in a chunk, 32 in a block: prompts that end with a chunk are the edge.
+
+    The engine died of them once.
+    """
     lengths = [*range(60, 70), *range(124, 132), *range(188, 196), 256, 320, 384]
     async with started(save_tiny_llama4(tmp_path / "chunked", chunk=64), block_size=32) as pair:
         for sampling in SAMPLINGS:
@@ -207,7 +235,9 @@ async def test_two_calls_when_scheduler_and_worker_are_one_process_then_early_no
     folder = save_windowed(tmp_path / "windowed", window=48)
     async with started(folder, block_size=32) as pair:
         assert await parted(pair, [30, 63, 64, 65, 79, 206, 559], SAMPLINGS[1]) == []
-        chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt_of(300, 1), max_tokens=4)
+        chunks = await prefill_then_decode(
+            pair.prefill, pair.decode, prompt_of(300, 1), max_tokens=4
+        )
         assert "handoff.notice" in chunks[-1].stats.more  # type: ignore[union-attr]
         for how in SPOILED:
             assert await all_failed_reads(pair, 6, how) == []
@@ -230,7 +260,9 @@ async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> li
     found = []
     for length in lengths:
         prompt = prompt_of(length, length)
-        chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+        chunks = await prefill_then_decode(
+            pair.prefill, pair.decode, prompt, max_tokens=12, **sampling
+        )
         whole = await collect(pair.prefill, ask(prompt, max_tokens=12, **sampling))
         if tokens(chunks) != tokens(whole):
             found.append(length)
@@ -244,7 +276,9 @@ async def test_two_calls_when_a_conversation_goes_on_then_what_both_sides_have_c
     for begin in range(40, 110, 9):
         prompt = prompt_of(begin, 300 + begin)
         for turn in range(5):
-            chunks = await prefill_then_decode(windowed.prefill, windowed.decode, prompt, max_tokens=14)
+            chunks = await prefill_then_decode(
+                windowed.prefill, windowed.decode, prompt, max_tokens=14
+            )
             cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
             if tokens(chunks) != tokens(await collect(windowed.prefill, cold)):
                 differ.append(len(prompt))

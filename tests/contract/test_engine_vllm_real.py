@@ -1,7 +1,8 @@
-"""The vllm engine over the real vLLM, on a GPU or on this CPU: parity, cancellation, death, the manifest.
+"""The vllm engine over the real vLLM, on a GPU or on this CPU: parity, cancellation, death, the
+manifest.
 
-Run with `pytest -m vllm`. Two engines are loaded once: minutes on a small machine. Models of other kinds are in
-test_engine_vllm_models_real.py.
+Run with `pytest -m vllm`. Two engines are loaded once: minutes on a small machine. Models of other
+kinds are in test_engine_vllm_models_real.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.engines.warm_up import WarmUp, variants
 from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import Chunk, FinishReason, Limits, OutputFormat, Phase, ReleaseOutcome, StructuredOutput
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    Limits,
+    OutputFormat,
+    Phase,
+    ReleaseOutcome,
+    StructuredOutput,
+)
 from dynamo_trtllm.streams import OnEvent, StreamEvent, as_stream
 from tests.contract.vllm_real import (
     FIRST_BYTE,
@@ -66,12 +75,16 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    async with started(save_byte_tokenizer(save_model(tmp_path_factory.mktemp("models") / "llama"))) as engines:
+    async with started(
+        save_byte_tokenizer(save_model(tmp_path_factory.mktemp("models") / "llama"))
+    ) as engines:
         yield engines
 
 
 @pytest.mark.parametrize("length", [5, 100, 128, 200, 256, 700])
-async def test_two_calls_when_greedy_then_the_answer_is_the_whole_one(pair: Pair, length: int) -> None:
+async def test_two_calls_when_greedy_then_the_answer_is_the_whole_one(
+    pair: Pair, length: int
+) -> None:
     prompt = prompt_of(length, 3)
     chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=24)
     assert tokens(chunks) == await answer(pair.prefill, prompt, max_tokens=24)
@@ -109,7 +122,9 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_whole_one(
         entries = [entry for chunk in chunks for entry in chunk.logprobs]
         own = [entry for chunk in whole for entry in chunk.logprobs]
         assert [entry.token_id for entry in entries] == tokens(chunks)
-        assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in own], abs=1e-3)
+        assert [entry.logprob for entry in entries] == pytest.approx(
+            [entry.logprob for entry in own], abs=1e-3
+        )
         assert [len(entry.top) for entry in entries] == [3] * len(entries)
 
 
@@ -145,18 +160,24 @@ async def test_two_calls_when_the_output_has_a_form_then_it_is_kept_to_the_end(
     pair: Pair, form: OutputFormat, pattern: str
 ) -> None:
     guided = StructuredOutput(alternatives=(form,))
-    calls = await prefill_then_decode(pair.prefill, pair.decode, prompt_of(150, 23), max_tokens=40, guided=guided)
+    calls = await prefill_then_decode(
+        pair.prefill, pair.decode, prompt_of(150, 23), max_tokens=40, guided=guided
+    )
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert calls[-1].finish_reason is FinishReason.STOP
     text = "".join(letters[token - FIRST_BYTE] for token in tokens(calls) if token >= FIRST_BYTE)
     assert re.fullmatch(pattern, text.replace("Ġ", " "))  # the alphabet's letter for a space
 
 
-async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_transfers_token(pair: Pair) -> None:
+async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_transfers_token(
+    pair: Pair,
+) -> None:
     for length in (150, 256):
         prompt = prompt_of(length, 21)
         kv_params = await prefill_params(pair.prefill, prompt, temperature=1.0)
-        chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0))
+        chunks = await collect(
+            pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0)
+        )
         stats = chunks[-1].stats
         assert stats is not None
         parts = [stats.more[f"handoff.{part}"] for part in ("queue", "post", "read", "notice")]
@@ -166,11 +187,17 @@ async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_tran
         assert tokens(chunks)[0] == kv_params.first_token_ids[0]
 
 
-async def test_streams_when_answers_are_longer_then_no_task_wakes_more_often_but_vllms_own(pair: Pair) -> None:
-    """Per step one wake-up of vLLM's output handler, for all requests; none per request and token."""
+async def test_streams_when_answers_are_longer_then_no_task_wakes_more_often_but_vllms_own(
+    pair: Pair,
+) -> None:
+    """Per step one wake-up of vLLM's output handler, for all requests; none per request and
+    token.
+    """
     wakes = Counter[str]()
     loop = asyncio.get_running_loop()
-    loop.set_task_factory(lambda loop, work, **more: asyncio.Task(_Counted(work, wakes), loop=loop, **more))
+    loop.set_task_factory(
+        lambda loop, work, **more: asyncio.Task(_Counted(work, wakes), loop=loop, **more)
+    )
     try:
         counts = []
         for max_tokens in (10, 60):
@@ -220,14 +247,19 @@ async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) 
     prompts = [prompt_of(40 + 23 * n, n) for n in range(24)]
     alone = [await answer(pair.prefill, prompt, max_tokens=16) for prompt in prompts]
     answers = await asyncio.gather(
-        *(prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16) for prompt in prompts)
+        *(
+            prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16)
+            for prompt in prompts
+        )
     )
     assert [tokens(each) for each in answers] == alone
     for engine in pair:
         await check_nothing_left(engine)
 
 
-async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_computed_and_its_time(pair: Pair) -> None:
+async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_computed_and_its_time(
+    pair: Pair,
+) -> None:
     for engine in (pair.prefill, pair.decode):
         engine.steps.clear()
     await prefill_then_decode(pair.prefill, pair.decode, prompt_of(70, 31), max_tokens=9)
@@ -235,11 +267,15 @@ async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_comput
     assert sum(step.prefill_tokens for step in prefills) == 70
     assert 7 <= len(decodes) <= 9
     assert {step.decode_requests for step in decodes} == {1}
-    assert [step.context_tokens for step in decodes] == [*range(decodes[0].context_tokens, 69 + len(decodes) + 1)]
+    assert [step.context_tokens for step in decodes] == [
+        *range(decodes[0].context_tokens, 69 + len(decodes) + 1)
+    ]
     assert all(0 < step.seconds < 10 for step in (*prefills, *decodes))
 
 
-async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held(pair: Pair) -> None:
+async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held(
+    pair: Pair,
+) -> None:
     prompt = prompt_of(90, 31)
     stop = (await answer(pair.decode, prompt))[0]
     (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL, stop_token_ids=(stop,)))
@@ -247,7 +283,9 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held
     await check_nothing_left(pair.prefill)
 
 
-async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(pair: Pair) -> None:
+async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(
+    pair: Pair,
+) -> None:
     kv_params = await prefill_params(pair.prefill, prompt_of(300, 41))
     await check_stats(pair.prefill, tickets_held=1)
     assert stats(pair.prefill).kv_blocks_used > 0
@@ -265,13 +303,17 @@ async def test_decode_when_kv_cant_be_read_then_transfer_failed_and_nothing_of_i
     assert await all_failed_reads(pair, count, how) == []
 
 
-async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free(pair: Pair) -> None:
+async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free(
+    pair: Pair,
+) -> None:
     async def one_request(n: int) -> None:
         prompt = prompt_of(100 + n * 37 % 700, n)
         kv_params = await prefill_params(pair.prefill, prompt, max_tokens=100)
         outcome = ReleaseOutcome.ABORTED
         try:
-            await collect(pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, max_tokens=100))
+            await collect(
+                pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, max_tokens=100)
+            )
             outcome = ReleaseOutcome.FETCHED
         finally:
             release(pair.prefill, kv_params, outcome)
@@ -308,7 +350,9 @@ async def test_cache_salt_when_it_differs_then_nothing_is_reused(pair: Pair) -> 
     assert await cached("b") == 0
 
 
-async def test_prefill_when_its_prompt_is_cached_then_it_reports_the_tokens_that_it_did_not_compute(pair: Pair) -> None:
+async def test_prefill_when_its_prompt_is_cached_then_it_reports_the_tokens_that_it_did_not_compute(
+    pair: Pair,
+) -> None:
     prompt, counts = prompt_of(600, 63), []
     for _ in range(2):
         (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL))
@@ -362,7 +406,9 @@ async def test_warm_up_when_passes_and_requests_of_all_kinds_have_run_then_answe
     await check_nothing_left(pair.decode)
 
 
-async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(pair: Pair) -> None:
+async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(
+    pair: Pair,
+) -> None:
     """Last: the decode engine is gone afterwards."""
     stream = as_stream(pair.decode, ask(prompt_of(60, 71), max_tokens=1900))
     await anext(stream)

@@ -1,4 +1,6 @@
-"""The contract of KV transfer backends: loopback, tcp and nixl in one process, tcp and nixl between two."""
+"""The contract of KV transfer backends: loopback, tcp and nixl in one process, tcp and nixl between
+two.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ import pytest
 from dynamo_trtllm.errors import KvTransferError, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from tests.contract.kv_transfer_source import content, split
-from tests.contract.transfer_backends import KINDS, Start, StartedBackend, backend_starter, count_registrations
+from tests.contract.transfer_backends import (
+    KINDS,
+    Start,
+    StartedBackend,
+    backend_starter,
+    count_registrations,
+)
 from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
 
@@ -40,7 +48,9 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-@pytest.mark.parametrize("sizes", [[1], [4096], [1_000_003], ODD, [777] * 300], ids=["1", "4096", "1e6", "odd", "300"])
+@pytest.mark.parametrize(
+    "sizes", [[1], [4096], [1_000_003], ODD, [777] * 300], ids=["1", "4096", "1e6", "odd", "300"]
+)
 async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_it_once(
     sides: Start, sizes: list[int]
 ) -> None:
@@ -57,9 +67,13 @@ async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_no_bytes_are_offered_then_the_prefill_side_learns_it(sides: Start) -> None:
+async def test_fetch_when_no_bytes_are_offered_then_the_prefill_side_learns_it(
+    sides: Start,
+) -> None:
     holder, reader = await sides(), await sides()
-    await reader.backend.read("t", await holder.backend.publish("t", []), Destination([]), timeout_s=10)
+    await reader.backend.read(
+        "t", await holder.backend.publish("t", []), Destination([]), timeout_s=10
+    )
     assert await holder.wait_fetched(1) == ["t"]
 
 
@@ -68,12 +82,17 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
     offers = {
-        kv_params: await holder.backend.publish(kv_params, split(source, [5000])) for kv_params in ("gone", "kept")
+        kv_params: await holder.backend.publish(kv_params, split(source, [5000]))
+        for kv_params in ("gone", "kept")
     }
     await holder.backend.unpublish("gone")
     with pytest.raises(TransferFailed, match="gone"):
-        await reader.backend.read("gone", offers["gone"], Destination(split(target, [5000])), timeout_s=10)
-    await reader.backend.read("kept", offers["kept"], Destination(split(target, [5000])), timeout_s=10)
+        await reader.backend.read(
+            "gone", offers["gone"], Destination(split(target, [5000])), timeout_s=10
+        )
+    await reader.backend.read(
+        "kept", offers["kept"], Destination(split(target, [5000])), timeout_s=10
+    )
     assert target == source
     assert await holder.wait_fetched(1) == ["kept"]
 
@@ -94,7 +113,9 @@ async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sid
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("sizes", [[4999], [5001], [2500, 2500]], ids=str)
-async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: Start, sizes: list[int]) -> None:
+async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(
+    sides: Start, sizes: list[int]
+) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(sum(sizes))
     offer = await holder.backend.publish("t", split(source, [5000]))
@@ -104,7 +125,9 @@ async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: S
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-@pytest.mark.parametrize("offer", [b"", b"\x81\xa1a\x01", b"noise"], ids=["empty", "other", "noise"])
+@pytest.mark.parametrize(
+    "offer", [b"", b"\x81\xa1a\x01", b"noise"], ids=["empty", "other", "noise"]
+)
 async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, offer: bytes) -> None:
     reader = await sides()
     with pytest.raises(TransferFailed, match="not created by transfer backend"):
@@ -124,7 +147,9 @@ async def test_offer_when_transfer_is_offered_already_then_transfer_failed(sides
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_transfer_is_free(sides: Start) -> None:
+async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_transfer_is_free(
+    sides: Start,
+) -> None:
     holder = await sides()
     with pytest.raises(TransferFailed, match="tape"):
         await holder.backend.publish("t", [MemoryRegion(4096, 10, "tape:0")])
@@ -141,7 +166,9 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 
     async def move(kv_params: str, holder: StartedBackend, reader: StartedBackend) -> None:
         offer = await holder.backend.publish(kv_params, split(sources[kv_params], [300_000, 1]))
-        await reader.backend.read(kv_params, offer, Destination(split(targets[kv_params], [300_000, 1])), timeout_s=10)
+        await reader.backend.read(
+            kv_params, offer, Destination(split(targets[kv_params], [300_000, 1])), timeout_s=10
+        )
 
     async with asyncio.TaskGroup() as group:
         for kv_params in transfers:
@@ -168,7 +195,7 @@ async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kin
         await backend.publish("u", split(source, [100]))
 
 
-# --- two processes -----------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 class Holder:
@@ -197,7 +224,9 @@ class Holder:
         self._process.send_signal(number)
 
     def freeze(self) -> None:
-        """Returns once it stands still: on a busy machine a stop takes a while to reach every thread."""
+        """Returns once it stands still: on a busy machine a stop takes a while to reach every
+        thread.
+        """
         self.signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self._process.pid}/task")
         while any(_state(thread) != "T" for thread in threads.iterdir()):
@@ -224,7 +253,9 @@ async def holder_process(kind: str) -> AsyncIterator[Holder]:
 
 
 def own_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio"))
+    return sorted(
+        thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio")
+    )
 
 
 def open_sockets() -> int:
@@ -238,13 +269,17 @@ def open_sockets() -> int:
 
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
-async def test_fetch_when_kv_is_of_another_process_then_bytes_arrive_and_it_learns_it(kind: str, sides: Start) -> None:
+async def test_fetch_when_kv_is_of_another_process_then_bytes_arrive_and_it_learns_it(
+    kind: str, sides: Start
+) -> None:
     reader = await sides()
     async with holder_process(kind) as holder:
         for kv_params in ("t0", "t1", "t2"):
             offer = await holder.publish(kv_params, *ODD)
             target = bytearray(sum(ODD))
-            await reader.backend.read(kv_params, offer, Destination(split(target, ODD)), timeout_s=10)
+            await reader.backend.read(
+                kv_params, offer, Destination(split(target, ODD)), timeout_s=10
+            )
             assert target == content(kv_params, sum(ODD))
             assert await holder.answer() == {"fetched": kv_params}
         await holder.ask("withdraw", "t2")
@@ -257,7 +292,8 @@ async def test_fetch_when_kv_is_of_another_process_then_bytes_arrive_and_it_lear
 async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
     kind: str, sides: Start, cancel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory NIXL reads what a frozen process holds all the same
+    # over shared memory NIXL reads what a frozen process holds all the same
+    monkeypatch.setenv("UCX_TLS", "tcp")
     reader = await sides()
     registered = count_registrations(reader.backend, monkeypatch) if kind == "nixl" else []
     size = 8 << 20
@@ -272,7 +308,9 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
         holder.freeze()
         began = time.monotonic()
         fetch = asyncio.create_task(
-            reader.backend.read("t", offer, Destination(split(target, [size])), timeout_s=3 if cancel else 1.5)
+            reader.backend.read(
+                "t", offer, Destination(split(target, [size])), timeout_s=3 if cancel else 1.5
+            )
         )
         if cancel:
             await asyncio.sleep(0.3)
@@ -285,7 +323,11 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
         await asyncio.sleep(0.5)
         assert target == b"\x55" * size  # the late answer went nowhere
         async with asyncio.timeout(SOON_S):
-            while len(asyncio.all_tasks()) != tasks or own_threads() != threads or open_sockets() > sockets:  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                len(asyncio.all_tasks()) != tasks
+                or own_threads() != threads
+                or open_sockets() > sockets
+            ):
                 await asyncio.sleep(0.01)
         assert registered == []
         await reader.backend.read(
@@ -296,7 +338,9 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
 @pytest.mark.parametrize("met", [False, True], ids=["unmet", "met"])
-async def test_fetch_when_holder_was_killed_then_fails_in_time(kind: str, sides: Start, met: bool) -> None:
+async def test_fetch_when_holder_was_killed_then_fails_in_time(
+    kind: str, sides: Start, met: bool
+) -> None:
     reader = await sides()
     target = bytearray(5000)
     async with holder_process(kind) as holder:

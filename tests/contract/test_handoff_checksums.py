@@ -48,13 +48,18 @@ async def start(kind: str) -> AsyncIterator[Start]:
         yield started
 
 
-async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_the_rest_is_right(start: Start) -> None:
+async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_the_rest_is_right(
+    start: Start,
+) -> None:
     holder, reader, chance = await start(), await start(), random.Random(7)
     source, target, flips = content("a", BLOCK_BYTES + 200_000), bytearray(BLOCK_BYTES + 200_000), 0
     for side, memory in ((holder, source), (reader, target)):
         await side.register(split(memory, [len(memory)])[0])
     for number in range(TRANSFERS):
-        sizes = [chance.choice((0, 1, 9, 4096, chance.randrange(20_000))) for _ in range(chance.randrange(1, 5))]
+        sizes = [
+            chance.choice((0, 1, 9, 4096, chance.randrange(20_000)))
+            for _ in range(chance.randrange(1, 5))
+        ]
         if number % 50 == 0:
             sizes.append(chance.choice((100_000, BLOCK_BYTES + 9)))
         offer = await holder.publish("t", split(source, sizes))
@@ -88,10 +93,14 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
         gate.clear()
         begun.clear()
         offer = await holder.publish("t", split(source, LARGE))
-        fetch = asyncio.create_task(reader.read("t", offer, Destination(split(target, LARGE)), timeout_s=SOON_S))
+        fetch = asyncio.create_task(
+            reader.read("t", offer, Destination(split(target, LARGE)), timeout_s=SOON_S)
+        )
         assert await asyncio.to_thread(begun.wait, SOON_S)
         ending = asyncio.create_task(holder.unpublish("t")) if ends == "withdrawn" else None
-        await asyncio.wait([fetch, *([ending] if ending else [])], timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [fetch, *([ending] if ending else [])], timeout=0.1, return_when=asyncio.FIRST_COMPLETED
+        )
         assert ending is None or not ending.done()  # a thread still reads the memory
         assert ends == "withdrawn" or not fetch.done()
         gate.set()
@@ -105,7 +114,9 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
             await holder.unpublish("t")
 
 
-@pytest.mark.parametrize("modes", [("off", "auto"), ("auto", "off"), ("before", "auto")], ids="-".join)
+@pytest.mark.parametrize(
+    "modes", [("off", "auto"), ("auto", "off"), ("before", "auto")], ids="-".join
+)
 async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_and_right(
     start: Start, modes: tuple[ChecksumMode | Literal["before"], ChecksumMode]
 ) -> None:

@@ -84,7 +84,9 @@ async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
 
 
 @pytest.mark.parametrize("in_region", [True, False])
-async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(in_region: bool) -> None:
+async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(
+    in_region: bool,
+) -> None:
     holder = NixlBackend()
     await holder.start(lambda transfer_id: None)
     source = content("a", SIZE)
@@ -117,8 +119,12 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
             yield 0.01
 
     others = [reader._fetching.submit(slow()) for _ in range(poller.MAX_CONCURRENT_FETCHES)]
-    late = asyncio.create_task(reader.read("t", offer, Destination(split(target, [SIZE])), timeout_s=0.1))
-    gone = asyncio.create_task(reader.read("t", offer, Destination(split(target, [SIZE])), timeout_s=30))
+    late = asyncio.create_task(
+        reader.read("t", offer, Destination(split(target, [SIZE])), timeout_s=0.1)
+    )
+    gone = asyncio.create_task(
+        reader.read("t", offer, Destination(split(target, [SIZE])), timeout_s=30)
+    )
     await asyncio.sleep(0.05)
     gone.cancel()
     began = time.monotonic()

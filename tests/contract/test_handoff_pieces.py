@@ -1,4 +1,6 @@
-"""The contract of KV transfer backends: regions become ready one by one, and memory is registered once."""
+"""The contract of KV transfer backends: regions become ready one by one, and memory is registered
+once.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_reported_
     offer = await holder.backend.publish("t", split(source, sizes), ready=begin)
     holder.backend.mark_ready("unknown", 1)
     to = split(target, sizes)
-    fetch = asyncio.create_task(reader.backend.read("t", offer, Destination(to, hear), timeout_s=10))
+    fetch = asyncio.create_task(
+        reader.backend.read("t", offer, Destination(to, hear), timeout_s=10)
+    )
     assert [await arrived.get() for _ in range(begin)] == list(range(begin))
     for ready in range(begin, len(sizes)):
         await asyncio.sleep(0.02)
@@ -60,7 +64,9 @@ async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sid
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
     offer = await holder.backend.publish("t", split(source, [2500, 2500]), ready=1)
-    fetch = asyncio.create_task(reader.backend.read("t", offer, Destination(split(target, [2500, 2500])), timeout_s=10))
+    fetch = asyncio.create_task(
+        reader.backend.read("t", offer, Destination(split(target, [2500, 2500])), timeout_s=10)
+    )
     await asyncio.sleep(0.05)
     await holder.backend.unpublish("t")
     with pytest.raises(TransferFailed):
@@ -74,7 +80,9 @@ async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(side
     source, target = content("a", 5000), bytearray(5000)
     offer = await holder.backend.publish("t", split(source, [2500, 2500]), ready=1)
     with pytest.raises(TransferTimeout):
-        await reader.backend.read("t", offer, Destination(split(target, [2500, 2500])), timeout_s=0.2)
+        await reader.backend.read(
+            "t", offer, Destination(split(target, [2500, 2500])), timeout_s=0.2
+        )
     holder.backend.mark_ready("t", 2)
     await reader.backend.read("t", offer, Destination(split(target, [2500, 2500])), timeout_s=10)
     assert target == source
@@ -95,7 +103,9 @@ async def test_register_when_both_sides_did_then_parts_of_it_move_without_anothe
         offer = await holder.backend.publish(f"t{number}", split(source, sizes))
         assert not any(registered)
         target[:] = bytes(len(target))
-        await reader.backend.read(f"t{number}", offer, Destination(split(target, sizes)), timeout_s=10)
+        await reader.backend.read(
+            f"t{number}", offer, Destination(split(target, sizes)), timeout_s=10
+        )
         assert target == source[: sum(sizes)] + bytes(100_000 - sum(sizes))
         await holder.backend.unpublish(f"t{number}")
     assert not any(registered)

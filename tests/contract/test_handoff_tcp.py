@@ -1,4 +1,6 @@
-"""Faults that only the TCP backend can have: unknown clients at its listener, readers that stop reading."""
+"""Faults that only the TCP backend can have: unknown clients at its listener, readers that stop
+reading.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
     return reader, writer
 
 
-async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpBackend, fetched: list[str]) -> None:
+async def test_serve_when_token_is_wrong_then_nothing_is_given_away(
+    holder: TcpBackend, fetched: list[str]
+) -> None:
     source = content("a", 1000)
     offer = await holder.publish("t", split(source, [1000]))
     reader, writer = await ask(offer, _REQUEST.pack(_CHECKED, bytes(32), 1) + b"t")
@@ -49,7 +53,9 @@ async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpB
     assert fetched == []
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: holder.example\r\n\r\n", b""], ids=["http", "silence"])
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\nHost: holder.example\r\n\r\n", b""], ids=["http", "silence"]
+)
 async def test_serve_when_a_stranger_calls_then_offers_stay_good(
     holder: TcpBackend, fetched: list[str], noise: bytes
 ) -> None:
@@ -94,7 +100,10 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
 
 @pytest.mark.parametrize(
     ("reply", "message"),
-    [(_REPLY.pack(b"HTTP", True, 1000), "does not speak"), (_REPLY.pack(_CHECKED, True, 999), "but published 1000")],
+    [
+        (_REPLY.pack(b"HTTP", True, 1000), "does not speak"),
+        (_REPLY.pack(_CHECKED, True, 999), "but published 1000"),
+    ],
     ids=["magic", "size"],
 )
 async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
@@ -119,19 +128,25 @@ async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpBackend) -> 
         await holder.publish("t", [MemoryRegion(4096, 10, "cuda:0")])
 
 
-async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpBackend, fetched: list[str]) -> None:
+async def test_fetch_when_time_is_short_then_handoff_timeout(
+    holder: TcpBackend, fetched: list[str]
+) -> None:
     source, target = content("a", 1000), bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     with pytest.raises(TransferTimeout, match="within 0 s"):
         await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=0)
 
 
-# --- addresses, and strangers that stay ------------------------------------------------------------------------
+# --- addresses, and strangers that stay -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("bound", "advertised"),
-    [(("127.0.0.2", "127.0.0.3"),) * 2, (("::1", "127.0.0.3"),) * 2, (("0.0.0.0", "::"), ("127.0.0.2", "::1"))],
+    [
+        (("127.0.0.2", "127.0.0.3"),) * 2,
+        (("::1", "127.0.0.3"),) * 2,
+        (("0.0.0.0", "::"), ("127.0.0.2", "::1")),
+    ],
     ids=["two addresses", "two families", "every interface"],
 )
 async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from_there(
@@ -153,7 +168,9 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
                     await asyncio.open_connection("127.0.0.4", facts["port"])
 
 
-async def test_start_when_the_address_is_not_of_this_host_then_config_error_names_the_flag() -> None:
+async def test_start_when_the_address_is_not_of_this_host_then_config_error_names_the_flag() -> (
+    None
+):
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--kv-transfer-bind-host"):
         await TcpBackend("192.0.2.1").start(lambda _: None)
 
@@ -172,7 +189,10 @@ async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: T
 
 @pytest.mark.parametrize("files", [16, 1 << 20])
 async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_comes(
-    holder: TcpBackend, files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    holder: TcpBackend,
+    files: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     if files > 16:
@@ -195,7 +215,8 @@ async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once
     holder: TcpBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)
-    source, target = content("a", 32 << 20), bytearray(32 << 20)  # more than the sockets' buffers hold
+    # more than the sockets' buffers hold
+    source, target = content("a", 32 << 20), bytearray(32 << 20)
     offer = await holder.publish("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
     readers = [await ask(offer, _REQUEST.pack(_CHECKED, token, 1) + b"t") for _ in range(2)]
@@ -203,9 +224,13 @@ async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once
         for reader, _ in readers:
             await reader.readexactly(_REPLY.size)
         with pytest.raises(TransferFailed, match="closed the connection"):
-            await holder.read("t", offer, Destination(split(target, [len(source)])), timeout_s=SOON_S)
+            await holder.read(
+                "t", offer, Destination(split(target, [len(source)])), timeout_s=SOON_S
+            )
         for _, writer in readers:
             writer.transport.abort()
         while target != source:
             with suppress(TransferFailed):
-                await holder.read("t", offer, Destination(split(target, [len(source)])), timeout_s=SOON_S)
+                await holder.read(
+                    "t", offer, Destination(split(target, [len(source)])), timeout_s=SOON_S
+                )

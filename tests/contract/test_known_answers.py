@@ -1,4 +1,6 @@
-"""Canaries over real engines: a pair whose KV arrives wrongly is found, whatever engine and backend move it."""
+"""Canaries over real engines: a pair whose KV arrives wrongly is found, whatever engine and backend
+move it.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,18 @@ def one_byte_in_eight(kv: memoryview) -> None:
     kv[::8] = bytes(len(kv[::8]))
 
 
-WAYS = {"mock": (zeros, shuffled, one_byte_in_eight), "torch": (zeros, shuffled), "trtllm": (zeros,), "vllm": (zeros,)}
+WAYS = {
+    "mock": (zeros, shuffled, one_byte_in_eight),
+    "torch": (zeros, shuffled),
+    "trtllm": (zeros,),
+    "vllm": (zeros,),
+}
 
 
 class Damage:
-    """Changes what KV transfer backends of this process have read, before the engine learns of it."""
+    """Changes what KV transfer backends of this process have read, before the engine learns of
+    it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[TransferBackend] = []
@@ -72,7 +81,12 @@ class Damage:
 
     def _damaging(self, fetch: Any) -> Any:
         async def damaging(
-            backend: TransferBackend, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+            backend: TransferBackend,
+            transfer_id: str,
+            offer: bytes,
+            to: Destination,
+            *,
+            timeout_s: float,
         ) -> None:
             def changed(index: int) -> None:
                 if backend is self.damaged and self.way is not None:
@@ -80,13 +94,17 @@ class Damage:
                 if to.on_region is not None:
                     to.on_region(index)
 
-            await fetch(backend, transfer_id, offer, Destination(to.regions, changed), timeout_s=timeout_s)
+            await fetch(
+                backend, transfer_id, offer, Destination(to.regions, changed), timeout_s=timeout_s
+            )
 
         return damaging
 
 
 class Deployment:
-    """One prefill worker and two decode workers; the second decode worker, 3, can be made to read wrong KV."""
+    """One prefill worker and two decode workers; the second decode worker, 3, can be made to read
+    wrong KV.
+    """
 
     def __init__(self, kind: str, damage: Damage) -> None:
         self._kind = kind
@@ -133,7 +151,9 @@ class Deployment:
     @asynccontextmanager
     async def frontend(self) -> AsyncIterator[tuple[PairBreakers, Pipeline]]:
         breakers = PairBreakers(BreakerLimits(open_s=0.5))
-        pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_probes=True), breakers)
+        pipeline = Pipeline(
+            self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_probes=True), breakers
+        )
         canaries = PairProbes(pipeline, self.probe_finished, interval_s=60.0, timeout_s=SOON_S)
         task = asyncio.create_task(canaries.run())
         try:
@@ -144,7 +164,15 @@ class Deployment:
             await pipeline.aclose()
 
 
-@pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in"), "vllm", "vllm without salts"])
+@pytest.fixture(
+    params=[
+        "mock",
+        "torch",
+        pytest.param("trtllm", id="trtllm stand-in"),
+        "vllm",
+        "vllm without salts",
+    ]
+)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = str(request.param)
     if name == "trtllm":
@@ -159,7 +187,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-async def deployment(kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+async def deployment(
+    kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Deployment]:
     engine_kind = kind.partition(" ")[0]
     args: dict[str, Any] = {"step_s": 0} if kind == "mock" else {}
     deployment = Deployment(engine_kind, Damage(monkeypatch))
@@ -203,7 +233,11 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
                 await until(lambda: breakers.status(BAD).state is PairState.WORKING)
                 assert deployment.codes == {"ok": 2}
                 continue
-            await until(lambda: breakers.is_open(BAD) and breakers.status(BAD).state is PairState.QUARANTINED)
+            await until(
+                lambda: (
+                    breakers.is_open(BAD) and breakers.status(BAD).state is PairState.QUARANTINED
+                )
+            )
             assert set(deployment.codes) == {"ok", "mismatch"}
             assert "KV arrives changed" in breakers.status(BAD).reason
             deployment.read_wrongly(None)

@@ -1,7 +1,9 @@
-"""Requests over a plane that loses, repeats and reorders: the pipeline, two pairs of mock workers, one process.
+"""Requests over a plane that loses, repeats and reorders: the pipeline, two pairs of mock workers,
+one process.
 
-Every request ends with the answer of an undisturbed run or with a named error, and nothing is held afterwards. The
-same seed gives the same faults in the same order of messages; `--long` runs 100,000 requests.
+Every request ends with the answer of an undisturbed run or with a named error, and nothing is held
+afterwards. The same seed gives the same faults in the same order of messages; `--long` runs 100,000
+requests.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, decode, encode, token_ids
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    Instance,
+    Role,
+    Sampling,
+    decode,
+    encode,
+    token_ids,
+)
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
@@ -51,7 +61,8 @@ class LossyNetwork:
     """Does to frames, and to whole messages, what a bad network does. Off until `rng` is set."""
 
     rng: random.Random | None = None
-    held: dict[object, list[tuple[bytes, str]]] = field(default_factory=dict)  # by receiver: overtaken by the next one
+    # by receiver: overtaken by the next one
+    held: dict[object, list[tuple[bytes, str]]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
 
     def frames(self, frames: list[Frame]) -> list[Frame]:
@@ -83,7 +94,15 @@ class LossyNetwork:
 
     def _fault(self, of: str) -> str:
         drawn = 1.0 if self.rng is None else self.rng.random()
-        fault = "lost" if drawn < LOST else "repeated" if drawn < REPEATED else "reordered" if drawn < REORDERED else ""
+        fault = (
+            "lost"
+            if drawn < LOST
+            else "repeated"
+            if drawn < REPEATED
+            else "reordered"
+            if drawn < REORDERED
+            else ""
+        )
         if fault:
             self.faults[f"{of} {fault}"] += 1
         return fault
@@ -150,7 +169,9 @@ async def cluster() -> AsyncIterator[Cluster]:
         await plane.serve(instance.subject, service)
         view.add(instance)
     options = PipelineOptions(hold_s=2.0, has_probes=False)
-    pipeline = Pipeline(view, plane, options, PairBreakers(BreakerLimits(open_s=0.05, max_open_s=0.2)))
+    pipeline = Pipeline(
+        view, plane, options, PairBreakers(BreakerLimits(open_s=0.05, max_open_s=0.2))
+    )
     yield Cluster(pipeline=pipeline, plane=plane, engines=engines)
     await pipeline.aclose()
     await plane.aclose()
@@ -178,7 +199,9 @@ def undisturbed(number: int) -> list[int]:
     request = make_request(number)
     seed = zlib.crc32(request.token_ids) & 0xFFFF
     rest = (1000 + (seed + at * 7919) % 4000 for at in range(request.sampling.max_tokens))
-    return [opening or made for opening, made in zip_longest(OPENING, rest)][: request.sampling.max_tokens]
+    return [opening or made for opening, made in zip_longest(OPENING, rest)][
+        : request.sampling.max_tokens
+    ]
 
 
 async def outcome(pipeline: Pipeline, number: int) -> str:
@@ -192,13 +215,17 @@ async def outcome(pipeline: Pipeline, number: int) -> str:
     return "right" if got == undisturbed(number) else "WRONG"
 
 
-@pytest.mark.parametrize("count", [1_500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "count", [1_500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
 async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right_or_a_named_error(
     network: LossyNetwork, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "dynamo_trtllm")  # each retry is a line
     async with cluster() as made:
-        assert [await answer(made.pipeline, number) for number in range(20)] == [*map(undisturbed, range(20))]
+        assert [await answer(made.pipeline, number) for number in range(20)] == [
+            *map(undisturbed, range(20))
+        ]
         network.rng = random.Random(16)
         seen: Counter[str] = Counter()
         numbers = iter(range(count))
@@ -214,7 +241,8 @@ async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right
         assert seen["right"] > 0.99 * count
         assert len(network.faults) == 6  # each kind of fault struck
         with suppress(TimeoutError):
-            async with asyncio.timeout(SOON_S + TICKET_TTL_S):  # a ticket whose release was lost lives as long
+            # a ticket whose release was lost lives as long
+            async with asyncio.timeout(SOON_S + TICKET_TTL_S):
                 while made.held():  # noqa: ASYNC110 - counts of several objects
                     await asyncio.sleep(0.1)
         assert made.held() == []

@@ -110,13 +110,17 @@ async def test_generate_when_request_is_large_then_it_arrives_whole(bench: Plane
     assert msgspec.structs.replace(arrived, deadline=request.deadline) == request
 
 
-async def test_generate_when_request_exceeds_the_plane_then_payload_too_large(bench: PlanePair) -> None:
+async def test_generate_when_request_exceeds_the_plane_then_payload_too_large(
+    bench: PlanePair,
+) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     await check_fails(collect(bench.caller, make_request(prompt=300_000)), PayloadTooLarge)
     assert len(await collect(bench.caller, make_request())) == 5  # the connection lives on
 
 
-async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(bench: PlanePair) -> None:
+async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(
+    bench: PlanePair,
+) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids(range(300_000)))
         await asyncio.Event().wait()
@@ -127,7 +131,9 @@ async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(be
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(bench: PlanePair) -> None:
+async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(
+    bench: PlanePair,
+) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([1]))
 
@@ -136,7 +142,9 @@ async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench: PlanePair, after: int) -> None:
+async def test_generate_when_worker_fails_then_same_class_after_the_chunks(
+    bench: PlanePair, after: int
+) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         for n in range(after):
             yield Chunk(token_ids=token_ids([n]))
@@ -167,7 +175,9 @@ async def test_generate_when_service_raises_unexpectedly_then_internal_and_logge
     assert sum("boom" in (r.exc_text or "") for r in caplog.records) == 1
 
 
-async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(bench: PlanePair) -> None:
+async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(
+    bench: PlanePair,
+) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
@@ -205,14 +215,17 @@ async def test_generate_when_300_streams_run_then_all_complete(bench: PlanePair)
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     requests = [make_request(name=f"r{n}", max_tokens=50) for n in range(300)]
     streams = await asyncio.gather(*(collect(bench.caller, request) for request in requests))
-    assert [[t for c in chunks for t in c.token_ids] for chunks in streams] == [list(range(50))] * 300
+    assert [[t for c in chunks for t in c.token_ids] for chunks in streams] == [
+        list(range(50))
+    ] * 300
 
 
 async def test_deadline_when_it_passes_then_both_sides_end(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     async with asyncio.timeout(SOON_S):
-        while not service.started.is_set():  # one whose deadline passed before the worker took it says nothing
+        # one whose deadline passed before the worker took it says nothing
+        while not service.started.is_set():
             await check_fails(collect(bench.caller, make_request(seconds=0.3)), DeadlineExceeded)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
@@ -230,7 +243,9 @@ async def test_generate_when_there_is_no_server_then_unreachable_at_once(bench: 
     assert time.monotonic() - started < LIMITS.ack_timeout_s  # it was not waited for
 
 
-async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(bench: PlanePair) -> None:
+async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(
+    bench: PlanePair,
+) -> None:
     go = asyncio.Event()
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -261,11 +276,15 @@ async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: 
     await check_fails(collect(bench.caller, make_request()), NoListener)
 
 
-async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench: PlanePair) -> None:
+async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(
+    bench: PlanePair,
+) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
     assert await bench.caller.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000
-    error = await check_fails(bench.caller.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.FETCHED)), TransferExpired)
+    error = await check_fails(
+        bench.caller.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.FETCHED)), TransferExpired
+    )
     assert error.field == "ticket_id"
     assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.FETCHED)]
     await check_fails(bench.caller.control(SUBJECT, GetFile("boom")), InternalError)

@@ -24,7 +24,14 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.frames import PING, ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
-from tests.contract.plane_helpers import SUBJECT, PlanePair, ScriptedService, collect, make_request, until
+from tests.contract.plane_helpers import (
+    SUBJECT,
+    PlanePair,
+    ScriptedService,
+    collect,
+    make_request,
+    until,
+)
 from tests.instances import make_transfer_params
 from tests.streaming import call_stream
 from tests.waiting import SOON_S
@@ -34,7 +41,9 @@ async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
 
 
-async def test_close_when_a_transfer_is_on_its_way_then_the_worker_aborts_it(bench: PlanePair) -> None:
+async def test_close_when_a_transfer_is_on_its_way_then_the_worker_aborts_it(
+    bench: PlanePair,
+) -> None:
     async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
             try:
@@ -50,7 +59,9 @@ async def test_close_when_a_transfer_is_on_its_way_then_the_worker_aborts_it(ben
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_close_when_a_transfer_was_taken_then_it_is_the_callers_to_release(bench: PlanePair) -> None:
+async def test_close_when_a_transfer_was_taken_then_it_is_the_callers_to_release(
+    bench: PlanePair,
+) -> None:
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
@@ -84,7 +95,9 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: PlanePai
     assert (serving.running, len(await asking)) == (0, 1)
 
 
-async def test_message_when_its_sender_can_not_be_answered_then_running_streams_go_on(bench: PlanePair) -> None:
+async def test_message_when_its_sender_can_not_be_answered_then_running_streams_go_on(
+    bench: PlanePair,
+) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -97,7 +110,9 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
         await anext(chunks)
         transport = bench.caller._transport  # type: ignore[attr-defined]
-        without_subject = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0, WIRE_VERSION)))
+        without_subject = encode(
+            ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0, WIRE_VERSION))
+        )
         for data in (PING, b"garbage", without_subject):
             transport.publish(SUBJECT, data)
             transport.publish(control_subject(SUBJECT), data)
@@ -122,7 +137,8 @@ async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_t
     await bench.worker.serve(SUBJECT, service)
     caller = bench.caller
     await caller._subscribe()  # type: ignore[attr-defined]
-    request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)  # by the caller's clock
+    # by the caller's clock
+    request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)
     opening = OpenStream(7, caller._inbox_subject, request, 60.0, WIRE_VERSION)  # type: ignore[attr-defined]
     caller._transport.publish(SUBJECT, encode(ClientMessage(opening)))  # type: ignore[attr-defined]
     await until(lambda: bool(seen))

@@ -1,4 +1,6 @@
-"""The request-plane contract when messages are lost or repeated: no stream waits for what will never come."""
+"""The request-plane contract when messages are lost or repeated: no stream waits for what will
+never come.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     Unreachable,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, decode, encode, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    GetFile,
+    decode,
+    encode,
+    token_ids,
+)
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
@@ -53,7 +63,9 @@ def frames(change: Callable[[Frame], list[Frame]]) -> Deliver:
         if data == PING:
             return [data]
         batch = decode(data, Batch)
-        return [encode(Batch([each for frame in batch.frames for each in change(frame)], batch.report))]
+        return [
+            encode(Batch([each for frame in batch.frames for each in change(frame)], batch.report))
+        ]
 
     return deliver
 
@@ -106,7 +118,9 @@ async def test_stream_when_only_a_middle_frame_of_a_waiting_stream_is_lost_then_
 async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_they_arrive_again(
     network: Network, bench: PlanePair
 ) -> None:
-    """As of a caller that was frozen for longer than any time-out: the worker gave it up meanwhile."""
+    """As of a caller that was frozen for longer than any time-out: the worker gave it up
+    meanwhile.
+    """
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
@@ -121,7 +135,9 @@ async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_t
         assert caught.value.retryable
 
 
-async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network, bench: PlanePair) -> None:
+async def test_worker_when_it_gives_a_caller_up_then_it_says_so(
+    network: Network, bench: PlanePair
+) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
     assert isinstance(serving, EndpointServer)
@@ -211,7 +227,9 @@ async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it
         assert caught.value.retryable
 
 
-async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Network, bench: PlanePair) -> None:
+async def test_many_streams_when_nothing_is_lost_then_pings_end_none(
+    network: Network, bench: PlanePair
+) -> None:
     """Streams that begin, run and end while reports are on their way."""
 
     async def slowly(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -230,7 +248,9 @@ async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Ne
 
     pinging = asyncio.create_task(ping_all_the_time())
     try:
-        requests = [make_request(name=f"r{n}", max_tokens=10 + n % 50, seconds=60) for n in range(200)]
+        requests = [
+            make_request(name=f"r{n}", max_tokens=10 + n % 50, seconds=60) for n in range(200)
+        ]
         answers = await asyncio.gather(*(collect(plane, request) for request in requests))
     finally:
         pinging.cancel()
@@ -296,11 +316,14 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
         await anext(chunks)
         inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
         for subject in ("x" * 5000, "not a subject", "ns_x.generate-7"):
-            transport.publish(inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)]))))
+            transport.publish(
+                inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)])))
+            )
         transport.publish("y" * 5000, b"")
         with pytest.raises(Unreachable):
             await bench.caller.control("y" * 5000, GetFile("a"))
-        assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000  # the connections live
+        # the connections live
+        assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000
 
 
 async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_cleanup_is_not_cut(
@@ -321,7 +344,9 @@ async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_
     await asyncio.wait_for(cleaned.wait(), SOON_S)
 
 
-async def test_generate_when_the_plane_is_closed_then_disconnected_and_nothing_runs(bench: PlanePair) -> None:
+async def test_generate_when_the_plane_is_closed_then_disconnected_and_nothing_runs(
+    bench: PlanePair,
+) -> None:
     await bench.caller.aclose()
     tasks = asyncio.all_tasks()
     await check_fails(collect(bench.caller, make_request()), Disconnected)

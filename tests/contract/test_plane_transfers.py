@@ -1,4 +1,6 @@
-"""The request-plane contract for tickets whose way, or whose release, was disturbed: none is held for nothing."""
+"""The request-plane contract for tickets whose way, or whose release, was disturbed: none is held
+for nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseKv, ReleaseOutcome, decode
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    ReleaseKv,
+    ReleaseOutcome,
+    decode,
+)
 from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -31,7 +40,9 @@ from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1", ttl_s=60.0))
+    yield Chunk(
+        finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1", ttl_s=60.0)
+    )
 
 
 async def test_transfer_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(
@@ -40,7 +51,9 @@ async def test_transfer_when_it_is_lost_on_its_way_then_the_worker_takes_it_back
     network.to_caller = lambda data: [] if data != PING and decode(data, Batch).frames else [data]
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
-    await check_fails(asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete)
+    await check_fails(
+        asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete
+    )
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
@@ -81,7 +94,11 @@ async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_wo
     lost: list[bytes] = []
 
     def lose_cancels(data: bytes) -> list[bytes]:
-        if len(lost) < 2 and data != PING and isinstance(decode(data, ClientMessage).body, CancelStream):
+        if (
+            len(lost) < 2
+            and data != PING
+            and isinstance(decode(data, ClientMessage).body, CancelStream)
+        ):
             lost.append(data)
             return []
         return [data]
@@ -105,8 +122,13 @@ async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_wo
     assert len(lost) == 2
 
 
-async def begun(bench: PlanePair, script: Script) -> tuple[ScriptedService, StreamReceiver, list[StreamEvent]]:
-    """Start a call and wait for its acknowledgment. Return its service, its stream and the events so far."""
+async def begun(
+    bench: PlanePair, script: Script
+) -> tuple[ScriptedService, StreamReceiver, list[StreamEvent]]:
+    """Start a call and wait for its acknowledgment.
+
+    Return its service, its stream and the events so far.
+    """
     service, events = ScriptedService(script), list[StreamEvent]()
     await bench.worker.serve(SUBJECT, service)
     call = bench.caller.generate(SUBJECT, make_request(seconds=60), events.append)
@@ -157,9 +179,13 @@ async def test_stop_when_the_service_can_not_stop_a_call_then_it_is_cancelled_an
     assert not call.stop()
 
 
-async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: PlanePair) -> None:
+async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(
+    network: Network, bench: PlanePair
+) -> None:
     async def brief(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1", ttl_s=0.2))
+        yield Chunk(
+            finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1", ttl_s=0.2)
+        )
 
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())

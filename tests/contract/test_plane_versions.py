@@ -69,7 +69,9 @@ async def listen(transport: Transport, take: Receive) -> Unsubscribe:
 
 
 class Caller:
-    """A caller of another version: sends what the test gives it, records what arrives, and answers as the test says."""
+    """A caller of another version: sends what the test gives it, records what arrives, and answers
+    as the test says.
+    """
 
     def __init__(self, transport: Transport, answers: Callable[[bytes], bool]) -> None:
         self.transport = transport
@@ -94,7 +96,9 @@ class Caller:
         return decode(await self.transport.request(SUBJECT, data, timeout_s=SOON_S), Ack)
 
     def frames(self) -> list[Frame]:
-        return [frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames]
+        return [
+            frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames
+        ]
 
 
 @pytest.mark.parametrize("wire", [WIRE_VERSION - 1, WIRE_VERSION])
@@ -108,11 +112,15 @@ async def test_worker_when_its_caller_is_of_version_2_then_each_token_is_in_a_ch
     assert (await caller.ask(caller.opening(wire))).failure is None
     await until(lambda: len(caller.frames()) == 5)
     *tokens, last = [frame.chunk for frame in caller.frames()]
-    assert tokens == [each if wire >= 3 else Chunk(token_ids=token_ids([each])) for each in range(4)]
+    assert tokens == [
+        each if wire >= 3 else Chunk(token_ids=token_ids([each])) for each in range(4)
+    ]
     assert isinstance(last, Chunk)
 
 
-async def test_token_when_it_has_log_probabilities_then_they_arrive_with_it(bench: PlanePair) -> None:
+async def test_token_when_it_has_log_probabilities_then_they_arrive_with_it(
+    bench: PlanePair,
+) -> None:
     scored = Chunk(token_ids=token_ids([7]), logprobs=(TokenLogprob(7, -0.5),))
 
     async def score(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -138,7 +146,10 @@ async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_ser
     else:
         assert answer.failure is not None
         assert isinstance(answer.failure.error(), VersionMismatch)
-        assert f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)" in answer.failure.message
+        assert (
+            f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)"
+            in answer.failure.message
+        )
         assert not service.started.is_set()
 
 
@@ -155,7 +166,9 @@ async def test_cancel_when_the_caller_does_not_know_that_kv_may_follow_then_the_
     short = msgspec.msgpack.encode([["cancel", 1, caller.inbox]])
     link_of(bench.caller).publish(SUBJECT, short)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
-    former = msgspec.defstruct("Former", [("stream", int), ("inbox", str)], array_like=True, tag="cancel")
+    former = msgspec.defstruct(
+        "Former", [("stream", int), ("inbox", str)], array_like=True, tag="cancel"
+    )
     assert decode(encode(CancelStream(1, "i", awaits_kv=True)), former) == former(1, "i")
 
 
@@ -173,7 +186,9 @@ async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_
     assert len(await collect(bench.caller, make_request())) == 5
 
 
-async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_stream_ends(bench: PlanePair) -> None:
+async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_stream_ends(
+    bench: PlanePair,
+) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -202,19 +217,27 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
             [[[stream, 1, {"finish_reason": "unknown to this version"}]], ["unknown", "report"]],
         ):
             transport.publish(inbox, msgspec.msgpack.encode(message))
-        with pytest.raises(StreamIncomplete, match=r"unreadable frame.*unknown to this version.*compatible version"):
+        with pytest.raises(
+            StreamIncomplete, match=r"unreadable frame.*unknown to this version.*compatible version"
+        ):
             await asyncio.wait_for(anext(bad), SOON_S)
-        assert (await asyncio.wait_for(anext(good), SOON_S)).finish_reason is None  # the one with unknown fields
+        # the one with unknown fields
+        assert (await asyncio.wait_for(anext(good), SOON_S)).finish_reason is None
         await good.aclose()
     await until(lambda: service.open == 0)
 
 
-async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(bench: PlanePair) -> None:
+async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(
+    bench: PlanePair,
+) -> None:
     transport = link_of(bench.worker)
 
     def take(data: bytes, reply: str) -> None:
         if reply:
-            transport.publish(reply, msgspec.msgpack.encode([["a_new_code", "something new", None, "more"], b"", 1]))
+            transport.publish(
+                reply,
+                msgspec.msgpack.encode([["a_new_code", "something new", None, "more"], b"", 1]),
+            )
 
     listening = await listen(transport, take)
     error = await check_fails(collect(bench.caller, make_request()), InternalError)
@@ -228,6 +251,10 @@ def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> Non
     assert decode(msgspec.msgpack.encode({**record, "unknown": {"field": 1}}), Instance).wire == 1
 
 
-@pytest.mark.parametrize(("theirs", "works"), [(1, False), (2, True), (3, True), (4, True), (5, False), (-7, False)])
-def test_wire_mismatch_when_versions_are_neighbors_then_they_work_together(theirs: int, works: bool) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "works"), [(1, False), (2, True), (3, True), (4, True), (5, False), (-7, False)]
+)
+def test_wire_mismatch_when_versions_are_neighbors_then_they_work_together(
+    theirs: int, works: bool
+) -> None:
     assert (wire_mismatch(theirs) == "") is works

@@ -1,4 +1,6 @@
-"""A wrong assumption about TensorRT-LLM in the adapter turns a contract test red: else the test would prove nothing."""
+"""A wrong assumption about TensorRT-LLM in the adapter turns a contract test red: else the test
+would prove nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "tests.planted", "-p", "no:cach
 def pytest_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, *PYTEST, *arguments]
     return subprocess.run(
-        argv, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        argv,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -44,6 +51,8 @@ def test_plant_when_its_test_is_collected_then_pytest_finds_it() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
 def test_contract_when_an_assumption_is_wrong_then_red(plant: Plant) -> None:
-    run = pytest_run("--tb=line", f"tests/{plant.test}", PLANTED=json.dumps([plant.module, plant.old, plant.new]))
+    run = pytest_run(
+        "--tb=line", f"tests/{plant.test}", PLANTED=json.dumps([plant.module, plant.old, plant.new])
+    )
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
     assert " failed" in run.stdout.splitlines()[-1], run.stdout  # not an error while it is set up

@@ -33,7 +33,8 @@ from tests.engines import (
 
 
 def prompt(length: int, seed: int = 1) -> array[int]:
-    return token_ids(token % 500 + 5 for token in prompt_of(length, seed))  # of the vocabulary of both models
+    # of the vocabulary of both models
+    return token_ids(token % 500 + 5 for token in prompt_of(length, seed))
 
 
 PROMPT = prompt(100)  # three full blocks of 32 tokens, and four tokens
@@ -41,7 +42,9 @@ BOTH = pytest.mark.parametrize("kind", ["mock", "torch"])
 
 
 class Events:
-    """The blocks that an engine has by its KV events: the tokens up to the end of each, with their salt."""
+    """The blocks that an engine has by its KV events: the tokens up to the end of each, with their
+    salt.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.prefixes: dict[int, tuple[str | None, list[int]]] = {}
@@ -59,22 +62,35 @@ class Events:
                     del self.prefixes[each]
 
     def longest(self, salt: str | None = None) -> list[int]:
-        return max((prefix for of, prefix in self.prefixes.values() if of == salt), key=len, default=[])
+        return max(
+            (prefix for of, prefix in self.prefixes.values() if of == salt), key=len, default=[]
+        )
 
 
 def caching(kind: str, folder: Path, role: Role = Role.AGGREGATED, **args: Any) -> Engine:
-    return make(kind, folder, role, enable_prefix_caching=True, **({"step_s": 0} if kind == "mock" else {}), **args)
+    return make(
+        kind,
+        folder,
+        role,
+        enable_prefix_caching=True,
+        **({"step_s": 0} if kind == "mock" else {}),
+        **args,
+    )
 
 
 async def cached(engine: Engine, ids: array[int], salt: str | None = None, **sampling: Any) -> int:
     """Ask. Return the cached tokens of the first and of the last chunk, which agree."""
     chunks = await collect(engine, msgspec.structs.replace(ask(ids, **sampling), cache_salt=salt))
-    counts = [chunk.stats.cached_tokens for chunk in (chunks[0], chunks[-1]) if chunk.stats is not None]
+    counts = [
+        chunk.stats.cached_tokens for chunk in (chunks[0], chunks[-1]) if chunk.stats is not None
+    ]
     assert len(set(counts)) == 1
     return counts[-1]
 
 
-async def prefilled(engine: Engine, ids: array[int], **sampling: Any) -> tuple[KvTransferParams, int]:
+async def prefilled(
+    engine: Engine, ids: array[int], **sampling: Any
+) -> tuple[KvTransferParams, int]:
     """Run a prefill call. Return its KV transfer parameters and its cached tokens."""
     last: Chunk = (await collect(engine, ask(ids, phase=Phase.PREFILL, **sampling)))[-1]
     assert last.kv_params is not None
@@ -83,20 +99,34 @@ async def prefilled(engine: Engine, ids: array[int], **sampling: Any) -> tuple[K
 
 
 @BOTH
-async def test_prompt_when_it_comes_again_then_full_blocks_are_reused_per_salt(kind: str, llama: Path) -> None:
+async def test_prompt_when_it_comes_again_then_full_blocks_are_reused_per_salt(
+    kind: str, llama: Path
+) -> None:
     engine = caching(kind, llama)
     async with started(engine):
         events = Events(engine)
         salts = [None, None, "tenant", "other", "tenant", None]
-        assert [await cached(engine, PROMPT, salt, max_tokens=2) for salt in salts] == [0, 96, 0, 0, 96, 96]
-        assert await cached(engine, PROMPT[:96], max_tokens=2) == 64  # the last token is always computed
+        assert [await cached(engine, PROMPT, salt, max_tokens=2) for salt in salts] == [
+            0,
+            96,
+            0,
+            0,
+            96,
+            96,
+        ]
+        # the last token is always computed
+        assert await cached(engine, PROMPT[:96], max_tokens=2) == 64
         assert await cached(engine, PROMPT[:80] + PROMPT[:9], max_tokens=2) == 64
-        assert [events.longest(salt) for salt in (None, "tenant", "other", "new")] == [list(PROMPT[:96])] * 3 + [[]]
+        assert [events.longest(salt) for salt in (None, "tenant", "other", "new")] == [
+            list(PROMPT[:96])
+        ] * 3 + [[]]
         await check_nothing_left(engine)
 
 
 @BOTH
-async def test_conversation_when_it_goes_on_then_its_output_is_reused(kind: str, llama: Path) -> None:
+async def test_conversation_when_it_goes_on_then_its_output_is_reused(
+    kind: str, llama: Path
+) -> None:
     engine = caching(kind, llama)
     async with started(engine):
         events = Events(engine)
@@ -106,11 +136,14 @@ async def test_conversation_when_it_goes_on_then_its_output_is_reused(kind: str,
         assert events.longest() == list(turn[:160])
         assert await cached(engine, turn) == 160
         output = await answer(engine, PROMPT, max_tokens=60, ignore_eos=True)
-        assert await cached(engine, PROMPT + token_ids(output)) == 128  # of 160, the last one is computed
+        # of 160, the last one is computed
+        assert await cached(engine, PROMPT + token_ids(output)) == 128
 
 
 @BOTH
-async def test_blocks_when_short_then_the_oldest_are_evicted_and_none_in_use(kind: str, llama: Path) -> None:
+async def test_blocks_when_short_then_the_oldest_are_evicted_and_none_in_use(
+    kind: str, llama: Path
+) -> None:
     engine = caching(kind, llama, kv_cache_blocks=8)
     async with started(engine):
         events = Events(engine)
@@ -139,7 +172,9 @@ async def test_prefill_and_decode_when_separate_then_both_have_the_blocks(
             kv_params, count = await prefilled(prefill, asked, max_tokens=40, ignore_eos=True)
             assert count == counted
             await check_stats(prefill, kv_blocks_used=7, tickets_held=1)
-            call = ask(asked, phase=Phase.DECODE, kv_params=kv_params, max_tokens=40, ignore_eos=True)
+            call = ask(
+                asked, phase=Phase.DECODE, kv_params=kv_params, max_tokens=40, ignore_eos=True
+            )
             outputs.append(tokens(await collect(decode, call)))
             release(prefill, kv_params, ReleaseOutcome.FETCHED)
             await check_nothing_left(prefill)
@@ -154,7 +189,9 @@ async def test_prefill_and_decode_when_separate_then_both_have_the_blocks(
 
 
 @pytest.mark.parametrize("name", ["mock", "torch"])
-def test_kv_events_when_there_is_no_prefix_cache_then_refused_by_name(name: Any, llama: Path) -> None:
+def test_kv_events_when_there_is_no_prefix_cache_then_refused_by_name(
+    name: Any, llama: Path
+) -> None:
     config = WorkerConfig(
         model_path=str(llama),
         engine=name,
@@ -171,7 +208,10 @@ async def test_answers_when_prompts_share_beginnings_then_equal_to_those_without
 ) -> None:
     folder = request.getfixturevalue(model)
     base, sampling = prompt(300), {"max_tokens": 10, "logprobs": 0}
-    asked = [ask(base[:length] + prompt(more, 9), **sampling) for length, more in ((300, 0), (300, 40), (129, 3))]
+    asked = [
+        ask(base[:length] + prompt(more, 9), **sampling)
+        for length, more in ((300, 0), (300, 40), (129, 3))
+    ]
     asked.append(ask(base, **sampling, temperature=0.9, seed=5))
     args = {"prefill_chunk_tokens": 100, "kv_cache_blocks": 60}
     plain = make("torch", folder, Role.AGGREGATED, enable_prefix_caching=False, **args)
@@ -183,7 +223,12 @@ async def test_answers_when_prompts_share_beginnings_then_equal_to_those_without
             got = await asyncio.gather(*calls) if together else [await call for call in calls]
             assert [tokens(chunks) for chunks in got] == [tokens(chunks) for chunks in wanted]
             assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-4)
-        assert [chunks[-1].stats.cached_tokens for chunks in got if chunks[-1].stats] == [288, 320, 128, 288]
+        assert [chunks[-1].stats.cached_tokens for chunks in got if chunks[-1].stats] == [
+            288,
+            320,
+            128,
+            288,
+        ]
         await check_nothing_left(caches)
 
 
@@ -191,7 +236,9 @@ def logprobs(answers: Sequence[Sequence[Chunk]]) -> list[float]:
     return [each.logprob for chunks in answers for chunk in chunks for each in chunk.logprobs]
 
 
-async def test_prompt_logprobs_when_the_prompt_is_cached_then_all_of_it_is_computed(llama: Path) -> None:
+async def test_prompt_logprobs_when_the_prompt_is_cached_then_all_of_it_is_computed(
+    llama: Path,
+) -> None:
     engine = caching("torch", llama)
     async with started(engine):
         await cached(engine, PROMPT)
@@ -202,7 +249,9 @@ async def test_prompt_logprobs_when_the_prompt_is_cached_then_all_of_it_is_compu
         assert await cached(engine, PROMPT) == 96
 
 
-async def test_reuse_when_cached_memory_was_changed_then_one_request_fails_and_the_next_is_right(llama: Path) -> None:
+async def test_reuse_when_cached_memory_was_changed_then_one_request_fails_and_the_next_is_right(
+    llama: Path,
+) -> None:
     engine = caching("torch", llama)
     async with started(engine):
         events = Events(engine)

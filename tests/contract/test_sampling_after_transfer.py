@@ -1,4 +1,6 @@
-"""Sampling, penalties and structured output choose the same tokens in one process and after a KV transfer."""
+"""Sampling, penalties and structured output choose the same tokens in one process and after a KV
+transfer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 
 from dynamo_trtllm.engines.torch import format_compiler, grammar
 from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import FinishReason, OutputFormat, Phase, Role, StructuredOutput, token_ids
+from dynamo_trtllm.messages import (
+    FinishReason,
+    OutputFormat,
+    Phase,
+    Role,
+    StructuredOutput,
+    token_ids,
+)
 from tests.engines import (
     answer,
     ask,
@@ -63,8 +72,12 @@ def check_schema(text: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(folder: Path, temperature: float) -> None:
-    whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
+async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(
+    folder: Path, temperature: float
+) -> None:
+    whole, prefill, decode = (
+        make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+    )
     async with started(whole, prefill, decode):
         for seed in range(2):
             sampling: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 200}
@@ -72,17 +85,30 @@ async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(folde
             chunks = await collect(whole, ask(prompt_of(20, seed), **sampling))
             assert chunks[-1].finish_reason is FinishReason.STOP
             ids = tokens(chunks)
-            assert tokens(await prefill_then_decode(prefill, decode, prompt_of(20, seed), **sampling)) == ids
+            assert (
+                tokens(await prefill_then_decode(prefill, decode, prompt_of(20, seed), **sampling))
+                == ids
+            )
             assert (ids[0], ids[-1]) == (MESSAGE, END)
             check_schema(spell(ids[1:-1]))
         for engine in (whole, decode):
             await check_nothing_left(engine)
 
 
-async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(folder: Path) -> None:
-    """The prefill call's only token is `after` itself, so only the KV transfer parameters tell the decode worker."""
-    whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
-    sampling: dict[str, Any] = {"max_tokens": 200, "guided": form((CHANNEL,)), "logit_bias": ((CHANNEL, 100.0),)}
+async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(
+    folder: Path,
+) -> None:
+    """The prefill call's only token is `after` itself, so only the KV transfer parameters tell the
+    decode worker.
+    """
+    whole, prefill, decode = (
+        make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+    )
+    sampling: dict[str, Any] = {
+        "max_tokens": 200,
+        "guided": form((CHANNEL,)),
+        "logit_bias": ((CHANNEL, 100.0),),
+    }
     async with started(whole, prefill, decode):
         ids = await answer(whole, prompt_of(9), **sampling)
         assert tokens(await prefill_then_decode(prefill, decode, prompt_of(9), **sampling)) == ids
@@ -90,16 +116,25 @@ async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(f
     check_schema(spell(ids[1:-1]))
 
 
-async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturbed_run(folder: Path) -> None:
+async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturbed_run(
+    folder: Path,
+) -> None:
     engine = make("torch", folder, Role.AGGREGATED)
-    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 2, "guided": form((CHANNEL,), literal="<|message|>")}
+    sampling: dict[str, Any] = {
+        "temperature": 1.0,
+        "seed": 2,
+        "guided": form((CHANNEL,), literal="<|message|>"),
+    }
     sampling["logit_bias"] = ((CHANNEL, 50.0),)
     async with started(engine):
         whole = await answer(engine, prompt_of(9), max_tokens=200, **sampling)
         for made in (1, 2, 5, len(whole) - 1):
             so_far = prompt_of(9) + token_ids(whole[:made])
             rest = {**sampling, "max_tokens": 200 - made}
-            assert tokens(await collect(engine, ask(so_far, num_resumed_output_tokens=made, **rest))) == whole[made:]
+            assert (
+                tokens(await collect(engine, ask(so_far, num_resumed_output_tokens=made, **rest)))
+                == whole[made:]
+            )
 
 
 async def test_guided_when_the_output_leaves_the_form_then_a_plain_error_and_the_reason_is_logged(
@@ -108,7 +143,9 @@ async def test_guided_when_the_output_leaves_the_form_then_a_plain_error_and_the
     monkeypatch.setattr(grammar.GrammarMatcher, "apply_mask", lambda *_: None)
     engine = make("torch", folder, Role.AGGREGATED)
     async with started(engine):
-        with pytest.raises(RequestRejected, match="the output does not follow this format") as refused:
+        with pytest.raises(
+            RequestRejected, match="the output does not follow this format"
+        ) as refused:
             await collect(engine, ask(prompt_of(9), guided=form(), logit_bias=((CHANNEL, 100.0),)))
         await check_nothing_left(engine)
     assert refused.value.field == "guided"
@@ -121,24 +158,34 @@ async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_de
     folder: Path, penalty: str
 ) -> None:
     """The biases make 7 win, then 11 as long as 7 is penalized."""
-    whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
+    whole, prefill, decode = (
+        make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+    )
     async with started(whole, prefill, decode):
         for temperature in (0.0, 0.9):
-            asked: dict[str, Any] = {"logit_bias": ((7, 80.0), (11, 60.0)), penalty: 40.0, "temperature": temperature}
+            asked: dict[str, Any] = {
+                "logit_bias": ((7, 80.0), (11, 60.0)),
+                penalty: 40.0,
+                "temperature": temperature,
+            }
             asked |= {"seed": 3, "max_tokens": 12, "ignore_eos": True, "min_p": 0.02}
             ids = await answer(whole, prompt_of(9), **asked)
             assert ids[:2] == [7, 11]
             assert tokens(await prefill_then_decode(prefill, decode, prompt_of(9), **asked)) == ids
 
 
-async def test_guided_when_the_schema_is_bad_then_refused_before_anything_is_computed(folder: Path) -> None:
+async def test_guided_when_the_schema_is_bad_then_refused_before_anything_is_computed(
+    folder: Path,
+) -> None:
     prefill = make("torch", folder, Role.PREFILL)
     bad = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "objekt"}'),))
     async with started(prefill):
         with pytest.raises(RequestRejected, match="Invalid type: objekt"):
             await collect(prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=bad))
         with pytest.raises(RequestRejected, match="min_tokens must be 0"):
-            await collect(prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=form(), min_tokens=1))
+            await collect(
+                prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=form(), min_tokens=1)
+            )
         await check_nothing_left(prefill)
 
 

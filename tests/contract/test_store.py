@@ -26,12 +26,20 @@ Opened = Callable[[StoreLimits], Awaitable[Store]]
 
 
 def limits(
-    *, max_entries: int = 100, max_bytes: int = 64 * MIB, max_value_bytes: int = 8 * MIB, ttl_s: float = 60.0
+    *,
+    max_entries: int = 100,
+    max_bytes: int = 64 * MIB,
+    max_value_bytes: int = 8 * MIB,
+    ttl_s: float = 60.0,
 ) -> StoreLimits:
-    return StoreLimits(max_entries=max_entries, max_bytes=max_bytes, max_value_bytes=max_value_bytes, ttl_s=ttl_s)
+    return StoreLimits(
+        max_entries=max_entries, max_bytes=max_bytes, max_value_bytes=max_value_bytes, ttl_s=ttl_s
+    )
 
 
-async def eventually(read: Callable[[], Awaitable[bytes | None]], wanted: bytes | None) -> bytes | None:
+async def eventually(
+    read: Callable[[], Awaitable[bytes | None]], wanted: bytes | None
+) -> bytes | None:
     """What is read once it is `wanted`, or at last."""
     found: bytes | None = b"never read"
     for _ in range(200):
@@ -94,7 +102,9 @@ async def test_full_store_then_the_oldest_goes(opened: Opened) -> None:
     assert found == [False, True, True, True]
 
 
-async def test_value_larger_than_one_may_be_then_refused_and_the_others_stay(opened: Opened) -> None:
+async def test_value_larger_than_one_may_be_then_refused_and_the_others_stay(
+    opened: Opened,
+) -> None:
     store = await opened(limits(max_value_bytes=MIB))
     await store.put("resp_1", b"small")
     with pytest.raises(PayloadTooLarge, match="can't be stored; the limit is 1048576 bytes"):
@@ -116,14 +126,22 @@ async def test_many_at_once_then_each_has_its_own(opened: Opened) -> None:
     assert dict(zip(values, found, strict=True)) == values
 
 
-@pytest.mark.parametrize("full", [limits(max_entries=10), limits(max_bytes=100)], ids=["entries", "bytes"])
-async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(full: StoreLimits) -> None:
+@pytest.mark.parametrize(
+    "full", [limits(max_entries=10), limits(max_bytes=100)], ids=["entries", "bytes"]
+)
+async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(
+    full: StoreLimits,
+) -> None:
     store = MemoryResponseStore(full)
     for number in range(3):
         await store.put(f"quiet_{number}", bytes(10), "quiet")
     for number in range(50):
         await store.put(f"loud_{number}", bytes(10), "loud")
-    found = [key for key in (f"loud_{number}" for number in range(50)) if await store.get(key) is not None]
+    found = [
+        key
+        for key in (f"loud_{number}" for number in range(50))
+        if await store.get(key) is not None
+    ]
     assert found == [f"loud_{number}" for number in range(43, 50)]
     assert [await store.get(f"quiet_{number}") for number in range(3)] == [bytes(10)] * 3
 
@@ -143,7 +161,9 @@ async def test_memory_then_its_bytes_are_counted() -> None:
 
 async def test_jetstream_when_two_open_it_then_both_see_the_same(nats_server: str) -> None:
     namespace = f"n.{secrets.token_hex(4)} *"
-    first, second = await asyncio.gather(*(JetStreamStore.connect(nats_server, namespace, limits()) for _ in range(2)))
+    first, second = await asyncio.gather(
+        *(JetStreamStore.connect(nats_server, namespace, limits()) for _ in range(2))
+    )
     await first.put("resp_1", b"one")
     assert await second.get("resp_1") == b"one"
     await second.delete("resp_1")
@@ -183,13 +203,19 @@ def plain_nats() -> Iterator[str]:
     assert process.stderr is not None
     with process.stderr as log:
         lines = iter(log.readline, b"")
-        port = next(match[1] for line in lines if (match := re.search(rb"connections on 127.0.0.1:(\d+)", line)))
+        port = next(
+            match[1]
+            for line in lines
+            if (match := re.search(rb"connections on 127.0.0.1:(\d+)", line))
+        )
         yield f"nats://127.0.0.1:{port.decode()}"
         process.kill()
         process.wait()
 
 
-async def test_connect_when_there_is_no_jetstream_then_says_how_to_start_it(plain_nats: str) -> None:
+async def test_connect_when_there_is_no_jetstream_then_says_how_to_start_it(
+    plain_nats: str,
+) -> None:
     with pytest.raises(Unreachable, match="-js"):
         await JetStreamStore.connect(plain_nats, "n", limits())
 

@@ -1,7 +1,8 @@
-"""Every call, argument and attribute of TensorRT-LLM that the adapter uses, held against each release's manifest.
+"""Every call, argument and attribute of TensorRT-LLM that the adapter uses, held against each
+release's manifest.
 
-The names are recorded while requests run over the stand-in of each release. Absent fails; what was not read passes and
-is on docs/trtllm-not-read.md.
+The names are recorded while requests run over the stand-in of each release. Absent fails; what was
+not read passes and is on docs/trtllm-not-read.md.
 """
 
 from __future__ import annotations
@@ -21,14 +22,25 @@ from dynamo_trtllm.errors import EngineError
 from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput
 from dynamo_trtllm.streams import as_stream
 from tests.api_usage import Uses, record_usage
-from tests.engines import answer, ask, check_stats, collect, make, prefill_then_decode, prompt_of, started, stats
+from tests.engines import (
+    answer,
+    ask,
+    check_stats,
+    collect,
+    make,
+    prefill_then_decode,
+    prompt_of,
+    started,
+    stats,
+)
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.unverified_names import RESULTS
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(40)
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
-# Each request uses what the others don't; one that the played release refuses is refused before it touches a name.
+# Each request uses what the others don't; one that the played release refuses is refused before it
+# touches a name.
 SAMPLINGS = [
     {"logprobs": 2},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 3},
@@ -48,9 +60,15 @@ PLAIN_ARGS = {"guided_decoding_backend": "xgrammar"}
 
 
 def sampler_args(release: ApiManifest) -> dict[str, object]:
-    """The sampler that takes penalties, where the release has a choice, and the times of requests."""
+    """The sampler that takes penalties, where the release has a choice, and the times of
+    requests.
+    """
     wanted = {"sampler_type": "TRTLLMSampler", "return_perf_metrics": True}
-    has = {name: v for name, v in wanted.items() if release.presence("TorchLlmArgs", name) is Presence.PRESENT}
+    has = {
+        name: v
+        for name, v in wanted.items()
+        if release.presence("TorchLlmArgs", name) is Presence.PRESENT
+    }
     return PLAIN_ARGS | has
 
 
@@ -62,10 +80,14 @@ async def record(version: str, folder: Path) -> Uses:
         is_newest = package.standin.release.LINE >= (1, 3)
         events = {"kv_cache_config": {"event_buffer_max_size": 64}}
         ranks = (
-            events | {"enable_attention_dp": True, "tensor_parallel_size": 2} | (SCHEDULED_ARGS if is_newest else {})
+            events
+            | {"enable_attention_dp": True, "tensor_parallel_size": 2}
+            | (SCHEDULED_ARGS if is_newest else {})
         )
         more = {Role.AGGREGATED: ranks}
-        whole, prefill, decode = (make("trtllm", folder, role, **args, **more.get(role, {})) for role in roles)
+        whole, prefill, decode = (
+            make("trtllm", folder, role, **args, **more.get(role, {})) for role in roles
+        )
         async with started(whole, prefill, decode):
             for sampling in SAMPLINGS:
                 try:
@@ -75,10 +97,17 @@ async def record(version: str, folder: Path) -> Uses:
             logprobs = {"logprobs": 1} if is_newest else {}  # rejected before
             timings = (await prefill_then_decode(prefill, decode, PROMPT, **logprobs))[-1].stats
             assert timings is not None
-            assert set(timings.more) == ({"submit", "first_token"} if "return_perf_metrics" in args else set())
+            assert set(timings.more) == (
+                {"submit", "first_token"} if "return_perf_metrics" in args else set()
+            )
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             await collect(whole, salted)
-            fields = {"dp_rank": 1, "conversation_id": "c", "priority": int(is_newest), "traceparent": TRACEPARENT}
+            fields = {
+                "dp_rank": 1,
+                "conversation_id": "c",
+                "priority": int(is_newest),
+                "traceparent": TRACEPARENT,
+            }
             placed = msgspec.structs.replace(ask(PROMPT), **fields)
             await collect(whole, placed)
             async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
@@ -89,7 +118,9 @@ async def record(version: str, folder: Path) -> Uses:
             stats(whole)
             await check_stats(whole, running=0)
             form = "" if version >= "1.2" else "_async"
-            reads = {(f"LLM.{name}{form}", "timeout") for name in ("get_stats", "get_kv_cache_events")}
+            reads = {
+                (f"LLM.{name}{form}", "timeout") for name in ("get_stats", "get_kv_cache_events")
+            }
             async with asyncio.timeout(SOON_S):
                 while not reads <= uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
                     await asyncio.sleep(0.01)
@@ -110,7 +141,11 @@ def is_public(name: str) -> bool:
 def absent(found: Iterable[tuple[str, str]], release: ApiManifest) -> list[str]:
     """Names that the release is known not to have. Manifests are of public names."""
     named = [(owner, name) for owner, name in found if is_public(name)]
-    return [f"{owner}.{name}" for owner, name in named if release.presence(owner, name) is Presence.ABSENT]
+    return [
+        f"{owner}.{name}"
+        for owner, name in named
+        if release.presence(owner, name) is Presence.ABSENT
+    ]
 
 
 def without(release: ApiManifest, owner: str, name: str) -> ApiManifest:
@@ -134,7 +169,9 @@ def test_names_when_used_then_no_release_lacks_them(version: str, uses: dict[str
 
 
 @pytest.mark.parametrize("version", RELEASES)
-def test_names_when_one_present_is_renamed_then_it_is_found(version: str, uses: dict[str, Uses]) -> None:
+def test_names_when_one_present_is_renamed_then_it_is_found(
+    version: str, uses: dict[str, Uses]
+) -> None:
     release = release_for(version)
     present = [use for use in uses[version] if release.presence(*use) is Presence.PRESENT]
     assert len(present) > 25
@@ -142,22 +179,32 @@ def test_names_when_one_present_is_renamed_then_it_is_found(version: str, uses: 
         assert absent(uses[version], without(release, owner, name)) == [f"{owner}.{name}"]
 
 
-def test_names_when_recorded_then_they_are_those_that_the_adapter_says_it_uses(uses: dict[str, Uses]) -> None:
-    """So that its check at start, and the page of what was not read, miss nothing and name nothing that is unused."""
+def test_names_when_recorded_then_they_are_those_that_the_adapter_says_it_uses(
+    uses: dict[str, Uses],
+) -> None:
+    """So that its check at start, and the page of what was not read, miss nothing and name nothing
+    that is unused.
+    """
     said = {
         (owner, name)
         for table in (LIBRARY.needed, LIBRARY.optional, RESULTS)
         for owner, names in table.items()
         for name in names
     }
-    touched = {(owner, name) for found in uses.values() for owner, name in found if owner != "TorchLlmArgs"}
+    touched = {
+        (owner, name) for found in uses.values() for owner, name in found if owner != "TorchLlmArgs"
+    }
     methods = {("LLM", owner.partition(".")[2]) for owner, _ in touched if owner.startswith("LLM.")}
     assert touched | methods == said
 
 
-def test_arguments_when_recorded_then_the_adapter_adds_only_what_every_release_has(uses: dict[str, Uses]) -> None:
+def test_arguments_when_recorded_then_the_adapter_adds_only_what_every_release_has(
+    uses: dict[str, Uses],
+) -> None:
     for version, found in uses.items():
         added = {name for owner, name in found if owner == "TorchLlmArgs"}
         assert {"model", "backend", "enable_iter_perf_stats"} <= added
         release = release_for(version)
-        assert [name for name in added if release.presence("TorchLlmArgs", name) is not Presence.PRESENT] == []
+        assert [
+            name for name in added if release.presence("TorchLlmArgs", name) is not Presence.PRESENT
+        ] == []

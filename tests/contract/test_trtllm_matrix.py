@@ -1,4 +1,6 @@
-"""The table of releases and transceivers in docs/trtllm.md says what the rules and the stand-in do, cell by cell."""
+"""The table of releases and transceivers in docs/trtllm.md says what the rules and the stand-in do,
+cell by cell.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,40 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker import startup
-from tests.engines import answer, ask, collect, make, prefill_then_decode, prompt_of, started, tokens
+from tests.engines import (
+    answer,
+    ask,
+    collect,
+    make,
+    prefill_then_decode,
+    prompt_of,
+    started,
+    tokens,
+)
 from tests.fakes_path import fake_tensorrt_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
 HEADING = "## Releases and transceivers"
-RELEASES = {"1.1.0": "1.1.0", "1.2.1": "1.2.1", "1.3 candidates": "1.3.0rc29", "1.4.0rc1": "1.4.0rc1"}
+RELEASES = {
+    "1.1.0": "1.1.0",
+    "1.2.1": "1.2.1",
+    "1.3 candidates": "1.3.0rc29",
+    "1.4.0rc1": "1.4.0rc1",
+}
 # Column of the table -> the transceiver, and whether prefill and decode are separate.
 COLUMNS: dict[str, tuple[dict[str, Any], bool]] = {
     "`UCX`, prefill and decode": ({"backend": "UCX"}, True),
     "`UCX`, aggregated": ({"backend": "UCX"}, False),
     "`NIXL`, prefill and decode": ({"backend": "NIXL"}, True),
     "`NIXL`, aggregated": ({"backend": "NIXL"}, False),
-    "`UCX` with `transceiver_runtime: PYTHON`": ({"backend": "UCX", "transceiver_runtime": "PYTHON"}, True),
-    "`NIXL` with `transceiver_runtime: CPP`": ({"backend": "NIXL", "transceiver_runtime": "CPP"}, True),
+    "`UCX` with `transceiver_runtime: PYTHON`": (
+        {"backend": "UCX", "transceiver_runtime": "PYTHON"},
+        True,
+    ),
+    "`NIXL` with `transceiver_runtime: CPP`": (
+        {"backend": "NIXL", "transceiver_runtime": "CPP"},
+        True,
+    ),
 }
 PROMPT = prompt_of(70)
 
@@ -38,7 +60,11 @@ def table() -> dict[tuple[str, str], str]:
     end = next(index for index, line in enumerate(lines[start:], start) if not line.startswith("|"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]]
     head, _, *body = rows
-    return {(row[0], column): cell for row in body for column, cell in zip(head[1:], row[1:], strict=True)}
+    return {
+        (row[0], column): cell
+        for row in body
+        for column, cell in zip(head[1:], row[1:], strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +79,9 @@ def expected(gpt_oss: Path) -> list[int]:
     return asyncio.run(ask_torch())
 
 
-async def outcome(folder: Path, transceiver: dict[str, Any], is_split: bool, expected: list[int]) -> str:
+async def outcome(
+    folder: Path, transceiver: dict[str, Any], is_split: bool, expected: list[int]
+) -> str:
     """Return what happens to workers with these arguments, as the page has it."""
     roles = (Role.PREFILL, Role.DECODE) if is_split else (Role.AGGREGATED,)
     given = {"cache_transceiver_config": {"max_tokens_in_buffer": 8192, **transceiver}}
@@ -70,9 +98,15 @@ async def outcome(folder: Path, transceiver: dict[str, Any], is_split: bool, exp
             (rule,) = re.findall(r"\[([a-z-]+)\]", exc.message)
             return f"rejected: `{rule}`"
         assert isinstance(engine, TrtllmEngine)
-        seen |= {found.rule for found in engine.preflight([]) if found.field.startswith(("cache_trans", "release"))}
+        seen |= {
+            found.rule
+            for found in engine.preflight([])
+            if found.field.startswith(("cache_trans", "release"))
+        }
     async with started(*engines):
-        chunks = await (prefill_then_decode(*engines, PROMPT) if is_split else collect(engines[0], ask(PROMPT)))
+        chunks = await (
+            prefill_then_decode(*engines, PROMPT) if is_split else collect(engines[0], ask(PROMPT))
+        )
         assert tokens(chunks) == expected
     return ", ".join(["works with the stand-in", *(f"`{rule}`" for rule in sorted(seen))])
 

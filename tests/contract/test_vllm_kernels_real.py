@@ -1,4 +1,5 @@
-"""Compiled kernels with vLLM's real package and its Triton, without a GPU: what is compiled, and under which key.
+"""Compiled kernels with vLLM's real package and its Triton, without a GPU: what is compiled, and
+under which key.
 
 Run with `pytest -m vllm`.
 """
@@ -49,15 +50,21 @@ def _topk_forward(Bits, stride_rm: tl.constexpr, stride_rn: tl.constexpr, n_rows
 
 
 def keys(kernel: Any) -> int:
-    """Return how many kernels Triton would compile for steps of 17, 64 and 70 tokens, on a Hopper GPU."""
+    """Return how many kernels Triton would compile for steps of 17, 64 and 70 tokens, on a Hopper
+    GPU.
+    """
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
     bits = torch.empty(1, dtype=torch.int32)
-    return len({str(bind(bits, 1, -(-tokens // 32) * 32, tokens, BLOCK=32)[1]) for tokens in (17, 64, 70)})
+    return len(
+        {str(bind(bits, 1, -(-tokens // 32) * 32, tokens, BLOCK=32)[1]) for tokens in (17, 64, 70)}
+    )
 
 
 def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_token_counts(
@@ -80,7 +87,13 @@ def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_to
     assert triton_constants.has_kernel(triton_constants.FIXED[0])
     triton_constants.replace(triton_constants.FIXED[0])
     assert keys(user._topk_forward) == 1
-    types = {"Bits": "*i32", "stride_rm": "constexpr", "stride_rn": "i32", "n_rows": "i32", "BLOCK": "constexpr"}
+    types = {
+        "Bits": "*i32",
+        "stride_rm": "constexpr",
+        "stride_rn": "i32",
+        "n_rows": "i32",
+        "BLOCK": "constexpr",
+    }
     source = ASTSource(user._topk_forward, types, {"stride_rm": 1, "BLOCK": 32})
     assert "cubin" in compile(source, target=GPUTarget("cuda", 90, 32)).asm
     assert not triton_constants.has_kernel(triton_constants.FIXED[0]), "it was replaced already"
@@ -99,7 +112,10 @@ def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(
         pytest.skip("this build of vLLM has no triton_kernels")
     sources = [path.read_text() for path in bundled.rglob("*.py")]
     (source,) = [text for text in sources if f"def {fixed.kernel}(" in text]
-    assert f"{fixed.constant}: tl.constexpr" in source.partition(f"def {fixed.kernel}(")[2].partition("):")[0]
+    assert (
+        f"{fixed.constant}: tl.constexpr"
+        in source.partition(f"def {fixed.kernel}(")[2].partition("):")[0]
+    )
 
 
 def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
@@ -114,24 +130,36 @@ def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
 
     def key(folder: Path) -> str:
         arguments: Any = {"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True}
-        return str(AsyncEngineArgs(model=str(folder), **arguments).create_engine_config().compute_hash())
+        return str(
+            AsyncEngineArgs(model=str(folder), **arguments).create_engine_config().compute_hash()
+        )
 
-    assert key(first) != key(second), "vLLM's key has no path any more: remove patches/compile_key.py"
-    monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)  # restored when the test ends
+    assert key(first) != key(second), (
+        "vLLM's key has no path any more: remove patches/compile_key.py"
+    )
+    # restored when the test ends
+    monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)
     compile_key.install()
     assert key(first) == key(second) != key(other)
 
 
-def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_those_of_mixed_steps() -> None:
+def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_those_of_mixed_steps() -> (
+    None
+):
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    sizes: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8], "max_cudagraph_capture_size": 8}
+    sizes: dict[str, Any] = {
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+        "max_cudagraph_capture_size": 8,
+    }
     compiled = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, mode=3, **sizes)
     compiled.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
     config = SimpleNamespace(
         compilation_config=compiled,
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={decode_graphs.NEVER_DECODES: True}),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={decode_graphs.NEVER_DECODES: True}
+        ),
         lora_config=None,
         num_speculative_tokens=0,
         scheduler_config=SimpleNamespace(max_num_seqs=8),

@@ -20,12 +20,16 @@ BLOCK = 4
 
 
 class Ranks:
-    """The publishers of two data-parallel ranks, and a subscriber with the events that it passed on."""
+    """The publishers of two data-parallel ranks, and a subscriber with the events that it passed
+    on.
+    """
 
     def __init__(self) -> None:
         self.vllm: Any = importlib.import_module("vllm.distributed.kv_events")
         self.subscriber = KvEventSubscriber(2, importlib.import_module("zmq"))
-        self.publishers = [self.vllm.ZmqEventPublisher(rank, **self.subscriber.config) for rank in range(2)]
+        self.publishers = [
+            self.vllm.ZmqEventPublisher(rank, **self.subscriber.config) for rank in range(2)
+        ]
         self.received: asyncio.Queue[KvEvent] = asyncio.Queue()
 
     def publish(self, rank: int, *numbers: int) -> None:
@@ -59,7 +63,11 @@ class Ranks:
 
 def stored(events: Sequence[KvEvent], rank: int) -> list[int]:
     """Return the blocks that a rank stored."""
-    return [event.blocks[0].hash for event in events if isinstance(event, BlocksStored) and event.dp_rank == rank]
+    return [
+        event.blocks[0].hash
+        for event in events
+        if isinstance(event, BlocksStored) and event.dp_rank == rank
+    ]
 
 
 @pytest_asyncio.fixture
@@ -71,7 +79,9 @@ async def ranks() -> AsyncIterator[Ranks]:
     await asyncio.to_thread(made.subscriber.close)
 
 
-async def test_events_when_some_came_before_the_subscription_then_all_are_received_once(ranks: Ranks) -> None:
+async def test_events_when_some_came_before_the_subscription_then_all_are_received_once(
+    ranks: Ranks,
+) -> None:
     ranks.publish(0, 1, 2)
     ranks.publish(1, 7)
     ranks.subscribe()
@@ -83,7 +93,9 @@ async def test_events_when_some_came_before_the_subscription_then_all_are_receiv
     assert (stored(later, 0), stored(later, 1)) == ([*range(3, 50)], [8])
 
 
-async def test_events_when_more_were_lost_than_vllm_stores_then_readers_forget_everything(ranks: Ranks) -> None:
+async def test_events_when_more_were_lost_than_vllm_stores_then_readers_forget_everything(
+    ranks: Ranks,
+) -> None:
     steps = ranks.subscriber.config["buffer_steps"]
     ranks.publish(0, *range(steps + 5))
     await asyncio.to_thread(ranks.publishers[0]._event_queue.join)
@@ -93,7 +105,9 @@ async def test_events_when_more_were_lost_than_vllm_stores_then_readers_forget_e
     assert stored(others, 0) == [*range(5, steps + 5)]
 
 
-async def test_close_when_events_are_read_then_the_thread_ends_and_the_private_folder_is_gone(ranks: Ranks) -> None:
+async def test_close_when_events_are_read_then_the_thread_ends_and_the_private_folder_is_gone(
+    ranks: Ranks,
+) -> None:
     folder = ranks.subscriber._folder
     assert folder.stat().st_mode & 0o777 == 0o700
     ranks.subscribe()

@@ -1,4 +1,6 @@
-"""The warm-up: its budget, its progress, failed steps, and the requests for every kind that an engine supports."""
+"""The warm-up: its budget, its progress, failed steps, and the requests for every kind that an
+engine supports.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.engines import check_nothing_left, make, started, vllm_args
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, fake_vllm
 
 
-def steps(ran: list[str], *names: str, warm_up: WarmUp | None = None, fails: str = "") -> list[WarmUpStep]:
+def steps(
+    ran: list[str], *names: str, warm_up: WarmUp | None = None, fails: str = ""
+) -> list[WarmUpStep]:
     """Steps that note their names, with the progress during them."""
 
     def step(name: str) -> WarmUpStep:
@@ -48,13 +52,18 @@ async def test_run_when_the_budget_is_spent_then_what_was_not_reached_is_named(
 ) -> None:
     ran: list[str] = []
     with caplog.at_level(logging.WARNING):
-        assert await WarmUp(0.0).run(steps(ran, "16383 tokens", "a seed")) == ("16383 tokens", "a seed")
+        assert await WarmUp(0.0).run(steps(ran, "16383 tokens", "a seed")) == (
+            "16383 tokens",
+            "a seed",
+        )
     assert ran == []
     assert "16383 tokens, a seed" in caplog.text
     assert "--warm-up-budget-s" in caplog.text
 
 
-async def test_run_when_a_step_fails_then_it_is_named_and_the_others_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_run_when_a_step_fails_then_it_is_named_and_the_others_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ran: list[str] = []
     assert await WarmUp(60.0).run(steps(ran, "a", "b", fails="a")) == ("a",)
     assert ran == ["a", "b"]
@@ -62,7 +71,9 @@ async def test_run_when_a_step_fails_then_it_is_named_and_the_others_run(caplog:
 
 
 @pytest.mark.parametrize("kind", ["mock", "torch", "vllm", "trtllm"])
-async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_left(kind: str, gpt_oss: Path) -> None:
+async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_left(
+    kind: str, gpt_oss: Path
+) -> None:
     with ExitStack() as stack:
         if kind == "vllm":
             stack.enter_context(fake_vllm())
@@ -78,7 +89,9 @@ async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_
         finally:
             await engine.aclose()
     without = variants(engine, "tiny", replace(info, unsupported_features=("seed", "logprobs")))
-    assert not {"a seed", "log-probabilities", "top-k of a seeded batch"} & {step.name for step in without}
+    assert not {"a seed", "log-probabilities", "top-k of a seeded batch"} & {
+        step.name for step in without
+    }
 
 
 @pytest.mark.parametrize("version", RELEASES)
@@ -111,7 +124,10 @@ async def test_start_of_trtllm_then_no_other_request_can_share_the_prefix_of_its
 
 @pytest.mark.parametrize("budget_s", [60.0, 0.0])
 async def test_start_of_vllm_then_a_pass_runs_for_each_token_count_that_has_kernels_of_its_own(
-    budget_s: float, gpt_oss: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    budget_s: float,
+    gpt_oss: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache/vllm")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
@@ -128,9 +144,16 @@ async def test_start_of_vllm_then_a_pass_runs_for_each_token_count_that_has_kern
             with caplog.at_level(logging.INFO):
                 await engine.start()
             passes = engine._llm.passes
-            assert passes == (compilation.token_counts(engine._checkpoint, engine._llm.vllm_config) if budget_s else [])
+            assert passes == (
+                compilation.token_counts(engine._checkpoint, engine._llm.vllm_config)
+                if budget_s
+                else []
+            )
             assert ("not reached" in caplog.text) == (budget_s == 0)
             assert os.environ["TRITON_CACHE_DIR"] == "/cache/vllm/triton"
-            assert "kernels compiled by the warm-up or loaded from the cache, per rank: 0" in caplog.text
+            assert (
+                "kernels compiled by the warm-up or loaded from the cache, per rank: 0"
+                in caplog.text
+            )
         finally:
             await engine.aclose()

@@ -58,7 +58,9 @@ async def backend_starter(kind: str) -> AsyncIterator[Start]:
 
 
 def count_registrations(backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return a list of the memory that the NIXL agent has registered from now on and not deregistered."""
+    """Return a list of the memory that the NIXL agent has registered from now on and not
+    deregistered.
+    """
     agent, registered = backend._bindings.agent, []
     register, deregister = agent.register_memory, agent.deregister_memory
 

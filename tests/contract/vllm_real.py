@@ -1,4 +1,6 @@
-"""Real vLLM engines of tests, on GPUs or on this CPU: models, pairs of a prefill and a decode engine, failed reads."""
+"""Real vLLM engines of tests, on GPUs or on this CPU: models, pairs of a prefill and a decode
+engine, failed reads.
+"""
 
 from __future__ import annotations
 
@@ -39,37 +41,64 @@ SPOILED = ("dead port", "blocks out of range")
 
 
 def spoiled(kv_params: KvTransferParams, how: str, peer: str) -> KvTransferParams:
-    """A ticket whose KV can't be read. `peer`: of a dead port, the engine that is said to listen there."""
+    """A ticket whose KV can't be read.
+
+    `peer`: of a dead port, the engine that is said to listen there.
+    """
     params = dict(wire.unpack(kv_params).kv_transfer_params)
     if how == "dead port":
-        params |= {"remote_engine_id": peer, "remote_host": "127.0.0.1", "remote_port": free_ports(1, "127.0.0.1")}
+        params |= {
+            "remote_engine_id": peer,
+            "remote_host": "127.0.0.1",
+            "remote_port": free_ports(1, "127.0.0.1"),
+        }
     else:
-        params |= {"remote_block_ids": [[block + 10**6 for block in group] for group in params["remote_block_ids"]]}
-    return msgspec.structs.replace(kv_params, engine_state=wire.pack(params, release="any", seed=None))
+        params |= {
+            "remote_block_ids": [
+                [block + 10**6 for block in group] for group in params["remote_block_ids"]
+            ]
+        }
+    return msgspec.structs.replace(
+        kv_params, engine_state=wire.pack(params, release="any", seed=None)
+    )
 
 
-async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str) -> list[str]:
-    """What is wrong after the KV of all prompts could not be read, at once: how each call ended, what the decode engine
-    answers to the same prompt afterwards and from which cache, and what the good ticket still gives."""
+async def failed_reads(
+    prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str
+) -> list[str]:
+    """What is wrong after the KV of all prompts could not be read, at once: how each call ended,
+    what the decode engine
+    answers to the same prompt afterwards and from which cache, and what the good ticket still
+    gives.
+    """
     peer = secrets.token_hex(8)
-    free: dict[str, Any] = {"ignore_eos": True}  # else some first token ends the answer, and there is no ticket
+    # else some first token ends the answer, and there is no ticket
+    free: dict[str, Any] = {"ignore_eos": True}
 
     async def read(n: int, prompt: array[int]) -> list[str]:
         wrong = []
         kv_params = await prefill_params(prefill, prompt, **free)
         try:
             chunks = await collect(
-                decode, ask(prompt, phase=Phase.DECODE, kv_params=spoiled(kv_params, how, peer), **free)
+                decode,
+                ask(prompt, phase=Phase.DECODE, kv_params=spoiled(kv_params, how, peer), **free),
             )
             wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")
         except TransferFailed:
             pass
-        call = ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **free) if n % 2 else ask(prompt, **free)
+        call = (
+            ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **free)
+            if n % 2
+            else ask(prompt, **free)
+        )
         chunks = await collect(decode, call)
         release(prefill, kv_params, ReleaseOutcome.FETCHED if n % 2 else ReleaseOutcome.ABORTED)
         stats, expected = chunks[-1].stats, await answer(prefill, prompt, **free)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:
-            wrong.append(f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected}, {stats}")
+            wrong.append(
+                f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected},"
+                f" {stats}"
+            )
         return wrong
 
     found = await asyncio.gather(*(read(n, prompt) for n, prompt in enumerate(prompts)))
@@ -77,9 +106,13 @@ async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[
 
 
 async def all_failed_reads(pair: Pair, count: int, how: str) -> list[str]:
-    """As `failed_reads`, of `count` prompts of 30 to 530 tokens, at most 25 at once, and that nothing is held then."""
+    """As `failed_reads`, of `count` prompts of 30 to 530 tokens, at most 25 at once, and that
+    nothing is held then.
+    """
     wrong: list[str] = []
-    prompts = [token_ids(random.choices(range(10, 2000), k=30 + 37 * n % 500)) for n in range(count)]
+    prompts = [
+        token_ids(random.choices(range(10, 2000), k=30 + 37 * n % 500)) for n in range(count)
+    ]
     for n in range(0, count, 25):
         wrong += await failed_reads(pair.prefill, pair.decode, prompts[n : n + 25], how)
     for engine in pair:
@@ -94,13 +127,23 @@ def _gpus() -> int:
 
 
 def save_model(folder: Path) -> Path:
-    """Full attention, wide enough that answers vary, with a head size that vLLM's CPU attention takes."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCABULARY, "max_position_embeddings": 4096}
+    """Full attention, wide enough that answers vary, with a head size that vLLM's CPU attention
+    takes.
+    """
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+    }
     return save_tiny_llama(folder, head_dim=32, **sizes)
 
 
 def save_byte_tokenizer(folder: Path) -> Path:
-    """Save a tokenizer with one token for each byte, from `FIRST_BYTE` on. Structured output needs one."""
+    """Save a tokenizer with one token for each byte, from `FIRST_BYTE` on.
+
+    Structured output needs one.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +153,9 @@ def save_byte_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<1>", pad_token="<0>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<1>", pad_token="<0>"
+    ).save_pretrained(folder)
     return folder
 
 

@@ -1,4 +1,6 @@
-"""Starts frontends and workers as processes, like a user does, and waits for their log lines and HTTP responses."""
+"""Starts frontends and workers as processes, like a user does, and waits for their log lines and
+HTTP responses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from dynamo_trtllm.subprocesses import spawn
 TINY = "tiny-gpt-oss"
 START_TIMEOUT_S = 100.0  # several processes import large packages at the same time
 STOP_TIMEOUT_S = 10.0
-# Of every httpx client and call: to read the certificates for TLS, which nothing here speaks, takes each 50 ms of CPU.
+# Of every httpx client and call: to read the certificates for TLS, which nothing here speaks, takes
+# each 50 ms of CPU.
 PLAIN: Any = {"trust_env": False, "verify": False}
 
 
@@ -30,9 +33,16 @@ class Process:
     """One `python -m` process, or another command, whose log is read line by line."""
 
     def __init__(
-        self, module: str, argv: Sequence[str], env: Mapping[str, str], *, command: Sequence[str] | None = None
+        self,
+        module: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        command: Sequence[str] | None = None,
     ) -> None:
-        self._child = spawn([*(command or (sys.executable, "-m", module)), *argv], env=env, stderr=subprocess.PIPE)
+        self._child = spawn(
+            [*(command or (sys.executable, "-m", module)), *argv], env=env, stderr=subprocess.PIPE
+        )
         self.lines: list[str] = []
         self._is_over = False
         self._news = threading.Condition()
@@ -59,19 +69,28 @@ class Process:
         """Whether the log has ended."""
         return self._is_over
 
-    def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:
-        """Wait for a log line from number `after` on. Return the match. Fail with the log if there is none."""
+    def wait_for(
+        self, pattern: str, timeout_s: float = START_TIMEOUT_S, after: int = 0
+    ) -> re.Match[str]:
+        """Wait for a log line from number `after` on.
+
+        Return the match. Fail with the log if there is none.
+        """
         expected = re.compile(pattern)
 
         def found() -> re.Match[str] | None:
-            return next((match for line in self.lines[after:] if (match := expected.search(line))), None)
+            return next(
+                (match for line in self.lines[after:] if (match := expected.search(line))), None
+            )
 
         with self._news:
             self._news.wait_for(lambda: found() or self._is_over, timeout_s)
             match = found()
         if match is None:
             reason = "the process exited" if self._is_over else f"waited {timeout_s:g} s"
-            raise AssertionError(f"no line matches {pattern!r} ({reason}); log:\n" + "\n".join(self.lines[-40:]))
+            raise AssertionError(
+                f"no line matches {pattern!r} ({reason}); log:\n" + "\n".join(self.lines[-40:])
+            )
         return match
 
     def url(self) -> str:
@@ -107,8 +126,14 @@ class Cluster:
 
     def __init__(self, etcd: str, nats: str, namespace: str, flags: Sequence[str] = ()) -> None:
         """Start a frontend with these flags."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
-        self.env = inherited | {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats, "DYN_NAMESPACE": namespace}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("DYN_")
+        }
+        self.env = inherited | {
+            "ETCD_ENDPOINTS": etcd,
+            "NATS_SERVER": nats,
+            "DYN_NAMESPACE": namespace,
+        }
         self._processes: list[Process] = []
         self.frontend = self._start("dynamo_trtllm.frontend", ["--http-port", "0", *flags])
 
@@ -117,7 +142,12 @@ class Cluster:
         return self._processes[-1]
 
     def torch(
-        self, role: str, name: str = TINY, *flags: str, model: str = TINY, env: Mapping[str, str] = {}
+        self,
+        role: str,
+        name: str = TINY,
+        *flags: str,
+        model: str = TINY,
+        env: Mapping[str, str] = {},
     ) -> Process:
         argv = ["--engine", "torch", "--model", model, "--served-model-name", name, *flags]
         return self._worker(role, argv, env)
@@ -126,24 +156,35 @@ class Cluster:
         argv = ["--engine", "mock", "--model", name, "--lease-ttl-s", "1", *flags]
         return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)])
 
-    def script(self, command: Sequence[str], argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
+    def script(
+        self, command: Sequence[str], argv: Sequence[str], env: Mapping[str, str] = {}
+    ) -> Process:
         """Start another program."""
         self._processes.append(Process(command[-1], argv, {**self.env, **env}, command=command))
         return self._processes[-1]
 
-    def trtllm(self, role: str, name: str, model: str, env: Mapping[str, str], **engine_args: Any) -> Process:
+    def trtllm(
+        self, role: str, name: str, model: str, env: Mapping[str, str], **engine_args: Any
+    ) -> Process:
         argv = ["--engine", "trtllm", "--model", model, "--served-model-name", name]
         return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)], env)
 
     def _worker(self, role: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
-        return self._start("dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"], env)
+        return self._start(
+            "dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"], env
+        )
 
     def workers(self) -> list[Process]:
-        """Return the workers that run. A shared cluster also has some that another test has stopped."""
+        """Return the workers that run.
+
+        A shared cluster also has some that another test has stopped.
+        """
         return [process for process in self._processes[1:] if not process.is_over]
 
     @contextmanager
-    def client(self, timeout_s: float = START_TIMEOUT_S, frontend: Process | None = None) -> Iterator[httpx.Client]:
+    def client(
+        self, timeout_s: float = START_TIMEOUT_S, frontend: Process | None = None
+    ) -> Iterator[httpx.Client]:
         """`frontend`: another one than the cluster's own."""
         url = (frontend or self.frontend).url()
         with httpx.Client(base_url=url, timeout=timeout_s, **PLAIN) as client:
@@ -157,7 +198,9 @@ class Cluster:
             self.until_status(name, 200)
 
     def until_status(self, name: str, status: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the frontend reports this status for the model: 200 (ready) or 503 (not ready)."""
+        """Wait until the frontend reports this status for the model: 200 (ready) or 503 (not
+        ready).
+        """
         with self.client() as client:
             until(lambda: client.get(f"/v1/models/{name}/ready").status_code == status, timeout_s)
 
@@ -198,15 +241,23 @@ def events(lines: Iterator[str]) -> Iterator[Any]:
     raise AssertionError("the stream ended without [DONE]")
 
 
-def command(argv: Sequence[str], env: Mapping[str, str], timeout_s: float = START_TIMEOUT_S) -> tuple[int, list[str]]:
+def command(
+    argv: Sequence[str], env: Mapping[str, str], timeout_s: float = START_TIMEOUT_S
+) -> tuple[int, list[str]]:
     """Run a module. Return its exit status and the lines of stderr."""
     done = subprocess.run(
-        [sys.executable, "-m", *argv], env=dict(env), capture_output=True, text=True, timeout=timeout_s, check=False
+        [sys.executable, "-m", *argv],
+        env=dict(env),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     return done.returncode, done.stderr.splitlines()
 
 
-# Runs modules one after another, as `python -m` does. An import of a name that is None in sys.modules fails.
+# Runs modules one after another, as `python -m` does. An import of a name that is None in
+# sys.modules fails.
 _IN_ONE = """
 import contextlib, io, json, runpy, sys
 lines, without = json.loads(sys.argv[1])
@@ -231,9 +282,13 @@ class Ended(NamedTuple):
 
 
 def run_in_one(
-    lines: Sequence[Sequence[str]], *, without: Sequence[str] = (), env: Mapping[str, str] | None = None
+    lines: Sequence[Sequence[str]],
+    *,
+    without: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run command lines that end before anything starts, each a module and its words, in one process.
+    """Run command lines that end before anything starts, each a module and its words, in one
+    process.
 
     Args:
         lines: The modules and what follows them.

@@ -25,10 +25,13 @@ def ask_until_answered(port: int, model: str = "tiny-gpt-oss") -> None:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     deadline = time.monotonic() + WAIT_S
     while True:
-        answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json=body, timeout=WAIT_S, **PLAIN)
+        answer = httpx.post(
+            f"http://localhost:{port}/v1/chat/completions", json=body, timeout=WAIT_S, **PLAIN
+        )
         if answer.status_code == 200:
             return
-        # The frontend discovers a worker shortly after the launcher. Until then its model is unknown.
+        # The frontend discovers a worker shortly after the launcher. Until then its model is
+        # unknown.
         assert answer.status_code in (404, 503), answer.text
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -38,7 +41,11 @@ class LauncherProcess:
     """A launcher, or a script that runs it, whose children have a mark in their environment."""
 
     def __init__(
-        self, folder: Path, *argv: str, command: Sequence[str] = LAUNCHER, env: Mapping[str, str] = {}
+        self,
+        folder: Path,
+        *argv: str,
+        command: Sequence[str] = LAUNCHER,
+        env: Mapping[str, str] = {},
     ) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.process = subprocess.Popen(
@@ -77,11 +84,16 @@ class LauncherProcess:
         return found
 
     def pids(self) -> dict[int, str]:
-        """Return all running processes of this launch, itself included, with their command lines."""
+        """Return all running processes of this launch, itself included, with their command
+        lines.
+        """
         found = {}
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found[process.pid] = " ".join(process.cmdline())
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -94,7 +106,9 @@ class LauncherProcess:
     def wait_process(self, word: str) -> None:
         """Wait until one of its processes has `word` in its command line."""
         deadline = time.monotonic() + WAIT_S
-        while not any(word in command for pid, command in self.pids().items() if pid != self.process.pid):
+        while not any(
+            word in command for pid, command in self.pids().items() if pid != self.process.pid
+        ):
             assert time.monotonic() < deadline, f"no process has {word!r} in its command line"
             time.sleep(0.05)
 

@@ -1,4 +1,5 @@
-"""Run a module, and record which files of the package it executes between two SIGUSR2, each time anew.
+"""Run a module, and record which files of the package it executes between two SIGUSR2, each time
+anew.
 
 Usage: `recorded_process.py OUT MODULE ARGUMENTS`.
 """
@@ -32,7 +33,8 @@ def _toggle(*_: Any) -> None:
         sys.setprofile(_profile)
         return
     sys.setprofile(None)
-    partial = Path(f"{_out}.partial")  # `runpy` sets argv[0] to the module, which several processes share
+    # `runpy` sets argv[0] to the module, which several processes share
+    partial = Path(f"{_out}.partial")
     partial.write_text(json.dumps(sorted(_files)))
     partial.rename(_out)
 

@@ -1,4 +1,6 @@
-"""Bad requests and bad launch lines: one clear answer or one line each, and nothing else disturbed."""
+"""Bad requests and bad launch lines: one clear answer or one line each, and nothing else
+disturbed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.e2e.cluster import Cluster, command, run_in_one, write_yaml
 
 pytestmark = pytest.mark.timeout(180)
 
-GOOD: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+GOOD: dict[str, Any] = {
+    "model": "mock",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 4,
+}
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
@@ -105,9 +111,13 @@ def check_error(answer: httpx.Response, status: int, code: str, says: str) -> di
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_request_when_bad_then_one_clear_error_and_the_next_one_is_served(mock: httpx.Client, name: str) -> None:
+def test_request_when_bad_then_one_clear_error_and_the_next_one_is_served(
+    mock: httpx.Client, name: str
+) -> None:
     bad = BAD[name]
-    error = check_error(mock.request(bad.method, bad.path, **bad.request), bad.status, bad.code, bad.says)
+    error = check_error(
+        mock.request(bad.method, bad.path, **bad.request), bad.status, bad.code, bad.says
+    )
     assert error["type"] == "invalid_request_error"
     assert error["param"] == bad.param
     check_good(mock)
@@ -141,8 +151,14 @@ WORKER = ["dynamo_trtllm", "--engine", "mock", "--model", "mock"]
 FRONTEND = ["dynamo_trtllm.frontend", "--http-host", "127.0.0.1", "--http-port", "0"]
 
 LINES: dict[str, tuple[Launch, str]] = {
-    "worker's unknown flag": (lambda _: [*WORKER, "--max-num-token", "5"], "unknown flag --max-num-token; .*--max-num"),
-    "frontend's unknown flag": (lambda _: [*FRONTEND, "--htpp-host", "::"], "unknown flag --htpp-host; .*--http-host"),
+    "worker's unknown flag": (
+        lambda _: [*WORKER, "--max-num-token", "5"],
+        "unknown flag --max-num-token; .*--max-num",
+    ),
+    "frontend's unknown flag": (
+        lambda _: [*FRONTEND, "--htpp-host", "::"],
+        "unknown flag --htpp-host; .*--http-host",
+    ),
     "model path left out": (lambda _: ["dynamo_trtllm"], "--model-path is missing"),
     "unknown key": (
         lambda folder: [*WORKER, "--extra-engine-args", write_yaml(folder, "kv_block_sise: 32\n")],
@@ -163,14 +179,20 @@ def test_launch_when_the_line_is_wrong_then_one_line_and_status_2(
     for number, (launch, _) in enumerate(LINES.values()):
         (folder := tmp_path / str(number)).mkdir()
         wrong.append(launch(folder))
-    for (name, (_, says)), done in zip(LINES.items(), run_in_one(wrong, env=mock_cluster.env), strict=True):
+    for (name, (_, says)), done in zip(
+        LINES.items(), run_in_one(wrong, env=mock_cluster.env), strict=True
+    ):
         with subtests.test(name):
             assert (done.status, done.stderr.count("\n")) == (2, 1), done.stderr
             assert re.search(says, done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("launch", [["dynamo_trtllm.frontend", "--http-port"], [*WORKER, "--system-port"]])
-def test_launch_when_the_port_is_taken_then_it_is_named_and_status_2(mock_cluster: Cluster, launch: list[str]) -> None:
+@pytest.mark.parametrize(
+    "launch", [["dynamo_trtllm.frontend", "--http-port"], [*WORKER, "--system-port"]]
+)
+def test_launch_when_the_port_is_taken_then_it_is_named_and_status_2(
+    mock_cluster: Cluster, launch: list[str]
+) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         status, lines = command([*launch, str(port)], mock_cluster.env)
@@ -186,7 +208,8 @@ def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: C
         assert address in errors[0]
 
     with socket.socket() as held, ThreadPoolExecutor(4) as pool:
-        held.bind(("127.0.0.1", 0))  # and not listening: connections are refused, and no other process gets the port
+        # and not listening: connections are refused, and no other process gets the port
+        held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         for check in [
             pool.submit(check_ends, launch, variable)
@@ -196,7 +219,9 @@ def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: C
             check.result()
 
 
-def test_frontend_when_it_listens_on_every_interface_then_it_warns_once(mock_cluster: Cluster) -> None:
+def test_frontend_when_it_listens_on_every_interface_then_it_warns_once(
+    mock_cluster: Cluster,
+) -> None:
     mock_cluster.frontend.wait_for("listening on http://0.0.0.0")
     warnings = [line for line in mock_cluster.frontend.lines if "is open to other machines" in line]
     assert len(warnings) == 1

@@ -1,6 +1,8 @@
-"""Each fault of `scripts/chaos` once, short, with the mock engine: what clients see, and that nothing is kept.
+"""Each fault of `scripts/chaos` once, short, with the mock engine: what clients see, and that
+nothing is kept.
 
-The longer runs are `scripts/chaos --all`. Most faults share one deployment, which each must leave whole.
+The longer runs are `scripts/chaos --all`. Most faults share one deployment, which each must leave
+whole.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from tests.waiting import SOON_S
 pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = Options(stall_timeout_s=1.0, worker_stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0)
+OPTIONS = Options(
+    stall_timeout_s=1.0, worker_stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0
+)
 # What hangs does so for ever; a busy machine may be silent for long.
 SHORT = RunConfig(seconds=1.2, streams=6, osl=16, hung_s=30.0)
 MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")}
@@ -46,11 +50,14 @@ def stage() -> Iterator[FaultRunner]:
     assert left == []
 
 
-# The start of torch alone is tens of seconds; 80 bodies of several megabytes take as long on two cores.
+# The start of torch alone is tens of seconds; 80 bodies of several megabytes take as long on two
+# cores.
 LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"memory-bound"}
-# Each has a deployment of its own. What is left when the launcher is killed or stopped: tests/e2e/test_launch.py.
+# Each has a deployment of its own. What is left when the launcher is killed or stopped:
+# tests/e2e/test_launch.py.
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
-LONG |= {"query-of-death", "late-query-of-death"}  # tests/unit/frontend/test_query_of_death.py is their short form
+# tests/unit/frontend/test_query_of_death.py is their short form
+LONG |= {"query-of-death", "late-query-of-death"}
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 
 
@@ -70,7 +77,9 @@ async def test_requests_when_a_fault_strikes_then_right_or_a_named_error_and_not
 
 
 @pytest.mark.long
-async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as_undisturbed() -> None:
+async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as_undisturbed() -> (
+    None
+):
     verdict = await migration.run(wanted=10)
     assert verdict.counts[Outcome.RIGHT] == verdict.sent > 10, table([verdict])
 
@@ -92,7 +101,10 @@ def marked(mark: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("CHAOS_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("CHAOS_TEST_MARK") == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

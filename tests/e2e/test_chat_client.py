@@ -1,4 +1,7 @@
-"""The terminal client against a real frontend. Its answers from a pipe are tested with the demo model."""
+"""The terminal client against a real frontend.
+
+Its answers from a pipe are tested with the demo model.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ class Terminal:
         deadline, shown = time.monotonic() + TIMEOUT_S, ""
         for text in texts:
             while text not in self._seen:
-                ready, _, _ = select.select([self._mine], [], [], max(0.0, deadline - time.monotonic()))
+                ready, _, _ = select.select(
+                    [self._mine], [], [], max(0.0, deadline - time.monotonic())
+                )
                 assert ready, f"no {text!r} in {shown + self._seen!r}"
                 self._seen += os.read(self._mine, 65536).decode(errors="replace")
             before, found, self._seen = self._seen.partition(text)
@@ -68,21 +73,34 @@ class Terminal:
 
 @pytest.fixture
 def terminal(mock_cluster: Cluster) -> Iterator[Terminal]:
-    made = Terminal(mock_cluster, "--model", "mock", "--max-tokens", "2000")  # other tests leave models known
+    # other tests leave models known
+    made = Terminal(mock_cluster, "--model", "mock", "--max-tokens", "2000")
     yield made
     made.close()
 
 
-def test_chat_when_there_is_no_frontend_then_one_line_and_exit_status_1(mock_cluster: Cluster) -> None:
+def test_chat_when_there_is_no_frontend_then_one_line_and_exit_status_1(
+    mock_cluster: Cluster,
+) -> None:
     status, said = command([MODULE, "--url", "http://127.0.0.1:1"], mock_cluster.env)
     assert status == 1
     assert len(said) == 1
     assert "no frontend answers at http://127.0.0.1:1" in said[0]
 
 
-def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_line(mock_cluster: Cluster) -> None:
+def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_line(
+    mock_cluster: Cluster,
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", MODULE, "--url", mock_cluster.frontend.url(), "--model", "unknown-model"],
+        [
+            sys.executable,
+            "-m",
+            MODULE,
+            "--url",
+            mock_cluster.frontend.url(),
+            "--model",
+            "unknown-model",
+        ],
         input="hi\n",
         env=mock_cluster.env,
         capture_output=True,
@@ -96,7 +114,9 @@ def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_l
     assert done.stderr.count("\n") == 1
 
 
-def test_chat_when_interrupted_in_a_terminal_then_the_answer_ends_and_the_program_goes_on(terminal: Terminal) -> None:
+def test_chat_when_interrupted_in_a_terminal_then_the_answer_ends_and_the_program_goes_on(
+    terminal: Terminal,
+) -> None:
     terminal.until("mock at http://", "> ")
     terminal.type("Tell me all.\n")
     terminal.until("Tell me all.\r\n", "\x1b[0m")

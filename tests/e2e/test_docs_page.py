@@ -1,4 +1,7 @@
-"""`/docs` in a real browser: what it lays out is what `/openapi.json` tells. Needs chromium (`--extra`)."""
+"""`/docs` in a real browser: what it lays out is what `/openapi.json` tells.
+
+Needs chromium (`--extra`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def test_docs_when_a_browser_opens_it_then_every_endpoint_and_schema_is_laid_out
     with mock_cluster.client() as client:
         described = client.get("/openapi.json").json()
     shown = {tuple(re.findall(r"<code[^>]*>(.*?)</code>", each)) for each in summaries(done.stdout)}
-    operations = {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
+    operations = {
+        (method.upper(), path) for path, methods in described["paths"].items() for method in methods
+    }
     assert operations <= shown
     assert {(name,) for name in described["components"]["schemas"]} == shown - operations
     assert "messages" in done.stdout
@@ -38,4 +43,6 @@ def test_docs_when_a_browser_opens_it_then_every_endpoint_and_schema_is_laid_out
 
 
 def summaries(page: str) -> list[str]:
-    return [html.unescape(each) for each in re.findall(r"<summary>(.*?)</summary>", page, re.DOTALL)]
+    return [
+        html.unescape(each) for each in re.findall(r"<summary>(.*?)</summary>", page, re.DOTALL)
+    ]

@@ -1,4 +1,6 @@
-"""`dynamo-trtllm explain` against real processes: running, frozen and killed ones, one of them of another machine."""
+"""`dynamo-trtllm explain` against real processes: running, frozen and killed ones, one of them of
+another machine.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,19 @@ def check_life(said: str, prefill: str, decode: str) -> None:
 
 
 def prefill_of_another_machine(cluster: Cluster, folder: Path) -> tuple[Process, tuple[str, ...]]:
-    """Start a prefill worker of another machine. Return the flags with which `explain` reaches it, too."""
+    """Start a prefill worker of another machine.
+
+    Return the flags with which `explain` reaches it, too.
+    """
     role = ("--disaggregation-mode", "prefill", "--recorder-dir", str(folder))
-    prefill = cluster.script([sys.executable, "-c", OTHER_MACHINE], ["--engine", "mock", "--model", "mock", *role])
-    names = {"--etcd-endpoints": "ETCD_ENDPOINTS", "--nats-server": "NATS_SERVER", "--namespace": "DYN_NAMESPACE"}
+    prefill = cluster.script(
+        [sys.executable, "-c", OTHER_MACHINE], ["--engine", "mock", "--model", "mock", *role]
+    )
+    names = {
+        "--etcd-endpoints": "ETCD_ENDPOINTS",
+        "--nats-server": "NATS_SERVER",
+        "--namespace": "DYN_NAMESPACE",
+    }
     addresses = (word for flag, name in names.items() for word in (flag, cluster.env[name]))
     return prefill, (*addresses, "--timeout-s", "10")
 
@@ -86,7 +97,11 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
         answer = client.post(CHAT, json=ASKED, headers={"X-Request-Id": "job-7"}).json()["id"]
         life = said("job-7", reaches=reaches)
         check_life(life, *ids)
-        assert re.search(rf"^note: prefill {ids[0]} is on machine .*; its times are exact to ±\d", life, re.MULTILINE)
+        assert re.search(
+            rf"^note: prefill {ids[0]} is on machine .*; its times are exact to ±\d",
+            life,
+            re.MULTILINE,
+        )
         prefill.send(signal.SIGSTOP)
         silent = said("--stuck", status=1, reaches=(*reaches, "--timeout-s", "1"))
         assert f"process prefill {ids[0]}: it has not answered for 1 s" in silent
@@ -97,7 +112,9 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
             with (
                 suppress(httpx.HTTPError),  # its frontend is killed
                 cluster.client() as own,
-                own.stream("POST", CHAT, json=ASKED | {"stream": True, "max_tokens": 10_000}) as response,
+                own.stream(
+                    "POST", CHAT, json=ASKED | {"stream": True, "max_tokens": 10_000}
+                ) as response,
             ):
                 for _ in response.iter_lines():
                     started.set()

@@ -1,4 +1,5 @@
-"""What a client sees when something dies or leaves: an answer or a named error within a bound, and nothing kept.
+"""What a client sees when something dies or leaves: an answer or a named error within a bound, and
+nothing kept.
 
 Mock engines: their scheduling, tickets and KV transfer are real, only the computing is not.
 """
@@ -26,8 +27,13 @@ pytestmark = pytest.mark.timeout(180)
 CHAT = "/v1/chat/completions"
 STEP_S = 0.02
 HOLD_S = 5.0  # for a role that has no worker any more
-LOST_WITHIN_S = 10.0 + SOON_S  # the plane pings the peers of running streams every 5 s and waits as long
-GOOD: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+# the plane pings the peers of running streams every 5 s and waits as long
+LOST_WITHIN_S = 10.0 + SOON_S
+GOOD: dict[str, Any] = {
+    "model": "mock",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 4,
+}
 LONG = GOOD | {"stream": True, "max_tokens": 1000}  # 20 s of steps
 SHORT = LONG | {"max_tokens": 60}
 
@@ -54,7 +60,9 @@ def is_idle(worker: Process) -> bool:
 
 def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:
     args = {"step_s": STEP_S} | engine_args
-    pair = Pair(cluster, cluster.mock("prefill", "mock", **args), cluster.mock("decode", "mock", **args))
+    pair = Pair(
+        cluster, cluster.mock("prefill", "mock", **args), cluster.mock("decode", "mock", **args)
+    )
     cluster.until_ready("mock")
     return pair
 
@@ -78,9 +86,14 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(cluster: Cluster, body: dict[str, Any] = LONG, frontend: Process | None = None) -> Iterator[Running]:
+def running(
+    cluster: Cluster, body: dict[str, Any] = LONG, frontend: Process | None = None
+) -> Iterator[Running]:
     """Entered when the first text has come. `frontend`: another one than the cluster's own."""
-    with cluster.client(frontend=frontend) as client, client.stream("POST", CHAT, json=body) as answer:
+    with (
+        cluster.client(frontend=frontend) as client,
+        client.stream("POST", CHAT, json=body) as answer,
+    ):
         assert answer.status_code == 200
         stream = events(answer.iter_lines())
         while not next(stream)["choices"][0]["delta"].get("content"):
@@ -103,7 +116,7 @@ def check_ends_with_error(stream: Running, codes: set[str], within_s: float) -> 
     assert last["error"]["message"]
 
 
-# --- clients leave -------------------------------------------------------------------------------------
+# --- clients leave --------------------------------------------------------------------------------
 
 
 def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides(lasting: Pair) -> None:
@@ -149,7 +162,7 @@ def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) 
     check_good(lasting.cluster)
 
 
-# --- processes die -------------------------------------------------------------------------------------
+# --- processes die --------------------------------------------------------------------------------
 
 
 @pytest.mark.long  # the chaos fault kill-decode covers it in less time
@@ -173,7 +186,9 @@ def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_
 
 
 @pytest.mark.long
-def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_get_503(make_cluster: Make) -> None:
+def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_get_503(
+    make_cluster: Make,
+) -> None:
     pair = start_pair(make_cluster())
     with running(pair.cluster, SHORT) as stream:
         pair.prefill.send(signal.SIGKILL)
@@ -190,7 +205,9 @@ def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_g
 
 
 @pytest.mark.long  # the chaos fault kill-prefill covers it in less time
-def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(make_cluster: Make) -> None:
+def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(
+    make_cluster: Make,
+) -> None:
     cluster = make_cluster(flags=QUICK)
     prefill, decode = cluster.mock("prefill", "mock", step_s=5.0), cluster.mock("decode", "mock")
     cluster.until_ready("mock")
@@ -211,12 +228,14 @@ def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error
     assert is_idle(decode)
 
 
-# --- processes are asked to stop -----------------------------------------------------------------------
+# --- processes are asked to stop ------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(make_cluster: Make, role: str) -> None:
+def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(
+    make_cluster: Make, role: str
+) -> None:
     pair = start_pair(make_cluster())
     worker = pair.prefill if role == "prefill" else pair.decode
     with running(pair.cluster, SHORT) as stream:
@@ -244,7 +263,7 @@ def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(lasting
     check_good(lasting.cluster)
 
 
-# --- NATS --------------------------------------------------------------------------------------------
+# --- NATS -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -261,7 +280,8 @@ def test_streams_when_nats_restarts_then_they_go_on_and_later_requests_are_serve
     check_good(pair.cluster)
 
 
-@pytest.mark.long  # tests/integration/test_control_plane.py and the chaos fault kill-nats cover it in less time
+# tests/integration/test_control_plane.py and the chaos fault kill-nats cover it in less time
+@pytest.mark.long
 def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_ones_get_503_and_later_200(
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:
@@ -271,7 +291,9 @@ def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_o
         nats.stop()
         with pair.cluster.client() as client:
             refused = client.post(CHAT, json=GOOD)
-        check_ends_with_error(stream, {"disconnected", "unreachable", "incomplete"}, LOST_WITHIN_S + HOLD_S)
+        check_ends_with_error(
+            stream, {"disconnected", "unreachable", "incomplete"}, LOST_WITHIN_S + HOLD_S
+        )
     assert refused.status_code == 503, refused.text
     assert refused.headers["Retry-After"]
     nats.start()
@@ -284,7 +306,7 @@ def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_o
     pair.until_idle(LOST_WITHIN_S)
 
 
-# --- etcd --------------------------------------------------------------------------------------------
+# --- etcd -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -311,10 +333,12 @@ def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_
 def retries(cluster: Cluster) -> float:
     """Calls that were retried on another worker: each waited in vain first."""
     text = httpx.get(f"{cluster.frontend.url()}/metrics", **PLAIN).text
-    return sum(map(float, re.findall(r"^dynamo_trtllm_retries_total\{.*\} (\S+)$", text, re.MULTILINE)))
+    return sum(
+        map(float, re.findall(r"^dynamo_trtllm_retries_total\{.*\} (\S+)$", text, re.MULTILINE))
+    )
 
 
-# --- a worker that is frozen ---------------------------------------------------------------------------
+# --- a worker that is frozen ----------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""The modules people start, as processes: help without engine libraries, and one line for what is wrong."""
+"""The modules people start, as processes: help without engine libraries, and one line for what is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ import pytest
 
 from tests.e2e.cluster import Ended, run_in_one
 
-MODULES = ["dynamo_trtllm", "dynamo_trtllm.frontend", "dynamo_trtllm.launch", "dynamo_trtllm.clear_namespace"]
+MODULES = [
+    "dynamo_trtllm",
+    "dynamo_trtllm.frontend",
+    "dynamo_trtllm.launch",
+    "dynamo_trtllm.clear_namespace",
+]
 
 Results = dict[tuple[str, str], Ended]
 ENGINE_LIBRARIES = ("torch", "transformers", "vllm", "tensorrt_llm", "nixl")
@@ -26,7 +33,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_front_door_when_no_engine_library_is_installed_then_help_answers(ended: Results, module: str) -> None:
+def test_front_door_when_no_engine_library_is_installed_then_help_answers(
+    ended: Results, module: str
+) -> None:
     done = ended[module, "help"]
     assert done.status == 0, done.stderr
     assert f"usage: python -m {module} " in done.stdout
@@ -34,16 +43,24 @@ def test_front_door_when_no_engine_library_is_installed_then_help_answers(ended:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_front_door_when_a_flag_is_unknown_then_one_line_and_status_two(ended: Results, module: str) -> None:
+def test_front_door_when_a_flag_is_unknown_then_one_line_and_status_two(
+    ended: Results, module: str
+) -> None:
     done = ended[module, "flag"]
     assert done.status == 2
-    assert done.stderr == f"python -m {module}: unknown flag --log-levl; did you mean --log-level?\n"
+    assert (
+        done.stderr == f"python -m {module}: unknown flag --log-levl; did you mean --log-level?\n"
+    )
     assert done.stdout == ""
 
 
-def test_front_door_when_the_deployment_file_has_a_typing_error_then_one_line_and_status_two(ended: Results) -> None:
+def test_front_door_when_the_deployment_file_has_a_typing_error_then_one_line_and_status_two(
+    ended: Results,
+) -> None:
     done = ended["dynamo_trtllm.launch", "file"]
     assert done.status == 2
     assert re.fullmatch(
-        r"python -m dynamo_trtllm\.launch: \S+/d\.yaml: unknown key 'worker'; did you mean 'workers'\?\n", done.stderr
+        r"python -m dynamo_trtllm\.launch: \S+/d\.yaml: unknown key 'worker'; did you mean"
+        r" 'workers'\?\n",
+        done.stderr,
     )

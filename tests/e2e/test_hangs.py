@@ -24,7 +24,11 @@ from tests.servers import TestServer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
-ASKED: dict[str, Any] = {"model": "mock", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+ASKED: dict[str, Any] = {
+    "model": "mock",
+    "max_tokens": 4,
+    "messages": [{"role": "user", "content": "Hi"}],
+}
 LONG = ASKED | {"stream": True, "max_tokens": 20_000}
 SILENT_S = 1.5
 PATIENT = ("--stall-timeout-s", "100")  # so that no side gives up
@@ -39,12 +43,19 @@ class Hanging:
         self._threads: list[threading.Thread] = []
         self.clusters: list[Cluster] = []
 
-    def start(self, *flags: str, roles: tuple[str, ...] = ("prefill", "decode"), **engine_args: Any) -> list[Process]:
-        """Start a frontend with these flags and workers with these engine arguments. Return the processes."""
+    def start(
+        self, *flags: str, roles: tuple[str, ...] = ("prefill", "decode"), **engine_args: Any
+    ) -> list[Process]:
+        """Start a frontend with these flags and workers with these engine arguments.
+
+        Return the processes.
+        """
         recorder = ("--recorder-dir", str(self.folder))
         namespace = f"hang-{secrets.token_hex(4)}"
         without_probes = ("--canary-interval-s", "0")
-        cluster = Cluster(self._etcd, self._nats, namespace, (*PATIENT, *recorder, *without_probes, *flags))
+        cluster = Cluster(
+            self._etcd, self._nats, namespace, (*PATIENT, *recorder, *without_probes, *flags)
+        )
         self.clusters.append(cluster)
         workers = [self.add(role, **engine_args) for role in roles]
         for worker in workers:
@@ -53,9 +64,20 @@ class Hanging:
             cluster.until_ready("mock")
         return [cluster.frontend, *workers]
 
-    def add(self, role: str, *, before: str = "", env: Mapping[str, str] = {}, **engine_args: Any) -> Process:
+    def add(
+        self, role: str, *, before: str = "", env: Mapping[str, str] = {}, **engine_args: Any
+    ) -> Process:
         """Start another worker. `before`: Python code that it runs first, which plants a fault."""
-        argv = ["--engine", "mock", "--model", "mock", "--disaggregation-mode", role, "--system-port", "0"]
+        argv = [
+            "--engine",
+            "mock",
+            "--model",
+            "mock",
+            "--disaggregation-mode",
+            role,
+            "--system-port",
+            "0",
+        ]
         argv += ["--lease-ttl-s", "100", *PATIENT, "--recorder-dir", str(self.folder)]
         argv += ["--override-engine-args", json.dumps({"step_s": 0.02} | engine_args)]
         run = "import runpy; runpy.run_module('dynamo_trtllm', run_name='__main__', alter_sys=True)"
@@ -64,7 +86,9 @@ class Hanging:
     def start_torch(self, **engine_args: Any) -> Process:
         """Start a frontend and workers of the torch engine. Return the decode worker."""
         recorder = ("--recorder-dir", str(self.folder))
-        cluster = Cluster(self._etcd, self._nats, f"hang-{secrets.token_hex(4)}", (*PATIENT, *recorder))
+        cluster = Cluster(
+            self._etcd, self._nats, f"hang-{secrets.token_hex(4)}", (*PATIENT, *recorder)
+        )
         self.clusters.append(cluster)
         args = ("--override-engine-args", json.dumps(engine_args))
         flags = (*PATIENT, *recorder, *args, "--lease-ttl-s", "100")
@@ -77,7 +101,10 @@ class Hanging:
         url = self.clusters[-1].frontend.url()
 
         def run() -> None:
-            with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=200, **PLAIN) as client:
+            with (
+                suppress(httpx.HTTPError),
+                httpx.Client(base_url=url, timeout=200, **PLAIN) as client,
+            ):
                 client.post("/v1/chat/completions", json=body)
 
         self._threads.append(threading.Thread(target=run))
@@ -88,7 +115,12 @@ class Hanging:
 
         def has() -> bool:
             processes = Recordings.read(self.folder).processes
-            entries = [entry for each in processes if each.title.startswith(title) for entry in each.entries]
+            entries = [
+                entry
+                for each in processes
+                if each.title.startswith(title)
+                for entry in each.entries
+            ]
             return sum(entry.event == event for entry in entries) >= count
 
         until(has, 20)
@@ -158,7 +190,9 @@ def test_hang_when_the_frontend_is_frozen_then_it(hanging: Hanging) -> None:
     hanging.check("frontend", "frozen")
 
 
-def test_hang_when_the_prefill_worker_freezes_before_its_kv_is_fetched_then_it(hanging: Hanging) -> None:
+def test_hang_when_the_prefill_worker_freezes_before_its_kv_is_fetched_then_it(
+    hanging: Hanging,
+) -> None:
     _, prefill, decode = hanging.start()
     decode.send(signal.SIGSTOP)
     hanging.ask(ASKED)
@@ -214,11 +248,15 @@ def test_hang_when_a_role_has_no_worker_then_the_wait_for_one(hanging: Hanging) 
     hanging.check(f"frontend {frontend.pid}", "no worker can take it")
 
 
-def test_hang_when_the_body_does_not_arrive_then_the_frontend_waits_for_it(hanging: Hanging) -> None:
+def test_hang_when_the_body_does_not_arrive_then_the_frontend_waits_for_it(
+    hanging: Hanging,
+) -> None:
     frontend, *_ = hanging.start()
     host, port = frontend.url().removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        )
         client.sendall(b"Content-Length: 1000\r\n\r\n{")
         hanging.check("frontend", "body has not arrived")
 
@@ -230,7 +268,9 @@ def test_hang_when_the_client_does_not_read_then_the_client(hanging: Hanging) ->
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((host, int(port)))
-        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        )
         client.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         hanging.check("the client of frontend", "does not read")
 
@@ -328,7 +368,9 @@ def test_hang_when_a_decode_step_does_not_end_then_the_tokens_so_far(hanging: Ha
 
 
 class LossyNats:
-    """A proxy of a NATS server for one client, which drops the last frame of the client's first stream."""
+    """A proxy of a NATS server for one client, which drops the last frame of the client's first
+    stream.
+    """
 
     def __init__(self, address: str) -> None:
         host, port = address.removeprefix("nats://").split(":")
@@ -340,7 +382,11 @@ class LossyNats:
         self._thread.start()
 
     def _serve(self) -> None:
-        with self._listener, self._listener.accept()[0] as client, socket.create_connection(self._server) as server:
+        with (
+            self._listener,
+            self._listener.accept()[0] as client,
+            socket.create_connection(self._server) as server,
+        ):
             answers = threading.Thread(target=self._pass_answers, args=(server, client))
             answers.start()
             with suppress(OSError), client.makefile("rb") as lines:

@@ -1,4 +1,6 @@
-"""A long prefill of the mock engine, with --sse-keep-alive-s, as a client on a socket and OpenAI's SDK see it."""
+"""A long prefill of the mock engine, with --sse-keep-alive-s, as a client on a socket and OpenAI's
+SDK see it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def test_stream_when_the_prefill_is_long_then_comments_precede_the_first_token(
     make_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = make_cluster(flags=["--sse-keep-alive-s", str(SILENCE_S), "--canary-interval-s", "0"])
-    cluster.mock("prefill_and_decode", "mock", prefill_token_s=PREFILL_S / 60)  # the prompt has about 60 tokens
+    # the prompt has about 60 tokens
+    cluster.mock("prefill_and_decode", "mock", prefill_token_s=PREFILL_S / 60)
     cluster.until_ready("mock")
     with cluster.client() as client:
         check_comments(client)
@@ -68,7 +71,9 @@ def check_errors(client: httpx.Client) -> None:
     """A deadline after the headers is an event. The same deadline before them is a status."""
     with client.stream("POST", CHAT, json=ASKED | {"timeout": 3 * SILENCE_S}) as answer:
         assert answer.status_code == 200
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        lines = [
+            line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")
+        ]
     assert json.loads(lines[0])["error"]["code"] == "deadline"
     assert lines[1:] == ["[DONE]"]
     early = client.post(CHAT, json=ASKED | {"timeout": SILENCE_S / 10})

@@ -1,4 +1,6 @@
-"""The launcher with real servers, a real frontend and mock workers: how it starts, keeps and ends its processes."""
+"""The launcher with real servers, a real frontend and mock workers: how it starts, keeps and ends
+its processes.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def launch(temporary: Path) -> Iterator[Launch]:
 
 
 @pytest.fixture
-def status(temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], Any]:
+def status(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[], Any]:
     """Return a function that returns what `dynamo-trtllm status --json` says, once all is ready."""
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
@@ -100,19 +104,24 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
         launched.wait_line(rf"^launch +\| {name} is ready after \d+\.\d\d s (at|as) \S+")
     order = [line.split()[2] for line in launched.lines if " is ready after" in line]
     assert order[:2] == ["etcd", "nats"]
-    # two servers, a frontend, two workers, the launcher and who clears up after it, and four output relays
+    # two servers, a frontend, two workers, the launcher and who clears up after it, and four output
+    # relays
     assert len(launched.pids()) == 11
     with urllib.request.urlopen(f"http://localhost:{port}/live", timeout=WAIT_S) as reply:
         assert json.load(reply) == {"status": "live"}
     (report,) = status()
     assert (report["namespace"], report["url"]) == (f"launch-{port}", f"http://localhost:{port}")
     shown = {each["name"]: (each["role"], each["state"]) for each in report["processes"]}
-    assert shown == {name: (name, "ready") for name in ("etcd", "nats", "frontend", "prefill", "decode")}
+    assert shown == {
+        name: (name, "ready") for name in ("etcd", "nats", "frontend", "prefill", "decode")
+    }
     assert report["processes"][-1]["load"]["running"] == 0
     launched.process.terminate()
     assert launched.end() == (0, "")
     launched.wait_gone(SOON_S)
-    drained = [i for i, line in enumerate(launched.lines) if re.match(r"(prefill|decode) .*drained", line)]
+    drained = [
+        i for i, line in enumerate(launched.lines) if re.match(r"(prefill|decode) .*drained", line)
+    ]
     assert len(drained) == 2  # stopped in order, not killed
     assert launched.lines[-1].endswith("| stopped")
     assert not list(temporary.iterdir())
@@ -130,12 +139,15 @@ def test_launcher_when_it_is_stopped_then_its_deployment_serves_and_the_lines_co
         with httpx.Client(timeout=SOON_S, **PLAIN) as client:
             for number in range(200):
                 request_id = {"X-Request-Id": f"request-{number:03}-{'x' * 100}"}
-                answer = client.post(f"http://localhost:{port}/v1/completions", json=body, headers=request_id)
+                answer = client.post(
+                    f"http://localhost:{port}/v1/completions", json=body, headers=request_id
+                )
                 assert answer.status_code == 200, answer.text
     finally:
         launched.process.send_signal(signal.SIGCONT)
     launched.wait_line(r"frontend +\| .* request-199-x")
-    assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16  # more than a pipe holds
+    # more than a pipe holds
+    assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16
 
 
 SILENT = """\
@@ -162,7 +174,10 @@ def test_launch_when_no_port_is_given_and_no_log_is_written_then_it_asks_at_port
     assert found is not None
     for url, said in (
         (f"{frontend}/ready", {"status": "ready", "reason": ""}),
-        (f"http://127.0.0.1:{found[1]}/ready", {"status": "serving", "reason": "", "instance_id": instance}),
+        (
+            f"http://127.0.0.1:{found[1]}/ready",
+            {"status": "serving", "reason": "", "instance_id": instance},
+        ),
     ):
         with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
             assert json.load(reply) == said
@@ -181,14 +196,18 @@ def test_launch_when_a_server_and_a_worker_are_killed_then_each_is_restarted_onc
     first = launched.pid_of("--disaggregation-mode=decode")
     seen = len(launched.lines)
     os.kill(first, signal.SIGKILL)
-    launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+    launched.wait_line(
+        r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen
+    )
     launched.wait_line(r"launch +\| decode is ready after", seen)
     second = launched.pid_of("--disaggregation-mode=decode")
     assert second != first
     os.kill(second, signal.SIGKILL)
     status, said = launched.end()
     assert status == 1
-    assert re.fullmatch(r".*decode was killed by SIGKILL; it was restarted 1 times in 60 s.*\n", said)
+    assert re.fullmatch(
+        r".*decode was killed by SIGKILL; it was restarted 1 times in 60 s.*\n", said
+    )
     launched.wait_gone(SOON_S)
 
 
@@ -204,14 +223,18 @@ def test_launch_when_it_is_killed_itself_then_nothing_is_left(
     assert not list(temporary.iterdir())
 
 
-def test_launch_when_killed_while_starting_then_nothing_is_left(launch: Launch, deployment: Path) -> None:
+def test_launch_when_killed_while_starting_then_nothing_is_left(
+    launch: Launch, deployment: Path
+) -> None:
     launched = launch(deployment)
     launched.wait_line("nats is ready")
     launched.process.kill()
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_stopped_while_starting_then_it_does_with_0(launch: Launch, deployment: Path) -> None:
+def test_launch_when_stopped_while_starting_then_it_does_with_0(
+    launch: Launch, deployment: Path
+) -> None:
     launched = launch(deployment)
     launched.wait_line("nats is ready")
     launched.process.send_signal(signal.SIGINT)
@@ -219,7 +242,9 @@ def test_launch_when_stopped_while_starting_then_it_does_with_0(launch: Launch, 
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(launch: Launch, deployment: Path) -> None:
+def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(
+    launch: Launch, deployment: Path
+) -> None:
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGSTOP)
@@ -236,14 +261,18 @@ def kill_server(launched: LauncherProcess, port: int, server: str, program: str)
     others = {pid for pid, command in launched.pids().items() if program not in command}
     seen = len(launched.lines)
     os.kill(launched.pid_of(program), signal.SIGKILL)
-    launched.wait_line(rf"launch +\| {server} was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+    launched.wait_line(
+        rf"launch +\| {server} was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen
+    )
     launched.wait_line(rf"launch +\| {server} is ready after .* at {re.escape(address)}$", seen)
     ask_until_answered(port)
     assert others <= set(launched.pids())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("server", "program"), [("etcd", "etcdbin/etcd"), ("nats", "nats-server -a")])
+@pytest.mark.parametrize(
+    ("server", "program"), [("etcd", "etcdbin/etcd"), ("nats", "nats-server -a")]
+)
 def test_launch_when_a_server_dies_twice_then_all_is_given_up(
     launch: Launch, deployment: Path, port: int, server: str, program: str
 ) -> None:
@@ -257,8 +286,8 @@ def test_launch_when_a_server_dies_twice_then_all_is_given_up(
     launched.wait_gone(SOON_S)
 
 
-# A launcher whose given server comes up `times` times. Then another program takes its place, which claims in its log to
-# be ready and listens nowhere.
+# A launcher whose given server comes up `times` times. Then another program takes its place, which
+# claims in its log to be ready and listens nowhere.
 SERVER_SLEEPS = """
 import sys
 from dynamo_trtllm.launch import servers
@@ -282,7 +311,9 @@ def sleeper(tmp_path: Path) -> Path:
 def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_same(
     launch: Launch, deployment: Path, sleeper: Path, server: str
 ) -> None:
-    launched = launch(f"{server}_binary", sleeper, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched = launch(
+        f"{server}_binary", sleeper, deployment, command=[sys.executable, "-c", SERVER_SLEEPS]
+    )
     launched.wait_process(str(sleeper))
     launched.process.terminate()
     assert launched.end() == (0, "")
@@ -297,14 +328,18 @@ def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_an
     started = sleeper.with_name("started")
     once = f'[ -e {started} ] || {{ touch {started}; exec {nats_binary()} "$@"; }}'
     sleeper.write_text(sleeper.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{once}\n"))
-    launched = launch("nats_binary", sleeper, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched = launch(
+        "nats_binary", sleeper, deployment, command=[sys.executable, "-c", SERVER_SLEEPS]
+    )
     launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("nats-server -a"), signal.SIGKILL)
     launched.wait_process(str(sleeper))
     seen = len(launched.lines)
     first = launched.pid_of("--disaggregation-mode=decode")
     os.kill(first, signal.SIGKILL)
-    launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+    launched.wait_line(
+        r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen
+    )
     launched.wait_line(r"^decode +\| ", seen)  # its successor is heard
     launched.process.terminate()
     assert launched.end() == (0, "")
@@ -321,7 +356,10 @@ def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_le
         status, said = launched.end()
     assert status == 2
     assert said.count("\n") == 1
-    assert f"frontend: --http-port {port} can't be opened on --http-host 127.0.0.1 (Address already in use)" in said
+    assert (
+        f"frontend: --http-port {port} can't be opened on --http-host 127.0.0.1 (Address already in"
+        " use)" in said
+    )
     assert launched.lines == []  # neither etcd nor NATS was started
     launched.wait_gone(SOON_S)
 
@@ -333,7 +371,10 @@ def test_launch_when_yaml_key_is_unknown_then_nearest_is_offered_and_nothing_sta
     launched = launch(deployment)
     status, said = launched.end()
     assert status == 2
-    assert said == (f"python -m dynamo_trtllm.launch: {deployment}: unknown key 'restrat'; did you mean 'restart'?\n")
+    assert (
+        said == f"python -m dynamo_trtllm.launch: {deployment}: unknown key 'restrat'; did you mean"
+        " 'restart'?\n"
+    )
     assert launched.lines == []
 
 
@@ -372,7 +413,9 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
     for number, role in enumerate(("prefill", "decode")):
         text = text.replace(f"name: {role},", f"name: {role}, devices: [{number}],")
     deployment.write_text(text)
-    launched = LauncherProcess(temporary, str(deployment), command=[sys.executable, "-c", MOCK_KEEPS_MAPPED])
+    launched = LauncherProcess(
+        temporary, str(deployment), command=[sys.executable, "-c", MOCK_KEEPS_MAPPED]
+    )
     try:
         launched.wait_line(r"launch +\| Ready")
         ask_until_answered(port)
@@ -383,7 +426,9 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
         for role in ("prefill", "decode"):
             launched.wait_line(rf"launch +\| {role} is ready after", seen)
         order = [
-            next(i for i, line in enumerate(launched.lines) if i >= seen and re.search(pattern, line))
+            next(
+                i for i, line in enumerate(launched.lines) if i >= seen and re.search(pattern, line)
+            )
             for pattern in (
                 r"launch +\| prefill was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)",
                 r"launch +\| draining and restarting decode",
@@ -399,8 +444,11 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
         assert ended == set(roles)
         assert len(after) == len(before)
         seen = len(launched.lines)
-        os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGKILL)  # its first own death, of 1 allowed
-        launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+        # its first own death, of 1 allowed
+        os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGKILL)
+        launched.wait_line(
+            r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen
+        )
         launched.process.terminate()
         assert launched.end() == (0, "")
         launched.wait_gone(SOON_S)

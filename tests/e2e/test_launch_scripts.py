@@ -1,4 +1,6 @@
-"""scripts/launch as on a machine without GPUs: the guides' variables, the mock engine, a killed worker, Ctrl-C."""
+"""scripts/launch as on a machine without GPUs: the guides' variables, the mock engine, a killed
+worker, Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def environment(port: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     "script",
     # The others start the same deployment with other settings, or a part of it.
-    [pytest.param(path, marks=() if path.stem == "gpt_oss_disagg" else pytest.mark.long) for path in SCRIPTS],
+    [
+        pytest.param(path, marks=() if path.stem == "gpt_oss_disagg" else pytest.mark.long)
+        for path in SCRIPTS
+    ],
     ids=lambda path: path.stem,
 )
 def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing_is_left(
@@ -49,10 +54,18 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
     try:
         launched.wait_line(r"launch +\| Ready")
         ask_until_answered(port, MODEL)
-        workers = {pid: command for pid, command in launched.pids().items() if " -m dynamo_trtllm --" in command}
+        workers = {
+            pid: command
+            for pid, command in launched.pids().items()
+            if " -m dynamo_trtllm --" in command
+        }
         assert len(workers) == (1 if "agg" in script.stem.split("_") else 2)
-        killed = next(pid for pid, command in workers.items() if "--disaggregation-mode=prefill" in command)
-        others = {pid for pid, command in launched.pids().items() if "output_relay" not in command} - {killed}
+        killed = next(
+            pid for pid, command in workers.items() if "--disaggregation-mode=prefill" in command
+        )
+        others = {
+            pid for pid, command in launched.pids().items() if "output_relay" not in command
+        } - {killed}
         seen = len(launched.lines)
         os.kill(killed, signal.SIGKILL)
         launched.wait_line("was killed by SIGKILL; starting it again", seen)
@@ -68,12 +81,18 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_help_when_asked_then_every_variable_of_the_deployment_with_its_default(script: Path) -> None:
+def test_help_when_asked_then_every_variable_of_the_deployment_with_its_default(
+    script: Path,
+) -> None:
     said = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
     (name,) = re.findall(r"launch (deploy/local/\S+\.yaml)", script.read_text())
     text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
     variables = set(re.findall(r"\$\{([A-Z_0-9]+:-[^}]*)\}", text))
-    assert {each.split(":-")[0] for each in variables} >= {"MODEL_PATH", "SERVED_MODEL_NAME", "DYN_HTTP_PORT"}
+    assert {each.split(":-")[0] for each in variables} >= {
+        "MODEL_PATH",
+        "SERVED_MODEL_NAME",
+        "DYN_HTTP_PORT",
+    }
     shown = re.findall(r"^  ([A-Z_0-9]+)=(.*)\n      \S", said, re.MULTILINE)
     assert sorted(shown) == sorted(tuple(each.split(":-")) for each in variables)
     assert name in said
@@ -87,6 +106,8 @@ def test_script_when_a_flag_has_no_value_then_one_line_and_status_2() -> None:
 def test_script_when_another_deployment_is_named_then_that_one_is_started(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("workers: []\n")
     command = [SCRIPTS[0], f"--deployment={tmp_path / 'mine.yaml'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment(0))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment(0)
+    )
     assert done.returncode == 2
     assert "mine.yaml: workers" in done.stderr

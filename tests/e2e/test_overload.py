@@ -1,4 +1,6 @@
-"""More requests than fit, over real processes: which wait, which are rejected with Retry-After; nothing is left."""
+"""More requests than fit, over real processes: which wait, which are rejected with Retry-After;
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ FRONTEND = ("--max-inflight", "8", "--max-queued", "8")
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    return {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100} | fields
+    return {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 100,
+    } | fields
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,9 @@ async def burst(cluster: Cluster, count: int, **fields: Any) -> list[httpx.Respo
         base_url=cluster.frontend.url(), **PLAIN, limits=limits, timeout=START_TIMEOUT_S
     ) as client:
         headers = {"x-dynamo-stats": "1"}
-        return await asyncio.gather(*(client.post(CHAT, json=asked(**fields), headers=headers) for _ in range(count)))
+        return await asyncio.gather(
+            *(client.post(CHAT, json=asked(**fields), headers=headers) for _ in range(count))
+        )
 
 
 def check_empty(cluster: Cluster, *workers: Process) -> None:
@@ -58,7 +66,14 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
             now = gauges(worker)
             held += [
                 now[name]
-                for name in ("active_calls", "reserved", "running", "waiting", "kv_blocks_used", "tickets_held")
+                for name in (
+                    "active_calls",
+                    "reserved",
+                    "running",
+                    "waiting",
+                    "kv_blocks_used",
+                    "tickets_held",
+                )
             ]
         return not any(held)
 
@@ -98,11 +113,15 @@ def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_fo
     assert codes.count(200) >= 8
     text = httpx.get(f"{prefill.url()}/metrics", **PLAIN).text
     lines = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
-    assert lines == [f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}']
+    assert lines == [
+        f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}'
+    ]
     check_empty(cluster, prefill, decode)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent", "kept alive"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent", "kept alive"]
+)
 def test_connections_when_one_client_opens_more_than_there_are_files_then_others_are_served(
     mock_cluster: Cluster, few_files: Process, sent: bytes
 ) -> None:
@@ -116,11 +135,15 @@ def test_connections_when_one_client_opens_more_than_there_are_files_then_others
                 assert client.post(CHAT, json=asked(max_tokens=4)).status_code == 200
 
 
-def test_timeout_when_it_passes_while_it_decodes_then_504_and_nothing_is_left(mock_cluster: Cluster) -> None:
+def test_timeout_when_it_passes_while_it_decodes_then_504_and_nothing_is_left(
+    mock_cluster: Cluster,
+) -> None:
     with mock_cluster.client() as client:
         response = client.post(CHAT, json=asked(max_tokens=1000, timeout=0.6))
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
         assert 0.5 < response.elapsed.total_seconds() < SOON_S  # all tokens take 5 s
-        with client.stream("POST", CHAT, json=asked(max_tokens=1000, timeout=0.6, stream=True)) as stream:
+        with client.stream(
+            "POST", CHAT, json=asked(max_tokens=1000, timeout=0.6, stream=True)
+        ) as stream:
             assert '"code":"deadline"' in "".join(stream.iter_lines())
     check_empty(mock_cluster, *mock_cluster.workers())

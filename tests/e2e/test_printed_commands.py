@@ -1,7 +1,8 @@
-"""The commands of README and getting-started, typed in the order of the page into a shell that knows nothing else.
+"""The commands of README and getting-started, typed in the order of the page into a shell that
+knows nothing else.
 
-They run as printed but for ports, folders in /tmp and the size of the benchmark. What takes minutes, gigabytes or GPUs
-is asked for its help or its configuration instead.
+They run as printed but for ports, folders in /tmp and the size of the benchmark. What takes
+minutes, gigabytes or GPUs is asked for its help or its configuration instead.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ SHORT = (
 
 
 def blocks(page: str) -> list[str]:
-    """Return the shell blocks of a page in their order, every command on one line where it can be."""
+    """Return the shell blocks of a page in their order, every command on one line where it can
+    be.
+    """
     found = re.findall(r"^( *)```bash\n(.*?)^ *```", PAGES[page], re.DOTALL | re.MULTILINE)
-    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE).replace("\\\n", " ") for indent, text in found]
+    return [
+        re.sub(rf"^{indent}", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+        for indent, text in found
+    ]
 
 
 def shortened(block: str) -> str:
@@ -44,7 +50,9 @@ def shortened(block: str) -> str:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """The repository's files beside the environment that the set-up makes; new files stay out of the repository."""
+    """The repository's files beside the environment that the set-up makes; new files stay out of
+    the repository.
+    """
     folder = tmp_path / "clone"
     folder.mkdir()
     for path in ROOT.iterdir():
@@ -56,8 +64,13 @@ def clone(tmp_path: Path) -> Path:
 
 def typed(script: str, folder: Path, **environment: str) -> str:
     """Run the lines in bash until one fails. Return all that they print."""
-    shell = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "TMPDIR": str(folder)}
-    with (folder / "output").open("w+b") as output:  # a pipe would stay open as long as what the shell has started
+    shell = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(Path.home()),
+        "TMPDIR": str(folder),
+    }
+    # a pipe would stay open as long as what the shell has started
+    with (folder / "output").open("w+b") as output:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=folder,
@@ -86,12 +99,17 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
     (measure,) = [block for block in started if "benchmarks.profile" in block]
     (ask,) = [block for block in started if "dynamo-trtllm chat" in block]
     pages = [PAGES["README.md"], (ROOT / "docs/api.md").read_text(encoding="utf-8")]
-    clients = [client for page in pages for client in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+    clients = [
+        client for page in pages for client in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ]
     assert len(clients) == 4
     serve, _, stop = by_hand.partition(END)
     activate = "source .venv/bin/activate"
     # One process, which imports the SDK once; each program has its own names.
-    with_sdk = f"python - <<'END'\nfor text in {clients!r}:\n    exec(text, {{'__name__': '__main__'}})\nEND"
+    with_sdk = (
+        f"python - <<'END'\nfor text in {clients!r}:\n    exec(text, {{'__name__':"
+        " '__main__'})\nEND"
+    )
     measure = measure.replace("--url", "--concurrency 1 --requests 1 --url")
     script = "\n".join([activate, serve, ask, with_sdk, measure, END + stop])
     first = free_ports(4)
@@ -102,7 +120,10 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
         ("nats-server ", f"nats-server -p {nats} "),
         (
             "etcd --data",
-            f"etcd --listen-client-urls {etcd_url} --advertise-client-urls {etcd_url} --listen-peer-urls {peer} --data",
+            (
+                f"etcd --listen-client-urls {etcd_url} --advertise-client-urls {etcd_url}"
+                f" --listen-peer-urls {peer} --data"
+            ),
         ),
     ):
         assert printed in script
@@ -117,7 +138,9 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_that_need_no_server_when_typed_as_printed_then_they_end_well(page: str, clone: Path) -> None:
+def test_commands_that_need_no_server_when_typed_as_printed_then_they_end_well(
+    page: str, clone: Path
+) -> None:
     served = re.compile(r"curl|benchmarks\.profile")
     others = [shortened(block) for block in blocks(page) if not served.search(block)]
     said = typed("\n".join(["source .venv/bin/activate", *others]), clone)

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.profile` against a running deployment: its figures are those of its own raw records."""
+"""`python -m benchmarks.profile` against a running deployment: its figures are those of its own raw
+records.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,31 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
 ) -> None:
     url, out = mock_cluster.frontend.url(), tmp_path / "out"
     done = profile(
-        "--shape", shape, "--url", url, "--model", "mock", "--out", str(out), "--fail-over", "ttft_p50_ms=0.001"
+        "--shape",
+        shape,
+        "--url",
+        url,
+        "--model",
+        "mock",
+        "--out",
+        str(out),
+        "--fail-over",
+        "ttft_p50_ms=0.001",
     )
     assert done.returncode == 1, done.stderr
     assert "limit missed: ttft_p50_ms at concurrency 2" in done.stderr
     run = orjson.loads((out / "run.json").read_bytes())
-    lines = [orjson.loads(line) for line in gzip.decompress((out / "records.jsonl.gz").read_bytes()).splitlines()]
+    lines = [
+        orjson.loads(line)
+        for line in gzip.decompress((out / "records.jsonl.gz").read_bytes()).splitlines()
+    ]
     assert [point["concurrency"] for point in run["points"]] == [2, 4]
     for point in run["points"]:
         records = [line["record"] for line in lines if line["concurrency"] == point["concurrency"]]
         figures = point["figures"]
-        assert [(r["status"], r["error"], r["output_tokens"]) for r in records] == [(200, "", 12)] * 16
+        assert [(r["status"], r["error"], r["output_tokens"]) for r in records] == [
+            (200, "", 12)
+        ] * 16
         assert figures["ok"] == 16
         assert figures["tokens_per_s"] == pytest.approx(16 * 12 / figures["wall_s"])
         span_s = max(r["end_s"] for r in records) - min(r["planned_s"] for r in records)
@@ -65,7 +81,9 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
     assert page.count('<img alt="') == 4
 
 
-def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(subtests: pytest.Subtests) -> None:
+def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(
+    subtests: pytest.Subtests,
+) -> None:
     wrong = {
         ("--shape", "guide-005"): "no shape 'guide-005'",
         ("--shape", "guide-000", "--fail-under", "speed=1"): "no metric 'speed'",
@@ -88,14 +106,22 @@ def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(subtest
             2,
             "shape long has 131000 + 100 tokens, model mock takes 131072 at most",
         ),
-        (("--shape", "edge.yaml", "--model", "mock"), 1, "no more were sent (context_length_exceeded"),
+        (
+            ("--shape", "edge.yaml", "--model", "mock"),
+            1,
+            "no more were sent (context_length_exceeded",
+        ),
     ],
 )
 def test_profile_when_the_model_can_t_take_it_then_it_says_so_and_measures_nothing(
     mock_cluster: Cluster, tmp_path: Path, words: tuple[str, ...], status: int, reason: str
 ) -> None:
-    (tmp_path / "long.yaml").write_text("{name: long, isl: 131000, osl: 100, concurrency: [1], requests: 1}")
-    (tmp_path / "edge.yaml").write_text("{name: edge, isl: 131000, osl: 72, concurrency: [2], requests: 9}")
+    (tmp_path / "long.yaml").write_text(
+        "{name: long, isl: 131000, osl: 100, concurrency: [1], requests: 1}"
+    )
+    (tmp_path / "edge.yaml").write_text(
+        "{name: edge, isl: 131000, osl: 72, concurrency: [2], requests: 9}"
+    )
     out = tmp_path / "out"
     placed = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
     done = profile(*placed, "--url", mock_cluster.frontend.url(), "--out", str(out))
@@ -114,10 +140,24 @@ def test_report_when_a_browser_opens_it_then_no_error_and_no_outside_request(
     url = mock_cluster.frontend.url()
     done = profile("--shape", shape, "--url", url, "--model", "mock", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    argv += ["--enable-logging=stderr", f"--log-net-log={tmp_path / 'net.json'}", f"--screenshot={tmp_path / 'r.png'}"]
+    argv = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'browser'}",
+    ]
+    argv += [
+        "--enable-logging=stderr",
+        f"--log-net-log={tmp_path / 'net.json'}",
+        f"--screenshot={tmp_path / 'r.png'}",
+    ]
     shown = subprocess.run(
-        [*argv, f"file://{out / 'report.html'}"], capture_output=True, text=True, timeout=60, check=True
+        [*argv, f"file://{out / 'report.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert "CONSOLE" not in shown.stderr
     asked = (tmp_path / "net.json").read_text().replace("\\/", "/")

@@ -19,7 +19,12 @@ RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
 MOST_FILES = 50  # files are cut by subject: this only notices a path that grows
 # Renews leases; broadcasts the load, with the times that the worker has learned.
 BESIDE = {"discovery/etcd_store.py", "worker/health.py", "worker/cost_fit.py", "cost_model.py"}
-ASKED = {"model": "mock", "stream": True, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
+ASKED = {
+    "model": "mock",
+    "stream": True,
+    "max_tokens": 20,
+    "messages": [{"role": "user", "content": "Hi"}],
+}
 
 
 class RecordedCluster(Cluster):
@@ -32,7 +37,9 @@ class RecordedCluster(Cluster):
 
     def _start(self, module: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
         self.recorded.append(self.folder / f"{len(self.recorded)}.json")
-        return self.script([sys.executable, str(RECORDER), str(self.recorded[-1]), module], argv, env)
+        return self.script(
+            [sys.executable, str(RECORDER), str(self.recorded[-1]), module], argv, env
+        )
 
     def toggle(self) -> None:
         for process in self._processes:

@@ -1,4 +1,7 @@
-"""Every worker is stopped and replaced while streams run: no request may notice. And how a worker leaves."""
+"""Every worker is stopped and replaced while streams run: no request may notice.
+
+And how a worker leaves.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ Make = Callable[..., Cluster]
 
 
 class Load:
-    """Streams at once, each asked again when it has ended. `faults`: all that was not a whole, right answer."""
+    """Streams at once, each asked again when it has ended.
+
+    `faults`: all that was not a whole, right answer.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.url = cluster.frontend.url()
@@ -44,7 +50,9 @@ class Load:
 
     def _ask(self) -> str:
         text, reason = "", None
-        with httpx.stream("POST", self.url + CHAT, json=BODY, timeout=START_TIMEOUT_S, **PLAIN) as answer:
+        with httpx.stream(
+            "POST", self.url + CHAT, json=BODY, timeout=START_TIMEOUT_S, **PLAIN
+        ) as answer:
             if answer.status_code != 200:
                 return f"{answer.status_code}: {answer.read().decode()}"
             for event in events(answer.iter_lines()):
@@ -72,9 +80,14 @@ class Load:
 
 
 @pytest.mark.long
-def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(make_cluster: Make) -> None:
+def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(
+    make_cluster: Make,
+) -> None:
     cluster = make_cluster()
-    workers = [(role, cluster.mock(role, "mock", **ARGS)) for role in ("prefill", "prefill", "decode", "decode")]
+    workers = [
+        (role, cluster.mock(role, "mock", **ARGS))
+        for role in ("prefill", "prefill", "decode", "decode")
+    ]
     cluster.until_ready("mock")
     load = Load(cluster)
     assert load.right.startswith("length: ")
@@ -100,7 +113,9 @@ def is_idle(worker: Process) -> bool:
     return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
 
 
-def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigterm_ends_it(make_cluster: Make) -> None:
+def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigterm_ends_it(
+    make_cluster: Make,
+) -> None:
     cluster = make_cluster()
     cluster.mock("prefill", "mock", **ARGS)
     decode = cluster.mock("decode", "mock", **ARGS)
@@ -113,7 +128,9 @@ def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigte
         while not next(stream)["choices"][0]["delta"].get("content"):
             pass
         decode.send(signal.SIGTERM)
-        decode.wait_for(r"draining for \d+ s \(up to 30 s\): running requests: 1, pending KV transfers: 0")
+        decode.wait_for(
+            r"draining for \d+ s \(up to 30 s\): running requests: 1, pending KV transfers: 0"
+        )
         begun = time.monotonic()
         decode.send(signal.SIGTERM)
         assert decode.wait() == 1

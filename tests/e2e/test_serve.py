@@ -1,4 +1,6 @@
-"""The command `serve` with real processes: two deployments side by side, which differ in nothing but the port."""
+"""The command `serve` with real processes: two deployments side by side, which differ in nothing
+but the port.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.timeout(300)
     ("flags", "engine"),
     [
         (MOCK, "mock: given with --engine"),
-        pytest.param([], "torch: no NVIDIA GPU was found .*, and it runs on CPUs", marks=pytest.mark.long),
+        pytest.param(
+            [], "torch: no NVIDIA GPU was found .*, and it runs on CPUs", marks=pytest.mark.long
+        ),
     ],
     ids=["mock", "torch"],
 )
@@ -40,7 +44,9 @@ def test_serve_when_two_run_side_by_side_then_each_answers_and_ctrl_c_leaves_not
             folder = tmp_path / str(port)
             folder.mkdir()
             argv = (MODEL, "--prefill", "1", "--decode", "1", "--port", str(port), *own)
-            started.append(LauncherProcess(folder, *argv, command=SERVE, env={"CUDA_VISIBLE_DEVICES": ""}))
+            started.append(
+                LauncherProcess(folder, *argv, command=SERVE, env={"CUDA_VISIBLE_DEVICES": ""})
+            )
         for running, port in zip(started, ports, strict=True):
             running.wait_line(r"launch +\| topology: +1 prefill and 1 decode worker, as given")
             running.wait_line(rf"launch +\| Ready: http://localhost:{port}")
@@ -50,7 +56,9 @@ def test_serve_when_two_run_side_by_side_then_each_answers_and_ctrl_c_leaves_not
         messages = [{"role": "user", "content": "Is everything up and running?"}]
         body = {"model": MODEL, "messages": messages, "max_tokens": 16}
         url = f"http://localhost:{ports[0]}/v1/chat/completions"
-        answer = httpx.post(url, json=body, headers={"x-dynamo-stats": "1"}, timeout=WAIT_S, **PLAIN).json()
+        answer = httpx.post(
+            url, json=body, headers={"x-dynamo-stats": "1"}, timeout=WAIT_S, **PLAIN
+        ).json()
         assert answer["usage"]["completion_tokens"] > 0
         assert answer["dynamo_trtllm"]["kv_bytes"] > 0
         first.process.send_signal(signal.SIGINT)

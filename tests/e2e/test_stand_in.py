@@ -1,7 +1,8 @@
 """Workers with TensorRT-LLM's adapter over its stand-in: real processes, the bundled model.
 
-The checks are those of tests/gpu/trtllm, which the real package is held to: here it is known that their text works.
-One worker is started as examples/llmapi_launch.sh starts examples/embedded_trtllm.py.
+The checks are those of tests/gpu/trtllm, which the real package is held to: here it is known that
+their text works. One worker is started as examples/llmapi_launch.sh starts
+examples/embedded_trtllm.py.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ SITE = checks.Site(model=TINY, gpus=0, env=ENV)
 
 
 def started_by_example(cluster: Cluster) -> Process:
-    """Start the worker that serves whole requests by the example for several nodes, with flags of any worker."""
+    """Start the worker that serves whole requests by the example for several nodes, with flags of
+    any worker.
+    """
     flags = ["--model-path", TINY, "--served-model-name", checks.WHOLE, "--system-port", "0"]
     arguments = json.dumps(SITE.arguments("prefill_and_decode"))
-    env = {**SITE.env, "PATH": os.pathsep.join([str(FAKES / "bin"), os.environ["PATH"]]), "PYTHON": sys.executable}
+    env = {
+        **SITE.env,
+        "PATH": os.pathsep.join([str(FAKES / "bin"), os.environ["PATH"]]),
+        "PYTHON": sys.executable,
+    }
     return cluster.script(
-        [str(ROOT / "examples" / "llmapi_launch.sh")], [*flags, "--override-engine-args", arguments], env
+        [str(ROOT / "examples" / "llmapi_launch.sh")],
+        [*flags, "--override-engine-args", arguments],
+        env,
     )
 
 
@@ -55,7 +64,9 @@ def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
 def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
     """The demo's question, answered greedily."""
     with served.cluster.client() as client:
-        answer = client.post("/v1/chat/completions", json=main.sample_request(model) | {"logprobs": True})
+        answer = client.post(
+            "/v1/chat/completions", json=main.sample_request(model) | {"logprobs": True}
+        )
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     return {
@@ -65,14 +76,20 @@ def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
     }
 
 
-def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_one_engine(served: checks.Served) -> None:
-    """That these are the torch engine's tokens is proved in tests/contract/test_engine_trtllm.py."""
+def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_one_engine(
+    served: checks.Served,
+) -> None:
+    """That these are the torch engine's tokens is proved in
+    tests/contract/test_engine_trtllm.py.
+    """
     disaggregated = chat(served, checks.PAIR)
     assert disaggregated == chat(served, checks.WHOLE)
     assert len(disaggregated["tokens"]) > 20
 
 
-def test_workers_when_they_start_then_their_log_says_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> None:
+def test_workers_when_they_start_then_their_log_says_that_tensorrt_llm_is_a_stand_in(
+    served: checks.Served,
+) -> None:
     for worker in served.workers():
         worker.wait_for("STAND-IN: this is not TensorRT-LLM")
 
@@ -103,7 +120,9 @@ def test_drain_when_a_request_runs_then_it_is_finished(served: checks.Served) ->
 @pytest.mark.long
 def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> None:
     def kill(_: Process) -> None:
-        """It dies of the request: the first of more than one token, which the worker's own start is not."""
+        """It dies of the request: the first of more than one token, which the worker's own start is
+        not.
+        """
 
     checks.check_death(served, kill, env={"STANDIN_TRAPS": "dies_of_long"})
 
@@ -112,7 +131,10 @@ def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> 
 def test_event_loop_when_a_dead_rank_blocks_it_then_the_worker_ends_and_the_client_gets_an_error(
     served: checks.Served,
 ) -> None:
-    """No signal would reach this worker, and its own checks do not run. The request blocks it before it has a token."""
+    """No signal would reach this worker, and its own checks do not run.
+
+    The request blocks it before it has a token.
+    """
 
     def leave(_: Process) -> None:
         """The request itself finds the dead rank."""
@@ -120,7 +142,9 @@ def test_event_loop_when_a_dead_rank_blocks_it_then_the_worker_ends_and_the_clie
     checks.check_death(served, leave, env={"STANDIN_TRAPS": "submit_blocks"})
 
 
-def test_example_when_started_by_its_launcher_then_rank_0_serves_until_stopped(served: checks.Served) -> None:
+def test_example_when_started_by_its_launcher_then_rank_0_serves_until_stopped(
+    served: checks.Served,
+) -> None:
     """The last test of these workers: one of them ends."""
     served.whole.wait_for("STAND-IN: trtllm-llmapi-launch")
     assert chat(served, checks.WHOLE)["tokens"]
@@ -134,12 +158,16 @@ CONTRADICTIONS = [(["--stand-in"], "needs --engine trtllm"), (["--engine"], "nee
 
 @pytest.mark.parametrize(("argv", "said"), CONTRADICTIONS)
 def test_demo_when_flags_contradict_then_it_says_so(argv: list[str], said: str) -> None:
-    done = subprocess.run([ROOT / "scripts" / "demo", *argv], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ROOT / "scripts" / "demo", *argv], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert re.search(said, done.stderr)
 
 
-def test_worker_when_neither_package_nor_stand_in_is_there_then_one_line_says_how_to_get_it(tmp_path: Path) -> None:
+def test_worker_when_neither_package_nor_stand_in_is_there_then_one_line_says_how_to_get_it(
+    tmp_path: Path,
+) -> None:
     argv = [sys.executable, "-m", "dynamo_trtllm", "--model", TINY, "--engine", "trtllm"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)

@@ -1,4 +1,6 @@
-"""`dynamo-trtllm status` against real processes: by their frontend, by etcd, and where nothing runs."""
+"""`dynamo-trtllm status` against real processes: by their frontend, by etcd, and where nothing
+runs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Server = Callable[..., int]
 
 
 @pytest.fixture
-def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Status:
+def show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Status:
     """Run the command where no launcher runs. Return its exit status and what it says."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -50,16 +54,23 @@ def silent() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_status_when_a_frontend_is_named_then_its_load_and_its_workers(mock_cluster: Cluster, show: Status) -> None:
+def test_status_when_a_frontend_is_named_then_its_load_and_its_workers(
+    mock_cluster: Cluster, show: Status
+) -> None:
     url = mock_cluster.frontend.url()
     code, said, _ = show("--url", url)
     lines = said.splitlines()
     namespace = mock_cluster.env["DYN_NAMESPACE"]
-    problems = [line for line in lines if line.startswith("problem: ")]  # of models of other tests that have left
+    # of models of other tests that have left
+    problems = [line for line in lines if line.startswith("problem: ")]
     assert code == bool(problems), said
     assert "model mock " not in " ".join(problems)
     assert lines[0] == f"deployment {namespace}: {'NOT READY' if problems else 'ready'}, {url}"
-    assert [line for line in lines if re.match(r"model mock: (1 prefill, 1 decode|1 decode, 1 prefill) ", line)]
+    assert [
+        line
+        for line in lines
+        if re.match(r"model mock: (1 prefill, 1 decode|1 decode, 1 prefill) ", line)
+    ]
     (frontend,) = [line for line in lines if line.startswith("frontend ")]
     assert " ready " in frontend
     assert " 0 in flight, 0 queued" in frontend
@@ -71,7 +82,13 @@ def test_status_when_a_namespace_is_named_then_the_workers_in_etcd_or_the_namesp
     mock_cluster: Cluster, show: Status, tmp_path: Path
 ) -> None:
     namespace = mock_cluster.env["DYN_NAMESPACE"]
-    words = ("--etcd-endpoints", mock_cluster.env["ETCD_ENDPOINTS"], "--namespace", namespace, "--json")
+    words = (
+        "--etcd-endpoints",
+        mock_cluster.env["ETCD_ENDPOINTS"],
+        "--namespace",
+        namespace,
+        "--json",
+    )
     code, said, _ = show(*words)
     (report,) = json.loads(said)
     assert (code, report["namespace"]) == (0, namespace)
@@ -80,9 +97,14 @@ def test_status_when_a_namespace_is_named_then_the_workers_in_etcd_or_the_namesp
     }
     assert {each["role"] for each in report["processes"]} == {"prefill", "decode"}
     record(tmp_path, os.getpid(), "here", starts=free_ports())
-    code, said, error = show("--etcd-endpoints", mock_cluster.env["ETCD_ENDPOINTS"], "--namespace", "nope")
+    code, said, error = show(
+        "--etcd-endpoints", mock_cluster.env["ETCD_ENDPOINTS"], "--namespace", "nope"
+    )
     assert (code, said) == (1, "")
-    assert "only here was launched on this machine, etcd has no worker in namespace nope (it has workers in " in error
+    assert (
+        "only here was launched on this machine, etcd has no worker in namespace nope (it has"
+        " workers in " in error
+    )
     assert namespace in error
 
 
@@ -98,7 +120,9 @@ def test_status_when_nothing_runs_then_one_line_says_where_it_looked(
     assert error.count("\n") == 1
 
 
-def test_status_when_a_server_does_not_answer_then_it_waits_no_longer_than_asked(show: Status, silent: int) -> None:
+def test_status_when_a_server_does_not_answer_then_it_waits_no_longer_than_asked(
+    show: Status, silent: int
+) -> None:
     begun = time.monotonic()
     code, _, error = show("--url", f"http://127.0.0.1:{silent}", "--timeout-s", "0.3")
     assert time.monotonic() - begun < 10
@@ -130,7 +154,9 @@ def server() -> Iterator[Server]:
     """Start servers that answer with these bodies by path. Return their ports."""
     with ExitStack() as stack:
 
-        def start(bodies: Mapping[str, tuple[int, str]], together: threading.Barrier | None = None) -> int:
+        def start(
+            bodies: Mapping[str, tuple[int, str]], together: threading.Barrier | None = None
+        ) -> int:
             handler = type("Given", (Answers,), {"bodies": bodies, "together": together})
             served = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
             thread = threading.Thread(target=served.serve_forever, args=(0.01,))
@@ -145,17 +171,24 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def loading(server: Server) -> int:
     """The port of a worker that still loads."""
-    return server({"/ready": (503, '{"status": "loading", "reason": "weights", "instance_id": "ab"}')})
+    return server(
+        {"/ready": (503, '{"status": "loading", "reason": "weights", "instance_id": "ab"}')}
+    )
 
 
 def health(*ids: str, model: str = "m") -> str:
     """Return `/health` of a frontend that knows these workers."""
-    instances = [{"id": each, "namespace": "here", "role": "decode", "model": model, "engine": "mock"} for each in ids]
+    instances = [
+        {"id": each, "namespace": "here", "role": "decode", "model": model, "engine": "mock"}
+        for each in ids
+    ]
     return json.dumps({"status": "healthy", "instances": instances, "mismatched": []})
 
 
 def record(folder: Path, pid: int, namespace: str, ended: Sequence[str] = (), **ports: int) -> None:
-    """Write the record of a launcher, with a frontend, or a worker whose instance has its name, for each port."""
+    """Write the record of a launcher, with a frontend, or a worker whose instance has its name, for
+    each port.
+    """
     processes = [
         ProcessRecord(
             name=name,
@@ -178,7 +211,9 @@ def record(folder: Path, pid: int, namespace: str, ended: Sequence[str] = (), **
         ended_instances=[*ended],
     )
     (folder / f"dynamo-launch-{namespace}").mkdir()
-    (folder / f"dynamo-launch-{namespace}" / "deployment.json").write_bytes(msgspec.json.encode(content))
+    (folder / f"dynamo-launch-{namespace}" / "deployment.json").write_bytes(
+        msgspec.json.encode(content)
+    )
 
 
 def test_status_when_workers_are_not_ready_then_their_state_and_status_1(
@@ -189,7 +224,10 @@ def test_status_when_workers_are_not_ready_then_their_state_and_status_1(
     (tmp_path / "dynamo-launch-empty").mkdir()
     code, said, _ = show("--timeout-s", "0.5")
     assert code == 1
-    assert said.splitlines()[:2] == ["deployment here: NOT READY", "model m: 3 decode (engine mock)"]
+    assert said.splitlines()[:2] == [
+        "deployment here: NOT READY",
+        "model m: 3 decode (engine mock)",
+    ]
     rows = {line.split()[0]: line for line in said.splitlines()}
     assert " loading: weights " in rows["loads"]
     assert " unreachable: no answer in time " in rows["hangs"]
@@ -201,7 +239,9 @@ def test_status_when_workers_are_not_ready_then_their_state_and_status_1(
 def test_status_when_a_worker_is_frozen_or_was_restarted_then_its_registration_is_no_other_row(
     show: Status, tmp_path: Path, server: Server, silent: int
 ) -> None:
-    frontend = server({"/ready": (200, '{"status": "ready"}'), "/health": (200, health("frozen", "old", "far"))})
+    frontend = server(
+        {"/ready": (200, '{"status": "ready"}'), "/health": (200, health("frozen", "old", "far"))}
+    )
     record(tmp_path, os.getpid(), "here", ended=["old"], frontend=frontend, frozen=silent)
     _, said, _ = show("--timeout-s", "0.5")
     rows = [line.split()[:3] for line in said.splitlines()[5:]]
@@ -216,38 +256,57 @@ def test_status_when_it_asks_a_frontend_twice_then_at_once_so_that_one_time_out_
     show: Status, tmp_path: Path, server: Server
 ) -> None:
     both = threading.Barrier(2)
-    frontend = server({"/ready": (503, '{"status": "loading"}'), "/health": (200, health("far"))}, both)
+    frontend = server(
+        {"/ready": (503, '{"status": "loading"}'), "/health": (200, health("far"))}, both
+    )
     record(tmp_path, os.getpid(), "here", frontend=frontend)
     for words in ((), ("--url", f"http://127.0.0.1:{frontend}")):
         _, said, error = show("--timeout-s", "5", *words)
         assert " registered " in said, error
 
 
-def test_status_when_text_of_others_is_shown_then_it_is_escaped(show: Status, server: Server) -> None:
-    bodies = {"/ready": (503, '{"status": "a\\u001b[2Jb"}'), "/health": (200, health("far", model="m\x1b[31m"))}
+def test_status_when_text_of_others_is_shown_then_it_is_escaped(
+    show: Status, server: Server
+) -> None:
+    bodies = {
+        "/ready": (503, '{"status": "a\\u001b[2Jb"}'),
+        "/health": (200, health("far", model="m\x1b[31m")),
+    }
     _, said, _ = show("--url", f"http://127.0.0.1:{server(bodies)}")
     assert "a\\x1b[2Jb" in said
     assert "m\\x1b[31m" in said
     assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("url", ["http://user:secret@x:1", "https://x:1", "http://x:1/a", "http://x:1?a"])
-def test_status_when_the_address_has_a_part_that_is_not_used_then_it_is_rejected(show: Status, url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@x:1", "https://x:1", "http://x:1/a", "http://x:1?a"]
+)
+def test_status_when_the_address_has_a_part_that_is_not_used_then_it_is_rejected(
+    show: Status, url: str
+) -> None:
     code, _, error = show("--url", url)
     assert code == 2
     assert "status needs http://HOST:PORT, without TLS, password or path" in error
     assert "secret" not in error
 
 
-def test_status_when_another_service_answers_then_it_is_no_deployment(show: Status, server: Server) -> None:
-    port = server({"/ready": (200, '{"status": "ok"}'), "/health": (200, '{"status": "ok", "instances": []}')})
+def test_status_when_another_service_answers_then_it_is_no_deployment(
+    show: Status, server: Server
+) -> None:
+    port = server(
+        {"/ready": (200, '{"status": "ok"}'), "/health": (200, '{"status": "ok", "instances": []}')}
+    )
     code, said, error = show("--url", f"http://127.0.0.1:{port}")
     assert (code, said) == (1, "")
     assert "the answer is not that of a frontend" in error
 
 
 def test_status_when_watched_in_a_pipe_then_a_line_of_json_each_time(
-    show: Status, tmp_path: Path, loading: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    show: Status,
+    tmp_path: Path,
+    loading: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     record(tmp_path, os.getpid(), "here", loads=loading)
     pauses: list[float] = []

@@ -1,4 +1,6 @@
-"""A model with a chat template through real processes: parser flags on the worker, tool calls at the SDK."""
+"""A model with a chat template through real processes: parser flags on the worker, tool calls at
+the SDK.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,23 @@ PARAMETERS = {
 
 
 def tool(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "strict": True, "parameters": PARAMETERS}}
+    return {
+        "type": "function",
+        "function": {"name": name, "strict": True, "parameters": PARAMETERS},
+    }
 
 
 def body(choice: Any, **fields: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "Is it warm?"}
     tools = [tool("look"), tool("ask")]
-    return {"model": NAME, "messages": [message], "tools": tools, "tool_choice": choice, "max_tokens": 100, **fields}
+    return {
+        "model": NAME,
+        "messages": [message],
+        "tools": tools,
+        "tool_choice": choice,
+        "max_tokens": 100,
+        **fields,
+    }
 
 
 NAMED = {"type": "function", "function": {"name": "look"}}
@@ -45,7 +57,9 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights and a vocabulary of bytes, which has the markers of calls as special tokens."""
+    """Random weights and a vocabulary of bytes, which has the markers of calls as special
+    tokens.
+    """
     made = write_tiny_llama(tmp_path_factory.mktemp("llama"))
     words = ["<pad>", "<|end|>", "<|stop|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
@@ -78,7 +92,9 @@ def test_chat_when_calls_are_demanded_of_a_template_model_then_they_are_read_by_
             assert set(json.loads(call["function"]["arguments"])) == {"is_warm"}
             assert not message["content"]
             assert answer["choices"][0]["finish_reason"] == "tool_calls"
-        with client.stream("POST", "/v1/chat/completions", json=body(NAMED, stream=True)) as response:
+        with client.stream(
+            "POST", "/v1/chat/completions", json=body(NAMED, stream=True)
+        ) as response:
             deltas = [c["delta"] for e in events(response.iter_lines()) for c in e["choices"]]
     calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
     assert calls[0]["function"]["name"] == "look"
@@ -86,9 +102,14 @@ def test_chat_when_calls_are_demanded_of_a_template_model_then_they_are_read_by_
     assert set(json.loads("".join(call["function"]["arguments"] for call in calls))) == {"is_warm"}
 
 
-def test_worker_when_the_parser_is_of_another_format_then_it_ends_before_it_loads(folder: Path) -> None:
+def test_worker_when_the_parser_is_of_another_format_then_it_ends_before_it_loads(
+    folder: Path,
+) -> None:
     argv = ["--engine", "torch", "--model", str(folder), "--dyn-reasoning-parser", "gpt_oss"]
     status, said = command(["dynamo_trtllm", *argv], os.environ)
     assert status == 2
     assert said[-1].endswith("or leave the flag out")
-    assert "--dyn-reasoning-parser gpt_oss does not fit this model, which uses a chat template" in said[-1]
+    assert (
+        "--dyn-reasoning-parser gpt_oss does not fit this model, which uses a chat template"
+        in said[-1]
+    )

@@ -19,17 +19,23 @@ pytestmark = [pytest.mark.extra, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a new virtual environment with the wheel. Its dependencies are those that the tests run with."""
+    """Return a new virtual environment with the wheel.
+
+    Its dependencies are those that the tests run with.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip"]
     no_index = ["-q", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *no_index, "--no-build-isolation", "-w", folder / "dist", ROOT], check=True)
+    subprocess.run(
+        [*pip, "wheel", *no_index, "--no-build-isolation", "-w", folder / "dist", ROOT], check=True
+    )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     python = folder / "env/bin/python"
     (wheel,) = (folder / "dist").iterdir()
     subprocess.run([*pip, "--python", python, "install", *no_index, wheel], check=True)
     (packages,) = (folder / "env/lib").glob("python*/site-packages")
-    # a line of a .pth file comes after the packages of the environment, and .pth files in its folder are not read
+    # a line of a .pth file comes after the packages of the environment, and .pth files in its
+    # folder are not read
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     return folder / "env"
 
@@ -38,7 +44,9 @@ def run(environment: Path, program: str, *words: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PATH"] = f"{environment / 'bin'}:{env['PATH']}"
     command = [environment / "bin" / program, *words]
-    done = subprocess.run(command, cwd=environment.parent, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=environment.parent, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -82,6 +90,6 @@ def test_wheel_when_listed_then_neither_results_nor_tests_are_in_it(environment:
     (package,) = environment.glob("lib/python*/site-packages/dynamo_trtllm")
     assert not (package / "bench/results").exists()
     assert not (package / "bench/__init__.py").exists()
-    assert {path.name for path in package.parent.glob("*") if path.suffix not in (".dist-info", ".pth")} == {
-        "dynamo_trtllm"
-    }
+    assert {
+        path.name for path in package.parent.glob("*") if path.suffix not in (".dist-info", ".pth")
+    } == {"dynamo_trtllm"}

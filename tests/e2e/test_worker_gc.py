@@ -1,4 +1,6 @@
-"""The garbage collector of a worker's process does not look at what its engine made while it loaded."""
+"""The garbage collector of a worker's process does not look at what its engine made while it
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ main.main()
 """
 
 
-def test_worker_when_it_registers_then_what_was_loaded_is_frozen(make_cluster: Callable[..., Cluster]) -> None:
+def test_worker_when_it_registers_then_what_was_loaded_is_frozen(
+    make_cluster: Callable[..., Cluster],
+) -> None:
     cluster, name = make_cluster(), f"gc-{secrets.token_hex(4)}"
     flags = ["--engine", "mock", "--model", TINY, "--served-model-name", name]
     worker = cluster.script(
-        [sys.executable, "-c", COUNTING], [*flags, "--disaggregation-mode", "prefill_and_decode", "--system-port", "0"]
+        [sys.executable, "-c", COUNTING],
+        [*flags, "--disaggregation-mode", "prefill_and_decode", "--system-port", "0"],
     )
     frozen = worker.wait_for(r"frozen when it registers: (\d+)")
     assert int(frozen.group(1)) > 10_000  # with no engine's library

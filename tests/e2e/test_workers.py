@@ -19,8 +19,10 @@ from tests.e2e.cluster import PLAIN, Cluster, Process, events, until
 MODEL = "workers"
 NAMES = ("frontend-1", "frontend-2")
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-LONG = BODY | {"max_tokens": 20_000, "stream": True}  # 100 s at 5 ms a step: it does not end by itself
-WITHIN_S = 30.0  # a connection may come to the process that is just being started again, and waits there
+# 100 s at 5 ms a step: it does not end by itself
+LONG = BODY | {"max_tokens": 20_000, "stream": True}
+# a connection may come to the process that is just being started again, and waits there
+WITHIN_S = 30.0
 MOST = 64  # connections, each of which has an even chance to come to either process
 
 
@@ -39,18 +41,25 @@ def cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
 def members(frontend: Process) -> list[psutil.Process]:
     """The processes that serve."""
     children = psutil.Process(frontend.pid).children()
-    return [child for child in children if not any("output_relay" in word for word in child.cmdline())]
+    return [
+        child for child in children if not any("output_relay" in word for word in child.cmdline())
+    ]
 
 
 def total(url: str) -> float:
     """Finished requests, as whichever process answers tells."""
     text = httpx.get(f"{url}/metrics", timeout=WITHIN_S, **PLAIN).text
-    return sum(float(value) for value in re.findall(r"^dynamo_trtllm_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
+    return sum(
+        float(value)
+        for value in re.findall(r"^dynamo_trtllm_requests_total\{.*\} (\S+)$", text, re.MULTILINE)
+    )
 
 
 def served_by(frontend: Process) -> set[str]:
     """The names of those that have finished a request."""
-    found = (re.search(r"(frontend-\d) .*request_context: request", line) for line in frontend.lines)
+    found = (
+        re.search(r"(frontend-\d) .*request_context: request", line) for line in frontend.lines
+    )
     return {match[1] for match in found if match}
 
 
@@ -60,22 +69,34 @@ def owner(response: httpx.Response, frontend: Process) -> int:
     return next(
         member.pid
         for member in members(frontend)
-        if any(connection.raddr and connection.raddr.port == local for connection in member.net_connections("tcp"))
+        if any(
+            connection.raddr and connection.raddr.port == local
+            for connection in member.net_connections("tcp")
+        )
     )
 
 
 @pytest.mark.timeout(180)  # two starts of a frontend, on a machine that may be busy
-def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(cluster: Cluster) -> None:
+def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(
+    cluster: Cluster,
+) -> None:
     frontend, url = cluster.frontend, cluster.frontend.url()
     ready = f"{url}/ready"
     until(lambda: httpx.get(ready, timeout=WITHIN_S, **PLAIN).status_code == 200, WITHIN_S)
-    assert {httpx.get(ready, timeout=WITHIN_S, **PLAIN).status_code for _ in range(6)} == {200}  # of either
+    # of either
+    assert {httpx.get(ready, timeout=WITHIN_S, **PLAIN).status_code for _ in range(6)} == {200}
     asked = 0
     while served_by(frontend) != set(NAMES):
         assert asked < MOST
-        assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN).status_code == 200
+        assert (
+            httpx.post(
+                f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN
+            ).status_code
+            == 200
+        )
         asked += 1
-    until(lambda: total(url) == asked, WITHIN_S)  # a request is counted when its client has all of it
+    # a request is counted when its client has all of it
+    until(lambda: total(url) == asked, WITHIN_S)
     assert {total(url) for _ in range(6)} == {asked}  # whichever answers tells of both
 
     with ExitStack() as stack:
@@ -95,10 +116,14 @@ def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes
             assert len(list(itertools.islice(events(response.iter_lines()), 200))) == 200
     asked += len(streams[survivor])
 
-    until(lambda: total(url) == asked, WITHIN_S)  # what the dead one had reported stays, and never decreases
+    # what the dead one had reported stays, and never decreases
+    until(lambda: total(url) == asked, WITHIN_S)
     until(lambda: sum(f"model {MODEL} is ready" in line for line in frontend.lines) == 3, WITHIN_S)
     assert {member.pid for member in members(frontend)} > {survivor}
-    assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN).status_code == 200
+    assert (
+        httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN).status_code
+        == 200
+    )
     until(lambda: total(url) == asked + 1, WITHIN_S)
 
     left = members(frontend)
@@ -107,8 +132,12 @@ def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes
     assert not any(member.is_running() for member in left)
 
 
-def test_workers_when_their_parent_is_killed_then_nothing_is_left(etcd_server: str, nats_server: str) -> None:
-    cluster = Cluster(etcd_server, nats_server, f"workers-{secrets.token_hex(4)}", ["--workers", "2"])
+def test_workers_when_their_parent_is_killed_then_nothing_is_left(
+    etcd_server: str, nats_server: str
+) -> None:
+    cluster = Cluster(
+        etcd_server, nats_server, f"workers-{secrets.token_hex(4)}", ["--workers", "2"]
+    )
     frontend = cluster.frontend
     for name in NAMES:
         frontend.wait_for(rf"{name} .*listening on")

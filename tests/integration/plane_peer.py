@@ -1,4 +1,6 @@
-"""Run one end of a NATS request plane: `python -m tests.integration.plane_peer URL serve|call SUBJECT`."""
+"""Run one end of a NATS request plane: `python -m tests.integration.plane_peer URL serve|call
+SUBJECT`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Back-pressure over real etcd and NATS: reserved slots, full workers, KV that is not fetched, transfers that hang."""
+"""Back-pressure over real etcd and NATS: reserved slots, full workers, KV that is not fetched,
+transfers that hang.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,27 @@ import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch, TransferTimeout
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, Phase, ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    KvTransferParams,
+    Phase,
+    ReleaseKv,
+    ReleaseOutcome,
+    Role,
+)
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import Admission
 from tests.engines import tokens
-from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
+from tests.integration.worker_helpers import (
+    FrontendSide,
+    RunningWorkers,
+    config,
+    frontend_side,
+    request,
+    until,
+)
 from tests.streaming import call_stream, pipeline_stream
 from tests.waiting import SOON_S
 
@@ -32,7 +49,9 @@ class Scene:
         self.running_workers = running_workers
 
     async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[Chunk]:
-        async with aclosing(pipeline_stream(self.side.pipeline, asked, trace or RouteTrace())) as chunks:
+        async with aclosing(
+            pipeline_stream(self.side.pipeline, asked, trace or RouteTrace())
+        ) as chunks:
             return [chunk async for chunk in chunks]
 
     def serving(self, role: Role) -> EndpointServer:
@@ -45,31 +64,43 @@ class Scene:
         return made
 
     def subject(self, role: Role) -> str:
-        return next(instance.subject for instance in self.side.view.instances() if instance.role is role)
+        return next(
+            instance.subject for instance in self.side.view.instances() if instance.role is role
+        )
 
     async def kv_params(self) -> KvTransferParams:
         """Of a prefill call whose decode call never comes."""
         call = request(max_tokens=8, phase=Phase.PREFILL)
-        async with aclosing(call_stream(self.side.plane, self.subject(Role.PREFILL), call)) as stream:
+        async with aclosing(
+            call_stream(self.side.plane, self.subject(Role.PREFILL), call)
+        ) as stream:
             last = [chunk async for chunk in stream][-1]
         assert last.kv_params is not None
         return last.kv_params
 
     async def release(self, kv_params: KvTransferParams) -> None:
         await self.side.plane.control(
-            self.subject(Role.PREFILL), ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED), timeout_s=SOON_S
+            self.subject(Role.PREFILL),
+            ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED),
+            timeout_s=SOON_S,
         )
 
     async def until_nothing_is_left(self) -> None:
         await self.side.pipeline.aclose()
         await self.running_workers.wait_idle()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
-        await until(lambda: all((each.active(), each.reserved_slots()) == (0, 0) for each in both), SOON_S)
+        await until(
+            lambda: all((each.active(), each.reserved_slots()) == (0, 0) for each in both), SOON_S
+        )
 
 
 @asynccontextmanager
 async def scene(
-    servers: tuple[str, str], running_workers: RunningWorkers, *, prefill: dict[str, Any] | None = None, **decode: Any
+    servers: tuple[str, str],
+    running_workers: RunningWorkers,
+    *,
+    prefill: dict[str, Any] | None = None,
+    **decode: Any,
 ) -> AsyncIterator[Scene]:
     """`prefill` and `decode` are settings; at the end nothing may be left."""
     shared = config(*servers)
@@ -131,8 +162,12 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
 async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slot_is_free(
     servers: tuple[str, str], running_workers: RunningWorkers, end: str
 ) -> None:
-    async with scene(servers, running_workers, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
-        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 2.5)))
+    async with scene(
+        servers, running_workers, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST
+    ) as made:
+        running = asyncio.create_task(
+            made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 2.5))
+        )
         await until(lambda: made.admission(Role.DECODE).reserved_slots() == 1, SOON_S)
         if end == "client gone":
             running.cancel()
@@ -145,10 +180,14 @@ async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slo
 async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    async with scene(servers, running_workers, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
+    async with scene(
+        servers, running_workers, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST
+    ) as made:
         async with frontend_side(running_workers.workers[0]._config) as other:
             await other.until_instances(2)
-            asking = asyncio.create_task(Scene(other, running_workers).run(request(max_tokens=20, seconds=6)))
+            asking = asyncio.create_task(
+                Scene(other, running_workers).run(request(max_tokens=20, seconds=6))
+            )
             await until(lambda: made.admission(Role.DECODE).reserved_slots() == 1, SOON_S)
             await other.plane._transport._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
             await asyncio.gather(asking, return_exceptions=True)
@@ -161,7 +200,8 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(
 ) -> None:
     async with scene(servers, running_workers, prefill=FIRST) as made:
         with pytest.raises(
-            TransferMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"
+            TransferMismatch,
+            match="strategy is 'decode_first' at prefill and 'prefill_first' at decode",
         ):
             await made.run(request(max_tokens=5))
 
@@ -170,7 +210,8 @@ async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_
     servers: tuple[str, str], running_workers: RunningWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_UNFETCHED_S", 0.0)
-    small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
+    # 4 blocks per ticket
+    small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}
     async with scene(servers, running_workers, prefill=small) as made:
         transfers = [await made.kv_params() for _ in range(3)]
         with pytest.raises(Overloaded, match="3 pending KV transfers hold 12 of 16 KV blocks"):
@@ -189,7 +230,9 @@ async def test_worker_when_it_is_full_then_the_pipeline_asks_another(
         running_workers.start(running_workers.workers[1]._config)
         await made.side.until_instances(3)
         traces = [RouteTrace() for _ in range(3)]
-        running = [asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]]
+        running = [
+            asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]
+        ]
         await until(lambda: all(trace.decode_instance is not None for trace in traces[:2]), SOON_S)
         with pytest.raises(Overloaded):
             await made.run(request(max_tokens=5), traces[2])
@@ -217,7 +260,9 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
 
         running_workers.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
         begun, trace = time.monotonic(), RouteTrace()
-        with pytest.raises(TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"):
+        with pytest.raises(
+            TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"
+        ):
             await made.run(request(max_tokens=20), trace)
         assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill call was repeated once
 

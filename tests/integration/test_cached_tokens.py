@@ -1,4 +1,6 @@
-"""`cached_tokens` of answers over prefill and decode workers: what the prefill worker's prefix cache had."""
+"""`cached_tokens` of answers over prefill and decode workers: what the prefill worker's prefix
+cache had.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ async def usage(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> t
 
 
 async def check_caches(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> int:
-    """Ask twice. The second time all full blocks are cached but for the last token. Return how many tokens that is."""
+    """Ask twice.
+
+    The second time all full blocks are cached but for the last token. Return how many tokens that
+    is.
+    """
     prompt_tokens, first = await usage(client, path, body)
     again = await usage(client, path, body)
     most = (prompt_tokens - 1) // 32 * 32
@@ -42,7 +48,9 @@ async def check_caches(client: httpx.AsyncClient, path: str, body: dict[str, Any
 async def test_cached_tokens_when_a_prompt_comes_again_then_each_api_reports_the_count_of_prefill(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
-    chosen = config(etcd_server, nats_server, override_engine_args={"step_s": 0, "enable_prefix_caching": True})
+    chosen = config(
+        etcd_server, nats_server, override_engine_args={"step_s": 0, "enable_prefix_caching": True}
+    )
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
@@ -50,11 +58,18 @@ async def test_cached_tokens_when_a_prompt_comes_again_then_each_api_reports_the
             await asyncio.sleep(0.05)
         cached = await check_caches(client, "/v1/chat/completions", CHAT)
         lines = (await client.post("/v1/chat/completions", json=STREAMED)).text.splitlines()
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+        ]
         assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
         for salt in ("one tenant", "another tenant"):
-            assert await check_caches(client, "/v1/chat/completions", CHAT | {"cache_salt": salt}) == cached
-        await check_caches(client, "/v1/completions", {"model": "tiny", "prompt": [7] * 90, "max_tokens": 6})
+            assert (
+                await check_caches(client, "/v1/chat/completions", CHAT | {"cache_salt": salt})
+                == cached
+            )
+        await check_caches(
+            client, "/v1/completions", {"model": "tiny", "prompt": [7] * 90, "max_tokens": 6}
+        )
         text = {"model": "tiny", "input": "Say these words again. " * 20, "max_output_tokens": 6}
         await check_caches(client, "/v1/responses", text)
     serving.cancel()

@@ -16,7 +16,14 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.engines import tokens
-from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
+from tests.integration.worker_helpers import (
+    FrontendSide,
+    RunningWorkers,
+    config,
+    frontend_side,
+    request,
+    until,
+)
 from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 
@@ -58,26 +65,39 @@ class Scene:
     def left(self) -> dict[str, object]:
         """What requests may leave behind."""
         servings = [serving for plane in self.running_workers.planes for serving in plane._servers]
-        clients = [plane._transport._client for plane in (*self.running_workers.planes, self.side.plane)]
+        clients = [
+            plane._transport._client for plane in (*self.running_workers.planes, self.side.plane)
+        ]
         return {
             "held": self.running_workers.held(),
             "streams of workers": [serving.running for serving in servings],
             "ended streams that hold KV": [held(serving) for serving in servings],
             "admitted": [serving.service.admission.active() for serving in servings],
-            "watched": [sorted(serving._callers) for serving in servings] + [[*self.side.plane._running]],
+            "watched": [sorted(serving._callers) for serving in servings]
+            + [[*self.side.plane._running]],
             "streams": len(self.side.plane._inbox),
             "subscriptions": [len(client._subs) for client in clients],
-            "tasks": sorted(task.get_name() for task in asyncio.all_tasks() if not task.get_name().startswith("Task-")),
-            "unnamed tasks": sum(task.get_name().startswith("Task-") for task in asyncio.all_tasks()),
+            "tasks": sorted(
+                task.get_name()
+                for task in asyncio.all_tasks()
+                if not task.get_name().startswith("Task-")
+            ),
+            "unnamed tasks": sum(
+                task.get_name().startswith("Task-") for task in asyncio.all_tasks()
+            ),
         }
 
 
 @asynccontextmanager
-async def scene(etcd: str, nats: str, running_workers: RunningWorkers, **prefill_args: Any) -> AsyncIterator[Scene]:
+async def scene(
+    etcd: str, nats: str, running_workers: RunningWorkers, **prefill_args: Any
+) -> AsyncIterator[Scene]:
     chosen = config(etcd, nats, ticket_ttl_s=60.0)
     args = {Role.PREFILL: {"step_s": 0.005} | prefill_args, Role.DECODE: {"step_s": 0.02}}
     for role, own in args.items():
-        running_workers.start(chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own}))
+        running_workers.start(
+            chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own})
+        )
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         await side.models.wait_until_loaded()
@@ -98,15 +118,25 @@ async def transferring(made: Scene) -> None:
 
 
 async def decoding(made: Scene) -> None:
-    await until(lambda: made.decode.stats().running == 1 and made.prefill.stats().tickets_held == 0, SOON_S)
+    await until(
+        lambda: made.decode.stats().running == 1 and made.prefill.stats().tickets_held == 0, SOON_S
+    )
 
 
 @pytest.mark.parametrize("end", ["client gone", "deadline"])
 @pytest.mark.parametrize("phase", [queued, prefilling, transferring, decoding])
 async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
-    etcd_server: str, nats_server: str, running_workers: RunningWorkers, phase: Callable[[Scene], Any], end: str
+    etcd_server: str,
+    nats_server: str,
+    running_workers: RunningWorkers,
+    phase: Callable[[Scene], Any],
+    end: str,
 ) -> None:
-    slow = {"step_s": 0.6, "prefill_tokens_per_step": 15, "max_batch_size": 1} if phase in (queued, prefilling) else {}
+    slow = (
+        {"step_s": 0.6, "prefill_tokens_per_step": 15, "max_batch_size": 1}
+        if phase in (queued, prefilling)
+        else {}
+    )
     async with scene(etcd_server, nats_server, running_workers, **slow) as made:
         await made.run(request(max_tokens=2, prompt=4))  # what is made once is there
         await settled(made)
@@ -147,7 +177,10 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         feed, seen = inbox.feed, []
 
         def cancelling(frames: list[Frame]) -> None:
-            if any(isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None for frame in frames):
+            if any(
+                isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None
+                for frame in frames
+            ):
                 seen.append(made.prefill.stats().tickets_held)
                 running.cancel()
             feed(frames)
@@ -168,7 +201,8 @@ async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
         made.may_fetch.clear()
         asking = asyncio.create_task(made.run(request(max_tokens=200)))
         await transferring(made)
-        await made.side.plane._transport._client.close()  # as a process that is killed: nothing is said any more
+        # as a process that is killed: nothing is said any more
+        await made.side.plane._transport._client.close()
         await running_workers.wait_idle()
         with pytest.raises(DynamoError):
             await asyncio.wait_for(asking, 30)
@@ -179,7 +213,11 @@ def held(serving: EndpointServer) -> int:
 
 
 async def settled(made: Scene) -> None:
-    await until(lambda: not any(any(held) for held in made.running_workers.held()), SOON_S, made.running_workers.held)
+    await until(
+        lambda: not any(any(held) for held in made.running_workers.held()),
+        SOON_S,
+        made.running_workers.held,
+    )
     servings = [serving for plane in made.running_workers.planes for serving in plane._servers]
     await until(lambda: not any(map(held, servings)), SOON_S)  # looked at with each heartbeat
     await asyncio.sleep(0.1)

@@ -1,4 +1,6 @@
-"""The command against a real etcd and JetStream: what it shows, removes, refuses, and with which status it ends."""
+"""The command against a real etcd and JetStream: what it shows, removes, refuses, and with which
+status it ends.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,14 @@ class Deployment:
         return sorted((await self.store.read_all(namespace_prefix(self.namespace))).records)
 
     async def run(self, *flags: str, nats: str | None = None) -> int:
-        argv = ["--etcd-endpoints", self.etcd, "--nats-server", nats or self.nats, "--namespace", self.namespace]
+        argv = [
+            "--etcd-endpoints",
+            self.etcd,
+            "--nats-server",
+            nats or self.nats,
+            "--namespace",
+            self.namespace,
+        ]
         with pytest.raises(SystemExit) as ended:
             await asyncio.to_thread(clear_namespace.main, [*argv, *flags])
         assert isinstance(ended.value.code, int)
@@ -76,7 +85,9 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = await deployment.leave(7)
-    longer = Deployment(deployment.etcd, deployment.nats, f"{deployment.namespace}-2", deployment.store)
+    longer = Deployment(
+        deployment.etcd, deployment.nats, f"{deployment.namespace}-2", deployment.store
+    )
     other = await longer.leave(8)
     kept = await JetStreamStore.connect(deployment.nats, deployment.namespace, LIMITS)
     await kept.put("resp_1", b"answer")
@@ -85,7 +96,9 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     first, instance, bucket, last = capsys.readouterr().out.splitlines()
     assert first == f"namespace {deployment.namespace} has"
     assert instance == f"  etcd       {key} (no lease)"
-    assert bucket.startswith(f"  JetStream  dynamo_trtllm_responses_{deployment.namespace} (1 messages, ")
+    assert bucket.startswith(
+        f"  JetStream  dynamo_trtllm_responses_{deployment.namespace} (1 messages, "
+    )
     assert last == "Removed."
     assert await deployment.keys() == []
     assert await longer.keys() == [other]
@@ -99,7 +112,10 @@ async def test_clear_when_a_key_is_no_utf8_then_it_is_shown_escaped_and_goes(
     await deployment.store.put(key, b"", NO_LEASE)
     assert await deployment.keys() == [key]
     assert await deployment.run("--yes") == 0
-    assert f"  etcd       v1/instances/{deployment.namespace}/\\udcff\\x1b[2J (" in capsys.readouterr().out
+    assert (
+        f"  etcd       v1/instances/{deployment.namespace}/\\udcff\\x1b[2J ("
+        in capsys.readouterr().out
+    )
     assert await deployment.keys() == []
 
 
@@ -130,7 +146,9 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
         await discovery.aclose()
 
 
-async def test_clear_when_a_killed_worker_is_forced_out_then_it_stays_out(deployment: Deployment) -> None:
+async def test_clear_when_a_killed_worker_is_forced_out_then_it_stays_out(
+    deployment: Deployment,
+) -> None:
     lease = await deployment.store.grant(60)
     await deployment.leave(3, lease)
     await deployment.leave(4, lease)
@@ -140,7 +158,8 @@ async def test_clear_when_a_killed_worker_is_forced_out_then_it_stays_out(deploy
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "left"), [("y\n", 0, 0), ("YES\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1), ("", 1, 1)]
+    ("answer", "status", "left"),
+    [("y\n", 0, 0), ("YES\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1), ("", 1, 1)],
 )
 async def test_clear_when_it_asks_on_a_terminal_then_only_a_yes_removes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
@@ -157,7 +176,9 @@ async def test_clear_when_confirmation_is_impossible_then_status_2_and_nothing_g
     await deployment.leave(5)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert await deployment.run() == 2
-    assert capsys.readouterr().err.endswith("confirmation needs a terminal, and stdin is none; pass --yes\n")
+    assert capsys.readouterr().err.endswith(
+        "confirmation needs a terminal, and stdin is none; pass --yes\n"
+    )
     assert len(await deployment.keys()) == 1
 
 
@@ -167,5 +188,8 @@ async def test_clear_when_nats_is_not_there_then_status_1_and_nothing_goes(
     monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)
     await deployment.leave(6)
     assert await deployment.run("--yes", nats="nats://127.0.0.1:1") == 1
-    assert "can't be used (TimeoutError); check --nats-server and that NATS runs" in capsys.readouterr().err
+    assert (
+        "can't be used (TimeoutError); check --nats-server and that NATS runs"
+        in capsys.readouterr().err
+    )
     assert len(await deployment.keys()) == 1

@@ -1,4 +1,6 @@
-"""The limits of connections, over real sockets: the frontend's own HTTP server around a scripted pipeline."""
+"""The limits of connections, over real sockets: the frontend's own HTTP server around a scripted
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Served:
     async def aclose(self) -> None:
         for client in self._clients:
             client.writer.transport.abort()
-        await asyncio.gather(*(client.writer.wait_closed() for client in self._clients), return_exceptions=True)
+        await asyncio.gather(
+            *(client.writer.wait_closed() for client in self._clients), return_exceptions=True
+        )
 
 
 class Answer(NamedTuple):
@@ -66,9 +70,15 @@ class Client(NamedTuple):
     writer: asyncio.StreamWriter
 
     async def answer(self) -> Answer:
-        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), SOON_S)).decode().split("\r\n")
+        head = (
+            (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), SOON_S))
+            .decode()
+            .split("\r\n")
+        )
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), SOON_S)
+        body = await asyncio.wait_for(
+            self.reader.readexactly(int(headers["content-length"])), SOON_S
+        )
         return Answer(int(head[0].split()[1]), headers, json.loads(body))
 
     async def ask(self, data: bytes) -> Answer:
@@ -105,10 +115,14 @@ async def serving(**config: Any) -> AsyncIterator[Served]:
     assert made.pipeline.running == 0
 
 
-async def test_connection_when_its_request_was_rejected_and_the_client_stays_then_it_is_cut() -> None:
+async def test_connection_when_its_request_was_rejected_and_the_client_stays_then_it_is_cut() -> (
+    None
+):
     async with serving(max_header_bytes=1024) as served:
         rejected = await served.connect()
-        assert (await rejected.ask(b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2000)).status == 431
+        assert (
+            await rejected.ask(b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2000)
+        ).status == 431
         begun = time.monotonic()
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(rejected.talk(), SOON_S)
@@ -163,8 +177,12 @@ async def test_head_when_it_comes_too_slowly_then_408_and_closed() -> None:
 
 
 @pytest.mark.parametrize(("more", "status"), [(b"a" * 2000, 431), (b"a", 408)])
-async def test_head_when_it_is_the_second_of_a_connection_then_it_is_held_to_the_same(more: bytes, status: int) -> None:
-    async with serving(max_header_bytes=1024, receive_timeout_s=0.3, keep_alive_timeout_s=30.0) as served:
+async def test_head_when_it_is_the_second_of_a_connection_then_it_is_held_to_the_same(
+    more: bytes, status: int
+) -> None:
+    async with serving(
+        max_header_bytes=1024, receive_timeout_s=0.3, keep_alive_timeout_s=30.0
+    ) as served:
         client = await served.connect()
         assert (await client.ask(GET)).status == 200
         assert (await client.ask(GET[:-2] + b"X-Long: " + more)).status == status
@@ -240,7 +258,9 @@ async def test_request_when_its_form_is_wrong_then_a_named_error_and_closed(
 
 async def test_request_of_http_1_0_when_it_has_no_host_then_served() -> None:
     async with serving() as served:
-        assert (await (await served.connect()).ask(GET.replace(b"1.1\r\nHost: x", b"1.0"))).status == 200
+        assert (
+            await (await served.connect()).ask(GET.replace(b"1.1\r\nHost: x", b"1.0"))
+        ).status == 200
 
 
 async def test_body_when_much_more_comes_after_413_then_closed() -> None:
@@ -273,7 +293,9 @@ async def test_keep_alive_when_idle_then_closed_after_the_bound_and_not_before()
         assert 1.0 < time.monotonic() - begun < SOON_S
 
 
-async def test_keep_alive_when_the_receive_timeout_is_shorter_then_an_idle_connection_stays() -> None:
+async def test_keep_alive_when_the_receive_timeout_is_shorter_then_an_idle_connection_stays() -> (
+    None
+):
     async with serving(keep_alive_timeout_s=30.0, receive_timeout_s=0.2) as served:
         client = await served.connect()
         assert (await client.ask(GET)).status == 200
@@ -318,14 +340,17 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", SOON_S)
-    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 1 << 40)  # the script does not wait for its reader
+    # the script does not wait for its reader
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 1 << 40)
     async with serving(request_timeout_s=1.5) as served:
         served.front.pipeline.script = [*FLOOD, stop()]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
         await asyncio.sleep(1.7)
         read = 0
-        while b"[DONE]" not in (data := await asyncio.wait_for(client.reader.read(1 << 20), SOON_S)):
+        while b"[DONE]" not in (
+            data := await asyncio.wait_for(client.reader.read(1 << 20), SOON_S)
+        ):
             assert data
             read += len(data)
             await asyncio.sleep(0.001)
@@ -354,6 +379,8 @@ async def test_answer_when_its_last_byte_was_sent_then_the_request_counts_as_ans
         client = await served.connect()
         body = json.dumps({**json.loads(BODY), "stream": stream, "n": choices}).encode()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        await asyncio.wait_for(client.reader.readuntil(b"[DONE]" if stream else b"total_tokens"), SOON_S)
+        await asyncio.wait_for(
+            client.reader.readuntil(b"[DONE]" if stream else b"total_tokens"), SOON_S
+        )
         await served.until_answered()
         assert 'code="ok"' in served.front.metrics.render().decode()

@@ -1,4 +1,6 @@
-"""Requests while etcd or NATS is away, frozen, restarted or emptied: real servers, real workers, in one process."""
+"""Requests while etcd or NATS is away, frozen, restarted or emptied: real servers, real workers, in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import worker
 from tests.engines import tokens
-from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, start_pairs, until
+from tests.integration.worker_helpers import (
+    FrontendSide,
+    RunningWorkers,
+    config,
+    frontend_side,
+    start_pairs,
+    until,
+)
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 
@@ -85,7 +94,10 @@ async def restarted(server: TestServer) -> None:
 
 @pytest.mark.parametrize("trouble", [away, emptied, frozen, restarted])
 async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_registered_once(
-    own_etcd: Make, nats_server: str, running_workers: RunningWorkers, trouble: Callable[[TestServer], object]
+    own_etcd: Make,
+    nats_server: str,
+    running_workers: RunningWorkers,
+    trouble: Callable[[TestServer], object],
 ) -> None:
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
@@ -110,12 +122,16 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "EtcdDiscovery", partial(EtcdDiscovery, start_timeout_s=30.0))  # it may start slowly
+    # it may start slowly
+    monkeypatch.setattr(worker, "EtcdDiscovery", partial(EtcdDiscovery, start_timeout_s=30.0))
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
     await asyncio.to_thread(etcd.stop)
     running_workers.start(chosen)
-    await until(lambda: re.search(r"waiting for etcd for \d s \(up to 30 s\)", caplog.text) is not None, SOON_S)
+    await until(
+        lambda: re.search(r"waiting for etcd for \d s \(up to 30 s\)", caplog.text) is not None,
+        SOON_S,
+    )
     etcd.start()
     async with frontend_side(chosen) as side:
         await side.until_instances(1)
@@ -129,7 +145,8 @@ async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_s
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(NatsPlane.connect.__func__.__kwdefaults__, "connect_timeout_s", 30.0)  # it may start slowly
+    # it may start slowly
+    monkeypatch.setitem(NatsPlane.connect.__func__.__kwdefaults__, "connect_timeout_s", 30.0)
     nats = own_nats()
     chosen = config(etcd_server, nats.address)
     await asyncio.to_thread(nats.stop)
@@ -140,7 +157,7 @@ async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_s
         await side.until_instances(1)
 
 
-# --- NATS ----------------------------------------------------------------------------------------------
+# --- NATS -----------------------------------------------------------------------------------------
 
 
 async def gone_for_a_second(server: TestServer) -> None:
@@ -157,7 +174,10 @@ async def frozen_for_seconds(server: TestServer) -> None:
 
 @pytest.mark.parametrize("trouble", [restarted, gone_for_a_second, frozen_for_seconds])
 async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and_nothing_is_held(
-    etcd_server: str, own_nats: Make, running_workers: RunningWorkers, trouble: Callable[[TestServer], object]
+    etcd_server: str,
+    own_nats: Make,
+    running_workers: RunningWorkers,
+    trouble: Callable[[TestServer], object],
 ) -> None:
     nats = own_nats()
     chosen = config(etcd_server, nats.address, override_engine_args={"step_s": 0.02})
@@ -168,10 +188,15 @@ async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and
         streams = [asyncio.create_task(side.ask(60)) for _ in range(8)]
         await asyncio.sleep(0.3)
         await trouble(nats)  # type: ignore[misc]
-        answers = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 3 * SOON_S)
+        answers = await asyncio.wait_for(
+            asyncio.gather(*streams, return_exceptions=True), 3 * SOON_S
+        )
         for answer in answers:
-            assert isinstance(answer, DynamoError) or (isinstance(answer, list) and tokens(answer) == right), answer
-        assert sum(isinstance(answer, list) for answer in answers) == 8, answers  # it was back soon enough
+            assert isinstance(answer, DynamoError) or (
+                isinstance(answer, list) and tokens(answer) == right
+            ), answer
+        # it was back soon enough
+        assert sum(isinstance(answer, list) for answer in answers) == 8, answers
         assert tokens(await side.ask(60)) == right
         assert running_workers.alive()
         await running_workers.wait_idle()
@@ -212,7 +237,8 @@ async def test_worker_when_its_nats_client_gave_up_for_good_then_it_leaves_and_s
     running_workers.start(chosen)
     async with frontend_side(chosen) as side:
         await side.until_instances(1)
-        await running_workers.planes[0]._transport._client.close()  # as nats-py does by itself after a protocol error
+        # as nats-py does by itself after a protocol error
+        await running_workers.planes[0]._transport._client.close()
         (serving,) = running_workers.tasks
         with pytest.raises(Disconnected, match="restart this process"):
             await asyncio.wait_for(asyncio.shield(serving), SOON_S)

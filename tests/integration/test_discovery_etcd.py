@@ -107,7 +107,11 @@ async def stop(server: TestServer) -> None:
 
 async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
-    async with joined(server, ttl_s=3) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with (
+        joined(server, ttl_s=3) as worker,
+        joined(server) as frontend,
+        following(frontend) as follower,
+    ):
         await worker.register(ONE)
         await follower.until(Added(ONE))
         server.restart()
@@ -124,7 +128,11 @@ async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_ke
     server = own_etcd()
     # etcd that is back gives a lease its whole time again; a worker looks every 2 s at worst
     caplog.set_level(logging.INFO)
-    async with joined(server, ttl_s=4) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with (
+        joined(server, ttl_s=4) as worker,
+        joined(server) as frontend,
+        following(frontend) as follower,
+    ):
         registration = await worker.register(ONE)
         await follower.until(Added(ONE))
         await stop(server)
@@ -141,9 +149,15 @@ async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_ke
         assert await etcd_keys(server) == []
 
 
-async def test_registration_when_etcd_lost_its_data_then_registered_again(own_etcd: MakeEtcd) -> None:
+async def test_registration_when_etcd_lost_its_data_then_registered_again(
+    own_etcd: MakeEtcd,
+) -> None:
     server = own_etcd()
-    async with joined(server, ttl_s=3) as worker, joined(server, ttl_s=4) as frontend, following(frontend) as follower:
+    async with (
+        joined(server, ttl_s=3) as worker,
+        joined(server, ttl_s=4) as frontend,
+        following(frontend) as follower,
+    ):
         await worker.register(ONE)
         gone = await worker.register(TWO)
         await follower.until(Added(ONE), Added(TWO))
@@ -154,13 +168,17 @@ async def test_registration_when_etcd_lost_its_data_then_registered_again(own_et
         await worker.register(THREE)
         await follower.until(Removed(2), Added(THREE))
         assert Removed(1) not in follower.received  # it had the time to come back
-        assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(i), i.id) for i in (ONE, THREE)]
+        assert [key for key, _ in await etcd_keys(server)] == [
+            instance_key(endpoint_of(i), i.id) for i in (ONE, THREE)
+        ]
 
 
 async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_who_stays_away_is_down(
     own_etcd: MakeEtcd,
 ) -> None:
-    """Its revision tells nothing, and a worker that is late is not there when the watcher looks again."""
+    """Its revision tells nothing, and a worker that is late is not there when the watcher looks
+    again.
+    """
     server = own_etcd()
     relay = await Relay.start(server.address)
     frontend = EtcdDiscovery(ConnectionConfig(etcd_endpoints=relay.address), lease_ttl_s=3)
@@ -184,7 +202,9 @@ async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_w
     await relay.cut()
 
 
-async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(own_etcd: MakeEtcd) -> None:
+async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(
+    own_etcd: MakeEtcd,
+) -> None:
     server = own_etcd()
     relay = await Relay.start(server.address)
     async with joined(server, ttl_s=30) as worker:
@@ -209,7 +229,9 @@ async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(ow
     await relay.cut()
 
 
-async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(own_etcd: MakeEtcd) -> None:
+async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(
+    own_etcd: MakeEtcd,
+) -> None:
     server = own_etcd()
     async with joined(server, ttl_s=30) as worker:
         for _ in range(3):
@@ -220,7 +242,9 @@ async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(own_
             assert [batch async for batch in batches] == [[]]  # it ends, it does not hang
 
 
-async def test_watch_when_etcd_lost_its_data_since_the_list_then_it_ends(own_etcd: MakeEtcd) -> None:
+async def test_watch_when_etcd_lost_its_data_since_the_list_then_it_ends(
+    own_etcd: MakeEtcd,
+) -> None:
     """It would tell nothing until etcd is written to past the revision that was listed."""
     server = own_etcd()
     async with joined(server) as discovery:
@@ -243,7 +267,11 @@ async def test_watch_when_closed_while_etcd_is_away_then_ends(own_etcd: MakeEtcd
 
 async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
-    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with (
+        joined(server) as worker,
+        joined(server) as frontend,
+        following(frontend) as follower,
+    ):
         await worker.register(ONE)
         await follower.until(Added(ONE))
         server.pause()
@@ -254,11 +282,16 @@ async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: Ma
         await follower.until(Added(TWO))
         # Whatever the thawed etcd did with the old lease, the last word on ONE is that it is there.
         async with asyncio.timeout(2 * SOON_S):
-            while len(await etcd_keys(server)) < 2 or follower.last(Added(ONE), Removed(1)) != Added(ONE):  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                len(await etcd_keys(server)) < 2
+                or follower.last(Added(ONE), Removed(1)) != Added(ONE)
+            ):
                 await asyncio.sleep(0.1)
 
 
-async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(own_etcd: MakeEtcd) -> None:
+async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(
+    own_etcd: MakeEtcd,
+) -> None:
     server = own_etcd()
     endpoints = f"127.0.0.1:1,{server.address.replace('127.0.0.1', 'localhost')}"
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=endpoints))
@@ -285,12 +318,16 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
 ) -> None:
     """As of a worker that loads for minutes."""
     server = own_etcd()
-    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address), lease_ttl_s=1, start_timeout_s=0.2)
+    discovery = EtcdDiscovery(
+        ConnectionConfig(etcd_endpoints=server.address), lease_ttl_s=1, start_timeout_s=0.2
+    )
     async with aclosing(discovery.watch("dynamo")) as events:
         assert await anext(events) == Synced()
     await stop(server)
     registering = asyncio.create_task(discovery.register(ONE))
-    said = re.compile(rf"waiting for etcd for \d s \(up to 120 s\): etcd at {server.address} did not answer")
+    said = re.compile(
+        rf"waiting for etcd for \d s \(up to 120 s\): etcd at {server.address} did not answer"
+    )
     async with asyncio.timeout(SOON_S):
         while not said.search(caplog.text):  # noqa: ASYNC110  # a log has no event
             await asyncio.sleep(0.02)
@@ -314,7 +351,11 @@ async def test_register_when_cancelled_once_its_record_is_there_then_it_is_down_
         await asyncio.Event().wait()
 
     monkeypatch.setattr(EtcdStore, "put", put_and_stay)
-    async with joined(server, ttl_s=60) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with (
+        joined(server, ttl_s=60) as worker,
+        joined(server) as frontend,
+        following(frontend) as follower,
+    ):
         registering = asyncio.create_task(worker.register(ONE))
         await follower.until(Added(ONE))
         registering.cancel()
@@ -329,7 +370,11 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
 ) -> None:
     """Sooner than watchers take down what is not there again."""
     server = own_etcd()
-    async with joined(server, ttl_s=60) as worker, joined(server, ttl_s=6) as frontend, following(frontend) as follower:
+    async with (
+        joined(server, ttl_s=60) as worker,
+        joined(server, ttl_s=6) as frontend,
+        following(frontend) as follower,
+    ):
         await worker.register(ONE)
         await follower.until(Added(ONE))
         await stop(server)
@@ -348,7 +393,11 @@ async def test_registration_when_another_client_deletes_or_overwrites_its_key_th
 ) -> None:
     """Within a lease, on its old lease, so that the record still goes when the worker does."""
     server, key = own_etcd(), instance_key(endpoint_of(ONE), ONE.id)
-    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with (
+        joined(server) as worker,
+        joined(server) as frontend,
+        following(frontend) as follower,
+    ):
         await worker.register(ONE)
         await follower.until(Added(ONE))
         before = await etcd_keys(server)
@@ -377,7 +426,10 @@ async def test_watch_when_it_begins_after_an_instance_whose_card_does_not_fit_th
             (rejected,) = (event for event in other.received if isinstance(event, Rejected))
             assert str(rejected.reason).startswith("card.vocab_size is 1000, and 32 on instance 2,")
             await follower.until(rejected)
-            assert [event for event in other.received if event != rejected] == [Added(TWO), Synced()]
+            assert [event for event in other.received if event != rejected] == [
+                Added(TWO),
+                Synced(),
+            ]
 
 
 async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
@@ -385,7 +437,11 @@ async def test_watch_when_a_worker_registers_another_record_then_that_is_up_unde
 ) -> None:
     server = own_etcd()
     changed = msgspec.structs.replace(ONE, version="2.0")
-    async with joined(server, ttl_s=30) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with (
+        joined(server, ttl_s=30) as worker,
+        joined(server) as frontend,
+        following(frontend) as follower,
+    ):
         await worker.register(ONE)
         await follower.until(Added(ONE))
         await worker.register(changed)
@@ -393,7 +449,9 @@ async def test_watch_when_a_worker_registers_another_record_then_that_is_up_unde
         assert len(await etcd_keys(server)) == 1
 
 
-async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(own_etcd: MakeEtcd) -> None:
+async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(
+    own_etcd: MakeEtcd,
+) -> None:
     for hurt in ("stop", "pause"):
         server = own_etcd()
         discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address))
@@ -411,7 +469,10 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
     early, late = b"v1/instances/dynamo/\xff\xfe", b"v1/instances/dynamo/tensorrt_llm/generate/\xc3"
     rejections = [
         Rejected(key, "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID")
-        for key in (r"v1/instances/dynamo/\udcff\udcfe", r"v1/instances/dynamo/tensorrt_llm/generate/\udcc3")
+        for key in (
+            r"v1/instances/dynamo/\udcff\udcfe",
+            r"v1/instances/dynamo/tensorrt_llm/generate/\udcc3",
+        )
     ]
     async with grpc.aio.insecure_channel(server.address) as channel, joined(server) as discovery:
         kv = KVService(channel)
@@ -421,7 +482,9 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
             await kv.put(late, encode(ONE), timeout=SOON_S)
             await discovery.register(ONE)
             await follower.until(rejections[1], Added(ONE))
-            assert set((await discovery._store.leases(namespace_prefix("dynamo"))).values()) > {None}
+            assert set((await discovery._store.leases(namespace_prefix("dynamo"))).values()) > {
+                None
+            }
             for key in (early, late):
                 await kv.delete(key, timeout=SOON_S)
             await follower.until(*(Rejected(each.key, None) for each in rejections))

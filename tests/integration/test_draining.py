@@ -1,4 +1,6 @@
-"""A worker that is asked to stop, over real etcd and NATS: what it waits for, and that no request is lost."""
+"""A worker that is asked to stop, over real etcd and NATS: what it waits for, and that no request
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,24 @@ from tests.waiting import SOON_S
 STEP = {"step_s": 0.01}
 
 
-async def transfer_params_of(side: FrontendSide, running_workers: RunningWorkers) -> KvTransferParams:
+async def transfer_params_of(
+    side: FrontendSide, running_workers: RunningWorkers
+) -> KvTransferParams:
     """Of the one prefill worker, for `request(max_tokens=8)`."""
-    (prefill, *_) = [i for i in side.view.instances() if i.role is Role.PREFILL]
-    async with aclosing(call_stream(side.plane, prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
+    prefill, *_ = [i for i in side.view.instances() if i.role is Role.PREFILL]
+    async with aclosing(
+        call_stream(side.plane, prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))
+    ) as stream:
         kv_params = [chunk async for chunk in stream][-1].kv_params
     assert kv_params is not None
     return kv_params
 
 
 async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetched_and_ends_the_wait(
-    etcd_server: str, nats_server: str, running_workers: RunningWorkers, caplog: pytest.LogCaptureFixture
+    etcd_server: str,
+    nats_server: str,
+    running_workers: RunningWorkers,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, override_engine_args=STEP)
@@ -51,7 +60,9 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetche
         running_workers.workers[0].stop()
         await side.until_instances(1)
         await until(lambda: "running requests: 0, pending KV transfers: 1" in caplog.text, SOON_S)
-        call = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, kv_params=kv_params)
+        call = msgspec.structs.replace(
+            request(max_tokens=8), phase=Phase.DECODE, kv_params=kv_params
+        )
         async with aclosing(call_stream(side.plane, decode.subject, call)) as stream:
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
@@ -62,7 +73,9 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetche
 async def test_prefill_worker_when_it_drains_then_a_transfer_that_is_not_fetched_is_waited_for_until_it_expires(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
-    chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP)
+    chosen = config(
+        etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP
+    )
     start_pairs(chosen, running_workers)
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
@@ -79,7 +92,11 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
     """The prompt takes a second; the decode worker that was chosen leaves meanwhile."""
     chosen = config(etcd_server, nats_server)
     slow = {"step_s": 0.1, "prefill_tokens_per_step": 10}
-    running_workers.start(chosen.model_copy(update={"disaggregation_mode": Role.PREFILL, "override_engine_args": slow}))
+    running_workers.start(
+        chosen.model_copy(
+            update={"disaggregation_mode": Role.PREFILL, "override_engine_args": slow}
+        )
+    )
     for _ in range(2):
         running_workers.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
     async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
@@ -87,7 +104,9 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
         traces = [RouteTrace() for _ in range(4)]  # two for each decode worker
 
         async def run(trace: RouteTrace) -> int:
-            async with aclosing(pipeline_stream(side.pipeline, request(max_tokens=8), trace)) as chunks:
+            async with aclosing(
+                pipeline_stream(side.pipeline, request(max_tokens=8), trace)
+            ) as chunks:
                 return len(tokens([chunk async for chunk in chunks]))
 
         running = [asyncio.create_task(run(trace)) for trace in traces]
@@ -95,7 +114,9 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
         await until(lambda: stats().running + stats().waiting == 4, SOON_S)
         running_workers.workers[1].stop()
         assert await asyncio.gather(*running) == [8] * 4
-        assert {trace.decode_instance for trace in traces} == {running_workers.workers[2].instance_id}
+        assert {trace.decode_instance for trace in traces} == {
+            running_workers.workers[2].instance_id
+        }
         assert [trace.retries for trace in traces] == [0] * 4
         await running_workers.wait_idle()
 
@@ -103,7 +124,9 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
 async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
     own_etcd: Callable[[], TestServer], nats_server: str, running_workers: RunningWorkers
 ) -> None:
-    """No frontend learns that it leaves: they still send requests to it, which are retried on other workers."""
+    """No frontend learns that it leaves: they still send requests to it, which are retried on other
+    workers.
+    """
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
     start_pairs(chosen, running_workers, count=2)

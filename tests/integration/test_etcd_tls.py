@@ -1,4 +1,6 @@
-"""Discovery over TLS: an etcd that asks for a client certificate, both ends with what deploy/make_secrets made."""
+"""Discovery over TLS: an etcd that asks for a client certificate, both ends with what
+deploy/make_secrets made.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,23 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    subprocess.run([DEPLOY / "make_secrets", "compose", "--folder", folder], check=True, capture_output=True)
+    subprocess.run(
+        [DEPLOY / "make_secrets", "compose", "--folder", folder], check=True, capture_output=True
+    )
     return folder / "compose" / "secrets"
 
 
 @pytest.fixture(scope="module")
 def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """127.0.0.1:PORT of an etcd with the flags of docker-compose.yml, on free ports and in folders of this test."""
+    """127.0.0.1:PORT of an etcd with the flags of docker-compose.yml, on free ports and in folders
+    of this test.
+    """
     folder = tmp_path_factory.mktemp("etcd")
     client = free_ports(3)
     peer, metrics = client + 1, client + 2
-    flags = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["etcd"]["command"][1:]
+    flags = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["etcd"][
+        "command"
+    ][1:]
     for old, new in {
         "/tls": str(secrets),
         "=/data": f"={folder}/data",
@@ -44,17 +52,25 @@ def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     }.items():
         flags = [flag.replace(old, new) for flag in flags]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([etcd_binary(), *flags, "--heartbeat-interval=10"], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [etcd_binary(), *flags, "--heartbeat-interval=10"], stdout=log, stderr=log
+        )
     yield f"127.0.0.1:{client}"
     process.kill()
     process.wait()
 
 
 def files_of(secrets: Path) -> dict[str, Path]:
-    return {"etcd_ca": secrets / "ca.crt", "etcd_cert": secrets / "client.crt", "etcd_key": secrets / "client.key"}
+    return {
+        "etcd_ca": secrets / "ca.crt",
+        "etcd_cert": secrets / "client.crt",
+        "etcd_key": secrets / "client.key",
+    }
 
 
-async def test_instance_when_registered_with_a_certificate_then_others_see_it(address: str, secrets: Path) -> None:
+async def test_instance_when_registered_with_a_certificate_then_others_see_it(
+    address: str, secrets: Path
+) -> None:
     config = ConnectionConfig(etcd_endpoints=f"https://{address}", **files_of(secrets))
     worker = EtcdDiscovery(config, start_timeout_s=15)
     frontend = EtcdDiscovery(config, start_timeout_s=15)
@@ -73,7 +89,9 @@ async def test_instance_when_registered_with_a_certificate_then_others_see_it(ad
 
 
 @pytest.mark.parametrize("case", ["no certificate", "not its authority", "no TLS"])
-async def test_etcd_when_asked_without_what_it_wants_then_unreachable(address: str, secrets: Path, case: str) -> None:
+async def test_etcd_when_asked_without_what_it_wants_then_unreachable(
+    address: str, secrets: Path, case: str
+) -> None:
     good = files_of(secrets)
     files = {
         "no certificate": {"etcd_ca": good["etcd_ca"]},
@@ -81,8 +99,12 @@ async def test_etcd_when_asked_without_what_it_wants_then_unreachable(address: s
         "no TLS": {},
     }[case]
     endpoints = ("http" if case == "no TLS" else "https") + f"://{address}"
-    allowed = EtcdDiscovery(ConnectionConfig(etcd_endpoints=f"https://{address}", **good), start_timeout_s=15)
-    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=endpoints, **files), start_timeout_s=1)
+    allowed = EtcdDiscovery(
+        ConnectionConfig(etcd_endpoints=f"https://{address}", **good), start_timeout_s=15
+    )
+    discovery = EtcdDiscovery(
+        ConnectionConfig(etcd_endpoints=endpoints, **files), start_timeout_s=1
+    )
     try:
         await allowed.register(make_instance(3))  # it is there
         with pytest.raises(Unreachable):

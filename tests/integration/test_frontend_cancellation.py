@@ -1,4 +1,6 @@
-"""A client that leaves, at every phase, over a real socket: the pipeline's stream is closed and no permit is left."""
+"""A client that leaves, at every phase, over a real socket: the pipeline's stream is closed and no
+permit is left.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ async def request(port: int, *, stream: bool) -> Connection:
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=sock)
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
+    body = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    ).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await writer.drain()
@@ -66,7 +70,9 @@ async def finished(served: FakeFrontend) -> None:
 
 
 async def until_stuck(served: FakeFrontend) -> None:
-    """The socket buffers are full, and the client does not read: nothing more is taken from the pipeline."""
+    """The socket buffers are full, and the client does not read: nothing more is taken from the
+    pipeline.
+    """
     await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
     seen = 0
     async with asyncio.timeout(SOON_S):
@@ -76,7 +82,9 @@ async def until_stuck(served: FakeFrontend) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_leaves_before_the_first_chunk_then_the_pipeline_is_closed(stream: bool) -> None:
+async def test_client_leaves_before_the_first_chunk_then_the_pipeline_is_closed(
+    stream: bool,
+) -> None:
     served = front(asyncio.Event())
     async with serving(served) as port:
         _, writer = await request(port, stream=stream)
@@ -139,7 +147,13 @@ async def test_server_cancels_the_exchange_then_the_pipeline_is_closed() -> None
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
     inbox: asyncio.Queue[dict[str, object]] = asyncio.Queue()
     inbox.put_nowait({"type": "http.request", "body": body})
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [],
+        "query_string": b"",
+    }
 
     async def send(_: object) -> None:
         raise AssertionError("nothing to send")

@@ -1,4 +1,6 @@
-"""The parent of several frontend processes with stand-ins for them: how they end, and what it does then."""
+"""The parent of several frontend processes with stand-ins for them: how they end, and what it does
+then.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,24 @@ from dynamo_trtllm.frontend.process.process_group import ProcessGroup
 from dynamo_trtllm.messages import encode
 from tests.waiting import SOON_S
 
-# The program of a frontend process: it reports that it is ready, as `ControlPipe` does, and then does what follows.
+# The program of a frontend process: it reports that it is ready, as `ControlPipe` does, and then
+# does what follows.
 SERVED = "import os, signal, sys, time; os.write(0, bytes.fromhex(sys.argv[1]));"
 FAILS, STAYS, SLEEPS = "sys.exit(3)", "signal.pause()", "time.sleep(60)"
 
 
 @pytest.fixture
 def make_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessGroup]]:
-    """Makes one whose processes do what is listed, the first to be started first; the last goes on and on."""
+    """Makes one whose processes do what is listed, the first to be started first; the last goes on
+    and on.
+    """
     before = psutil.Process().children()  # servers of the session
 
     def make(*programs: str, workers: int = 2) -> ProcessGroup:
         turns = itertools.chain(programs, itertools.repeat(programs[-1]))
-        monkeypatch.setattr(process_group, "process_argv", lambda *_: [sys.executable, "-c", next(turns), served()])
+        monkeypatch.setattr(
+            process_group, "process_argv", lambda *_: [sys.executable, "-c", next(turns), served()]
+        )
         return ProcessGroup(FrontendConfig(workers=workers), 0, process_environment())
 
     yield make
@@ -54,17 +61,23 @@ def pid(made: ProcessGroup, name: str) -> int:
     return made._supervisor._children[name].pid
 
 
-async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(make_group, caplog) -> None:
+async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(
+    make_group, caplog
+) -> None:
     made = make_group("import sys; " + FAILS, SERVED + STAYS)
     async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 3
     assert "exited with status 3 before it was ready" in caplog.text
 
 
-async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(make_group, tmp_path) -> None:
+async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(
+    make_group, tmp_path
+) -> None:
     heard, go_on = tmp_path / "heard", tmp_path / "go_on"
     first = SERVED + f"said = os.read(0, 99); open({str(heard)!r}, 'wb').write(said);" + STAYS
-    second = f"import pathlib, time\nwhile not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)\n"
+    second = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)\n"
+    )
     made = make_group(first, second + SERVED + STAYS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
@@ -78,7 +91,9 @@ async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(make
     assert heard.read_bytes().hex() == served()
 
 
-async def test_run_when_a_process_that_served_dies_then_it_is_started_again(make_group, caplog) -> None:
+async def test_run_when_a_process_that_served_dies_then_it_is_started_again(
+    make_group, caplog
+) -> None:
     made = make_group(SERVED + STAYS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
@@ -92,7 +107,9 @@ async def test_run_when_a_process_that_served_dies_then_it_is_started_again(make
     assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
 
 
-async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(make_group, caplog) -> None:
+async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(
+    make_group, caplog
+) -> None:
     caplog.set_level(logging.ERROR)
     made = make_group(SERVED + "time.sleep(0.05); " + FAILS, workers=1)
     async with asyncio.timeout(3 * SOON_S):
@@ -100,7 +117,9 @@ async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(make_
     assert "it was restarted 3 times in 60 s, which is the limit" in caplog.text
 
 
-async def test_run_when_a_second_signal_comes_then_processes_that_go_on_are_killed(make_group) -> None:
+async def test_run_when_a_second_signal_comes_then_processes_that_go_on_are_killed(
+    make_group,
+) -> None:
     made = make_group("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):

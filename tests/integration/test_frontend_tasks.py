@@ -12,7 +12,12 @@ from dynamo_trtllm.errors import InternalError
 from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
 
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 120, "stream": True}
+BODY = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 120,
+    "stream": True,
+}
 
 
 async def end(name: str) -> None:

@@ -1,4 +1,6 @@
-"""The hand-off benchmark of GPU machines, in small and without a GPU: its text runs, and it checks what arrived."""
+"""The hand-off benchmark of GPU machines, in small and without a GPU: its text runs, and it checks
+what arrived.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
 def test_bench_when_copies_go_wrong_then_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     scatter = TransferBuffer.scatter
     monkeypatch.setattr(
-        TransferBuffer, "scatter", lambda self, allocation, rows, index: scatter(self, allocation, rows.flip(0), index)
+        TransferBuffer,
+        "scatter",
+        lambda self, allocation, rows, index: scatter(self, allocation, rows.flip(0), index),
     )
     with pytest.raises(AssertionError, match="received bytes differ"):
         kv_transfer.run("cpu")

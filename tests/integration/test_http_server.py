@@ -1,4 +1,6 @@
-"""The HTTP server over real sockets, on both event loops: its end, slow readers, TLS, and the oldest clients."""
+"""The HTTP server over real sockets, on both event loops: its end, slow readers, TLS, and the
+oldest clients.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,9 @@ def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
     run.__name__ = test.__name__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
-    return pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])(
-        run
-    )
+    return pytest.mark.parametrize(
+        "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+    )(run)
 
 
 class Held:
@@ -95,7 +97,9 @@ async def serving(handler: Any, shutdown_s: float = SOON_S, **limits: Any) -> As
 
 
 @on_both_loops
-async def test_stop_when_a_request_runs_then_idle_connections_end_and_it_is_answered_before_the_server_ends() -> None:
+async def test_stop_when_a_request_runs_then_idle_connections_end_and_it_is_answered_before_the_server_ends() -> (
+    None
+):
     held = Held()
     async with serving(held) as served:
         idle, idle_writer = await served.connect()
@@ -124,7 +128,9 @@ async def stream_until(go: asyncio.Event, request: HttpRequest, response: HttpRe
 
 @pytest.mark.parametrize("is_idle", [False, True])
 @on_both_loops
-async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_503_and_the_end(is_idle: bool) -> None:
+async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_503_and_the_end(
+    is_idle: bool,
+) -> None:
     go = asyncio.Event()
     async with serving(partial(stream_until, go), shutdown_s=30) as served:
         reader, writer = await served.connect(GET)
@@ -143,7 +149,9 @@ async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_
 
 
 @on_both_loops
-async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "_DRAIN_S", 0.05)
     async with serving(Held()) as served:
         served.server.drain()
@@ -201,7 +209,9 @@ async def test_response_when_the_client_does_not_read_it_then_the_connection_end
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.05)
     async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
-        _, writer = await served.connect(GET.replace(b"Host", b"Connection: close\r\nHost") if close else GET)
+        _, writer = await served.connect(
+            GET.replace(b"Host", b"Connection: close\r\nHost") if close else GET
+        )
         async with asyncio.timeout(SOON_S):
             while not served.server.open:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.001)
@@ -211,7 +221,9 @@ async def test_response_when_the_client_does_not_read_it_then_the_connection_end
 
 @pytest.mark.parametrize("way", ["close", "HTTP/1.0", "drain"])
 @on_both_loops
-async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client_can_read_it(way: str) -> None:
+async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client_can_read_it(
+    way: str,
+) -> None:
     async def refuse(request: HttpRequest, response: HttpResponse) -> None:
         if way == "drain":
             served.server.drain()
@@ -301,7 +313,9 @@ async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_i
 
 
 @on_both_loops
-async def test_response_when_it_is_read_slowly_then_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_response_when_it_is_read_slowly_then_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.5)
     async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
         reader, writer = await served.connect(GET)
@@ -315,7 +329,9 @@ async def test_response_when_it_is_read_slowly_then_it_is_whole(monkeypatch: pyt
 
 @pytest.mark.parametrize("sent", [b"\r\n", b"\r\n\r\n"])
 @on_both_loops
-async def test_connection_when_only_line_breaks_come_after_a_response_then_it_ends(sent: bytes) -> None:
+async def test_connection_when_only_line_breaks_come_after_a_response_then_it_ends(
+    sent: bytes,
+) -> None:
     held = Held()
     held.go.set()
     async with serving(held, keep_alive_timeout_s=0.1) as served:
@@ -357,7 +373,16 @@ def certificate(folder: Path, name: str) -> Path:
         "-days",
         "2",
     ]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", "-"]
+    command += [
+        "-subj",
+        f"/CN={name}",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(path),
+        "-out",
+        "-",
+    ]
     done = subprocess.run(command, check=True, capture_output=True, timeout=SOON_S)
     path.write_bytes(path.read_bytes() + done.stdout)
     return path
@@ -388,7 +413,9 @@ async def test_connection_when_it_has_tls_and_client_certificates_then_served_an
     held.go.set()
     group = HttpServer(held, LIMITS, shutdown_s=0.0)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: HttpConnection(group), "127.0.0.1", 0, ssl=server_context)
+    server = await loop.create_server(
+        lambda: HttpConnection(group), "127.0.0.1", 0, ssl=server_context
+    )
     port = server.sockets[0].getsockname()[1]
     async with asyncio.timeout(SOON_S):
         for mine, is_served in ((known, True), (unknown, False)):

@@ -1,4 +1,6 @@
-"""Bursts of cancels over trtllm workers on the stand-in: no KV waits for the timeout of the library."""
+"""Bursts of cancels over trtllm workers on the stand-in: no KV waits for the timeout of the
+library.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import StreamEvent
 from tests.engines import trtllm_args
 from tests.fakes_path import fake_tensorrt_llm
-from tests.integration.worker_helpers import FrontendSide, RunningWorkers, frontend_side, request, until
+from tests.integration.worker_helpers import (
+    FrontendSide,
+    RunningWorkers,
+    frontend_side,
+    request,
+    until,
+)
 from tests.tiny_models import save_tiny_gpt_oss
 from tests.waiting import SOON_S
 
@@ -49,13 +57,18 @@ def config(etcd: str, nats: str, folder: Path, role: Role) -> WorkerConfig:
     )
 
 
-def cancel_all_at(side: FrontendSide, arrival: int, *, before_it_is_read: bool) -> list[StreamEvent]:
+def cancel_all_at(
+    side: FrontendSide, arrival: int, *, before_it_is_read: bool
+) -> list[StreamEvent]:
     """Start requests. Cancel all of them when KV transfer parameters arrive for the n-th time.
 
     Return the list of their events.
     """
     events: list[StreamEvent] = []
-    handles = [side.pipeline.generate(request(max_tokens=500), RouteTrace(), events.append) for _ in range(REQUESTS)]
+    handles = [
+        side.pipeline.generate(request(max_tokens=500), RouteTrace(), events.append)
+        for _ in range(REQUESTS)
+    ]
     feed, num_arrived = side.plane._inbox.feed, 0
 
     def cancel_all() -> None:
@@ -64,7 +77,9 @@ def cancel_all_at(side: FrontendSide, arrival: int, *, before_it_is_read: bool) 
 
     def counting(frames: list[Frame]) -> None:
         nonlocal num_arrived
-        has_kv = [isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None for frame in frames]
+        has_kv = [
+            isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None for frame in frames
+        ]
         num_arrived += sum(has_kv)
         if any(has_kv) and num_arrived >= arrival and before_it_is_read:
             cancel_all()

@@ -1,4 +1,6 @@
-"""The load client against a server that answers what a test wants: what it counts and what it calls an error."""
+"""The load client against a server that answers what a test wants: what it counts and what it calls
+an error.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ from benchmarks.summary import summarize
 from tests.waiting import SOON_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-USAGE = b'"usage":{"completion_tokens":2,"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}'
+USAGE = (
+    b'"usage":{"completion_tokens":2,"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}'
+)
 WHOLE = [
-    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n',
+    (
+        b"data:"
+        b' {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+    ),
     b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n',
     b'data: {"choices":[{"index":0,"delta":{"content":"b"},"finish_reason":null}]}\n\n',
     b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n',
@@ -29,7 +36,10 @@ WHOLE = [
 ]
 FAILED = [
     *WHOLE[:2],
-    b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"disconnected"}}\n\n',
+    (
+        b"data:"
+        b' {"error":{"message":"gone","type":"server_error","param":null,"code":"disconnected"}}\n\n'
+    ),
     WHOLE[-1],
 ]
 REFUSAL = b'{"error":{"message":"full","type":"rate_limit_error","param":null,"code":"overloaded"}}'
@@ -86,7 +96,9 @@ async def records_of(
     answer: Answer, *, requests: int = 1, bodies: list[Any] | None = None, **load: object
 ) -> list[RequestRecord]:
     async with serving(answer, bodies) as url:
-        client = Client(Load(url=url, model="m", requests=requests, osl=2, **({"timeout_s": SOON_S} | load)))  # type: ignore[arg-type]
+        client = Client(
+            Load(url=url, model="m", requests=requests, osl=2, **({"timeout_s": SOON_S} | load))
+        )  # type: ignore[arg-type]
         try:
             return await client.run()
         finally:
@@ -95,9 +107,16 @@ async def records_of(
 
 async def test_run_when_answers_are_whole_then_events_tokens_and_text_are_counted() -> None:
     records = await records_of(chunked(*WHOLE), requests=6, concurrency=2, keep_text=True)
-    assert [(r.error, r.events, r.output_tokens, r.text, r.finish) for r in records] == [("", 2, 2, "ab", "length")] * 6
+    assert [(r.error, r.events, r.output_tokens, r.text, r.finish) for r in records] == [
+        ("", 2, 2, "ab", "length")
+    ] * 6
     found = summarize(records, wall_s=2.0, osl=2, processes={})
-    assert (found["ok"], found["tokens_per_s"], found["events_per_token"], found["wrong_length"]) == (6, 6.0, 1.0, 0)
+    assert (
+        found["ok"],
+        found["tokens_per_s"],
+        found["events_per_token"],
+        found["wrong_length"],
+    ) == (6, 6.0, 1.0, 0)
     assert (found["prompt_tokens"], found["cached_tokens"]) == (9, 4)
     assert found["ttft_ms"]["p50"] > 0
 
@@ -179,25 +198,34 @@ async def test_measured_when_the_first_requests_all_fail_then_no_more_are_sent()
 
     async def invalid(writer: asyncio.StreamWriter) -> None:
         body = REFUSAL.replace(b"overloaded", b"invalid")
-        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.write(
+            b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
 
     async with serving(invalid, bodies) as url:
         load = Load(url=url, model="m", requests=500, concurrency=4)
         with pytest.raises(
-            client_shards.AllRequestsFailed, match=r"the first 8 requests all failed.*\(invalid \d+ times\)"
+            client_shards.AllRequestsFailed,
+            match=r"the first 8 requests all failed.*\(invalid \d+ times\)",
         ):
-            await asyncio.to_thread(client_shards.measure_shards, load, processes=2, warmup=2, pids={})
+            await asyncio.to_thread(
+                client_shards.measure_shards, load, processes=2, warmup=2, pids={}
+            )
     assert client_shards.MAX_FAILURES <= len(bodies) < client_shards.MAX_FAILURES + load.concurrency
 
 
 async def test_measured_when_the_server_is_only_too_busy_then_it_goes_on() -> None:
     async with serving(refused) as url:
         load = Load(url=url, model="m", requests=20, concurrency=4)
-        found, records = await asyncio.to_thread(client_shards.measure_shards, load, processes=2, warmup=2, pids={})
+        found, records = await asyncio.to_thread(
+            client_shards.measure_shards, load, processes=2, warmup=2, pids={}
+        )
     assert (len(records), found["ok"]) == (20, 0)
 
 
-async def test_measured_when_it_runs_then_its_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_measured_when_it_runs_then_its_progress_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(client_shards, "PROGRESS_S", 0.01)
     reports, is_reported = [], threading.Event()
 
@@ -212,7 +240,12 @@ async def test_measured_when_it_runs_then_its_progress_is_reported(monkeypatch: 
     async with serving(answer) as url:
         load = Load(url=url, model="m", requests=2, osl=2)
         await asyncio.to_thread(
-            client_shards.measure_shards, load, processes=1, warmup=0, pids={}, on_progress=on_progress
+            client_shards.measure_shards,
+            load,
+            processes=1,
+            warmup=0,
+            pids={},
+            on_progress=on_progress,
         )
     assert reports[0] == (0, 0)
     assert all(ended in {(0, 0), (1, 0), (2, 0)} for ended in reports)
@@ -222,7 +255,9 @@ async def test_measured_when_several_processes_share_a_load_then_all_of_it_is_se
     bodies: list[Any] = []
     async with serving(chunked(*WHOLE), bodies) as url:
         load = Load(url=url, model="m", requests=5, concurrency=2, osl=2)
-        found, records = await asyncio.to_thread(client_shards.measure_shards, load, processes=2, warmup=2, pids={})
+        found, records = await asyncio.to_thread(
+            client_shards.measure_shards, load, processes=2, warmup=2, pids={}
+        )
     assert (found["ok"], found["errors"], len(bodies)) == (5, {}, 7)
     assert [record.index for record in records] == [1, 2, 3, 4, 5]
     assert 0 < found["client_cores"] <= 1.1

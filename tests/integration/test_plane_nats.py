@@ -1,4 +1,6 @@
-"""Faults that only NATS can have: servers that restart or freeze, peers that die, messages that are dropped."""
+"""Faults that only NATS can have: servers that restart or freeze, peers that die, messages that are
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class GatedService(ChunkSource):
 async def connect() -> AsyncIterator[Callable[[str, PlaneLimits], object]]:
     planes: list[NatsPlane] = []
 
-    async def make(url: str, limits: PlaneLimits, on_unreadable: Callable[[], None] = lambda: None) -> NatsPlane:
+    async def make(
+        url: str, limits: PlaneLimits, on_unreadable: Callable[[], None] = lambda: None
+    ) -> NatsPlane:
         planes.append(await NatsPlane.connect(url, limits, None, on_unreadable))
         return planes[-1]
 
@@ -75,7 +79,9 @@ async def collect(plane: NatsPlane, subject: str = "s.g-1") -> list[Chunk]:
         return [chunk async for chunk in chunks]
 
 
-async def test_server_when_restarted_midstream_then_disconnected_and_later_requests_work(own_nats, connect) -> None:
+async def test_server_when_restarted_midstream_then_disconnected_and_later_requests_work(
+    own_nats, connect
+) -> None:
     server: TestServer = own_nats()
     worker, caller = await connect(server.address, QUICK), await connect(server.address, QUICK)
     service = GatedService()
@@ -105,7 +111,10 @@ async def test_server_when_away_then_requests_fail_in_time(own_nats, connect) ->
     with pytest.raises(Disconnected):
         await collect(caller)
     assert time.monotonic() - started < SOON_S
-    assert caller.unavailable_reason() == f"no connection to NATS at {server.address}; check that NATS runs"
+    assert (
+        caller.unavailable_reason()
+        == f"no connection to NATS at {server.address}; check that NATS runs"
+    )
     server.start()
     async with asyncio.timeout(SOON_S):
         while caller.unavailable_reason():  # noqa: ASYNC110 - the client reconnects by itself
@@ -117,7 +126,9 @@ async def test_server_when_away_then_requests_fail_in_time(own_nats, connect) ->
     [(QUICK, r"worker at s\.g-1 is gone"), (NO_PINGS, "connection to NATS .* lost")],
     ids=["our_pings", "nats_pings"],
 )
-async def test_server_when_frozen_midstream_then_both_ends_close(own_nats, connect, limits, said) -> None:
+async def test_server_when_frozen_midstream_then_both_ends_close(
+    own_nats, connect, limits, said
+) -> None:
     server: TestServer = own_nats()
     worker, caller = await connect(server.address, limits), await connect(server.address, limits)
     service = GatedService()
@@ -135,7 +146,9 @@ async def test_server_when_frozen_midstream_then_both_ends_close(own_nats, conne
 
 
 def spawn(url: str, what: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", PEER, url, what, "s.g-2"], stdout=subprocess.PIPE, cwd=ROOT)
+    return subprocess.Popen(
+        [sys.executable, "-m", PEER, url, what, "s.g-2"], stdout=subprocess.PIPE, cwd=ROOT
+    )
 
 
 async def start_peer(url: str, what: str) -> subprocess.Popen[bytes]:
@@ -153,7 +166,9 @@ def end_peer(peer: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_caller_when_its_process_dies_then_the_workers_stream_closes(nats_server, connect, how) -> None:
+async def test_caller_when_its_process_dies_then_the_workers_stream_closes(
+    nats_server, connect, how
+) -> None:
     worker = await connect(nats_server, QUICK)
     service = GatedService()
     await worker.serve("s.g-2", service)
@@ -166,8 +181,12 @@ async def test_caller_when_its_process_dies_then_the_workers_stream_closes(nats_
         end_peer(peer)
 
 
-@pytest.mark.parametrize(("how", "error"), [(signal.SIGKILL, WorkerDied), (signal.SIGSTOP, Disconnected)])
-async def test_worker_when_its_process_dies_then_the_callers_stream_ends(nats_server, connect, how, error) -> None:
+@pytest.mark.parametrize(
+    ("how", "error"), [(signal.SIGKILL, WorkerDied), (signal.SIGSTOP, Disconnected)]
+)
+async def test_worker_when_its_process_dies_then_the_callers_stream_ends(
+    nats_server, connect, how, error
+) -> None:
     caller = await connect(nats_server, QUICK)
     peer = await start_peer(nats_server, "serve")
     try:
@@ -183,7 +202,9 @@ async def test_worker_when_its_process_dies_then_the_callers_stream_ends(nats_se
         end_peer(peer)
 
 
-async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_leaves_no_task(own_nats) -> None:
+async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_leaves_no_task(
+    own_nats,
+) -> None:
     server: TestServer = own_nats()
     before = asyncio.all_tasks()
     plane = await NatsPlane.connect(server.address, QUICK)
@@ -199,7 +220,9 @@ async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_
         server.resume()
 
 
-async def test_messages_when_dropped_by_a_slow_process_then_streams_end(nats_server, connect, monkeypatch) -> None:
+async def test_messages_when_dropped_by_a_slow_process_then_streams_end(
+    nats_server, connect, monkeypatch
+) -> None:
     worker = await connect(nats_server, NO_PINGS)
     service = GatedService(tokens=5000)
     await worker.serve("s.g-3", service)
@@ -226,7 +249,9 @@ async def test_message_when_its_receiver_has_a_bug_then_it_is_logged_with_a_trac
     assert "a bug of the receiver" in str(record.exc_info)
 
 
-async def test_connect_when_no_server_answers_then_unreachable_names_the_address_without_secrets() -> None:
+async def test_connect_when_no_server_answers_then_unreachable_names_the_address_without_secrets() -> (
+    None
+):
     tasks = asyncio.all_tasks()
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1;.*--nats-server") as caught:
@@ -236,7 +261,9 @@ async def test_connect_when_no_server_answers_then_unreachable_names_the_address
     assert asyncio.all_tasks() == tasks
 
 
-async def test_client_when_closed_for_good_then_named_and_calls_fail(nats_server, connect, caplog) -> None:
+async def test_client_when_closed_for_good_then_named_and_calls_fail(
+    nats_server, connect, caplog
+) -> None:
     caller = await connect(nats_server, QUICK)
     with caplog.at_level(logging.ERROR):
         await caller._transport._client.close()  # as nats-py does by itself after a protocol error
@@ -257,7 +284,9 @@ async def test_connect_when_cancelled_then_nothing_goes_on_trying() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(nats_server, connect) -> None:
+async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(
+    nats_server, connect
+) -> None:
     transport = (await connect(nats_server, PlaneLimits()))._transport
     asking = asyncio.create_task(transport.request("s", b"", timeout_s=5))
     await asyncio.sleep(0)
@@ -278,7 +307,9 @@ async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time
     monkeypatch.setattr(client, "_max_pending_size", 1)
     monkeypatch.setattr(client, "_flush_timeout", 0.1)
     await client._flush_pending()
-    late, unwanted = [asyncio.create_task(transport.request("s", b"", timeout_s=each)) for each in (0.01, 5)]
+    late, unwanted = [
+        asyncio.create_task(transport.request("s", b"", timeout_s=each)) for each in (0.01, 5)
+    ]
     await asyncio.sleep(0.01)
     unwanted.cancel()
     with pytest.raises(Unreachable, match="no reply"):
@@ -289,7 +320,9 @@ async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time
     frozen.set()
 
 
-async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same(nats_server, connect) -> None:
+async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same(
+    nats_server, connect
+) -> None:
     plane = await connect(nats_server, PlaneLimits())
 
     async def reconnecting() -> None:
@@ -304,7 +337,9 @@ async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_connection_is_closed(turns: int) -> None:
+async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_connection_is_closed(
+    turns: int,
+) -> None:
     """nats-py takes itself for closed from the moment on at which it begins to."""
 
     refused: list[asyncio.Task[None]] = []
@@ -332,12 +367,15 @@ async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_conn
         transport._client._close = closing
         with pytest.raises(asyncio.CancelledError):
             await connecting
-        done, open_still = await asyncio.wait(refused, timeout=SOON_S)  # each ends with its connection
+        # each ends with its connection
+        done, open_still = await asyncio.wait(refused, timeout=SOON_S)
         assert done
         assert not open_still
 
 
-async def test_connect_when_it_is_cancelled_beside_its_end_then_it_is_cancelled(nats_server, monkeypatch) -> None:
+async def test_connect_when_it_is_cancelled_beside_its_end_then_it_is_cancelled(
+    nats_server, monkeypatch
+) -> None:
     async def connected(*_: object, **__: object) -> None:
         connecting.cancel()
 
@@ -354,7 +392,8 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
     plane, received = await connect(server.address, NO_PINGS), asyncio.Queue()
     await plane._transport.subscribe("s.events", lambda data, _: received.put_nowait(data))
     assert plane.try_publish("s.events", b"1")
-    assert plane.try_publish("s.events", b"x" * (plane._transport.max_message_bytes + 1))  # lost, and logged
+    # lost, and logged
+    assert plane.try_publish("s.events", b"x" * (plane._transport.max_message_bytes + 1))
     assert "more than NATS allows" in caplog.text
     assert await asyncio.wait_for(received.get(), SOON_S) == b"1"
     monkeypatch.setattr(nats_plane, "_UNSENT_BYTES", 8)

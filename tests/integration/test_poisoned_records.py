@@ -1,4 +1,6 @@
-"""Records in etcd that no worker wrote: a frontend stays up, shows them, and asks only the workers that are there."""
+"""Records in etcd that no worker wrote: a frontend stays up, shows them, and asks only the workers
+that are there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from tests.instances import make_instance
 from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
 
-GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+GOOD: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 4,
+}
 
 
 class Intruder:
@@ -68,7 +74,9 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
     prefix = namespace_prefix(chosen.namespace)
     intruder = Intruder(etcd_server, chosen.namespace)
     await intruder.put(prefix.encode() + b"\xff\xfe", b"")
-    card = ModelDeploymentCard(name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony")
+    card = ModelDeploymentCard(
+        name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony"
+    )
     odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
     await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), encode(odd))
     start_pairs(chosen, running_workers)
@@ -77,13 +85,20 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
         while (await client.get("/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert await rejected(client) == {
-            rf"{prefix}\udcff\udcfe": "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID",
+            rf"{prefix}\udcff\udcfe": (
+                "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID"
+            ),
             f"{prefix}tensorrt_llm/generate/c": (
-                "the record can't be read: not a Instance: Expected `int` >= 1 - at `$.card.vocab_size`"
+                "the record can't be read: not a Instance: Expected `int` >= 1 - at"
+                " `$.card.vocab_size`"
             ),
         }
 
-        (worker,) = [each for each in running_workers.workers if each._config.disaggregation_mode is Role.DECODE]
+        (worker,) = [
+            each
+            for each in running_workers.workers
+            if each._config.disaggregation_mode is Role.DECODE
+        ]
         number = f"{worker.instance_id:x}"
         real_key, real = await intruder.get(number)
         ghost_key = f"{prefix}tensorrt_llm/generate/aaaa"

@@ -1,4 +1,6 @@
-"""What two frontends know of the prefix caches of mock workers, over real NATS, and where they send prompts."""
+"""What two frontends know of the prefix caches of mock workers, over real NATS, and where they send
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -62,21 +64,28 @@ class Follower:
 
     def overlaps(self, prompt: int) -> dict[Role, list[int]]:
         """Return the overlaps of the workers by role, without those that have none."""
-        found = self.known.overlaps(PromptHashes(request(max_tokens=3, prompt=prompt)), time.monotonic())
+        found = self.known.overlaps(
+            PromptHashes(request(max_tokens=3, prompt=prompt)), time.monotonic()
+        )
         return {role: found.of(ids) for role in Role if (ids := found.deepest(role, 9))}
 
     async def until_overlaps(self, prompt: int, tokens: int) -> None:
         expected = {Role.PREFILL: [tokens], Role.DECODE: [tokens]}
-        await until(lambda: self.overlaps(prompt) == expected, SOON_S, lambda: self.overlaps(prompt))
+        await until(
+            lambda: self.overlaps(prompt) == expected, SOON_S, lambda: self.overlaps(prompt)
+        )
 
 
 @asynccontextmanager
 async def follower(chosen: WorkerConfig) -> AsyncIterator[Follower]:
-    patient = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=SOON_S)  # a retry would bring the prompt to others
+    # a retry would bring the prompt to others
+    patient = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=SOON_S)
     async with frontend_side(chosen, limits=patient) as side:
         made = Follower(side)
         await side.until_instances(4)
-        task = asyncio.create_task(PrefixFeed(made.known, side.view, side.plane, chosen.namespace, made.metrics).run())
+        task = asyncio.create_task(
+            PrefixFeed(made.known, side.view, side.plane, chosen.namespace, made.metrics).run()
+        )
         try:
             yield made
         finally:
@@ -89,7 +98,11 @@ async def test_kv_routing_when_a_frontend_is_late_or_loses_an_update_then_both_c
 ) -> None:
     caching = {"enable_prefix_caching": True, "kv_block_size": BLOCK}
     chosen = config(
-        etcd_server, nats_server, publish_kv_events=True, stall_timeout_s=SOON_S, override_engine_args=caching
+        etcd_server,
+        nats_server,
+        publish_kv_events=True,
+        stall_timeout_s=SOON_S,
+        override_engine_args=caching,
     )
     start_pairs(chosen, running_workers, 2)
     async with AsyncExitStack() as stack:
@@ -105,4 +118,6 @@ async def test_kv_routing_when_a_frontend_is_late_or_loses_an_update_then_both_c
         assert not first.known.loses
         assert b'kv_updates_total{outcome="gap"} 1.0' in first.metrics.render()
         assert first.known.num_blocks() == late.known.num_blocks()
-        assert {await each.ask(prompt) for each in (first, late) for prompt in (210, 220)} == {workers}
+        assert {await each.ask(prompt) for each in (first, late) for prompt in (210, 220)} == {
+            workers
+        }

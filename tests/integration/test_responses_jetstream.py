@@ -19,7 +19,11 @@ from tests.servers import TestServer
 from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
 LIMITS = StoreLimits(max_entries=100, max_bytes=64 << 20, max_value_bytes=1 << 20, ttl_s=60.0)
-TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "get_system_health",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class Frontend:
         await self.front.built.close_responses()
 
     async def made(self, **fields: Any) -> dict[str, Any]:
-        response = await self.client.post("/v1/responses", json={"model": MODEL, "input": "hi"} | fields)
+        response = await self.client.post(
+            "/v1/responses", json={"model": MODEL, "input": "hi"} | fields
+        )
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -43,7 +49,9 @@ async def opened(nats: str, namespace: str) -> Frontend:
     store = await JetStreamStore.connect(nats, namespace, LIMITS)
     config = FrontendConfig(response_store="jetstream")
     served.built = build_app(config, served.catalog, served.pipeline, served.metrics, store)
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend")
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend"
+    )
     return Frontend(served, client, store)
 
 
@@ -73,11 +81,20 @@ async def test_conversation_when_the_next_turn_goes_to_another_frontend_then_it_
         path = f"/v1/responses/{response['id']}"
         for each in frontends:
             assert (await each.client.get(path)).json() == response
-    listed = (await here.client.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()["data"]
-    assert [item["type"] for item in listed] == ["message", "reasoning", "function_call", "function_call_output"]
+    listed = (await here.client.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()[
+        "data"
+    ]
+    assert [item["type"] for item in listed] == [
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+    ]
 
 
-async def test_deleted_at_another_frontend_then_gone_here(frontends: tuple[Frontend, Frontend]) -> None:
+async def test_deleted_at_another_frontend_then_gone_here(
+    frontends: tuple[Frontend, Frontend],
+) -> None:
     here, there = frontends
     path = f"/v1/responses/{(await here.made())['id']}"
     assert (await there.client.delete(path)).status_code == 200

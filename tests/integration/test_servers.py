@@ -35,7 +35,9 @@ def answers(address: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["etcd", "nats"])
-def test_server_when_started_and_restarted_then_same_address_answers(kind: str, request: pytest.FixtureRequest) -> None:
+def test_server_when_started_and_restarted_then_same_address_answers(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
     make: Callable[[], TestServer] = request.getfixturevalue(f"own_{kind}")
     server = make()
     assert answers(server.address)
@@ -57,7 +59,9 @@ def test_server_when_parent_is_killed_then_it_dies(start: str, tmp_path: Path) -
         "    await server.ended()\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         pidfd = os.pidfd_open(pid)
@@ -71,11 +75,16 @@ def test_server_when_parent_is_killed_then_it_dies(start: str, tmp_path: Path) -
 
 async def test_server_when_it_can_not_come_up_then_error_has_the_log(tmp_path: Path) -> None:
     (tmp_path / "etcd").write_text("not a folder")
-    with pytest.raises(ConfigError, match=r"(?s)etcd exited with status \d+; end of .*etcd\.log:\n.*not a directory"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)etcd exited with status \d+; end of .*etcd\.log:\n.*not a directory",
+    ):
         await servers.start_etcd(tmp_path)
 
 
-async def test_server_when_its_port_is_taken_at_a_restart_then_error_names_it(tmp_path: Path) -> None:
+async def test_server_when_its_port_is_taken_at_a_restart_then_error_names_it(
+    tmp_path: Path,
+) -> None:
     server = await servers.start_nats(tmp_path)
     await server.stop()
     port = int(server.address.rpartition(":")[2])
@@ -90,7 +99,8 @@ async def test_servers_when_started_at_once_then_each_has_ports_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = free_ports(4)
-    choices = iter([first, first + 1, first + 2, first + 2])  # nats-server finds the second port of etcd taken
+    # nats-server finds the second port of etcd taken
+    choices = iter([first, first + 1, first + 2, first + 2])
     monkeypatch.setattr(addresses.random, "choice", lambda _: next(choices))
     async with asyncio.TaskGroup() as group:
         etcd = group.create_task(servers.start_etcd(tmp_path))
@@ -123,7 +133,9 @@ async def test_server_when_only_its_log_says_that_it_is_ready_then_it_is_not_and
     start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "READY_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match=r"sleeper was not ready within 0.5 s \(.*\); end of .*\nready to serve"):
+    with pytest.raises(
+        ConfigError, match=r"sleeper was not ready within 0.5 s \(.*\); end of .*\nready to serve"
+    ):
         await start(tmp_path)
     assert not alive(sleeper)
 

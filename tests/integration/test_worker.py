@@ -36,7 +36,9 @@ from tests.streaming import call_stream, pipeline_stream
 from tests.waiting import SOON_S
 
 
-async def test_serve_when_stopped_then_it_appeared_and_left(etcd_server: str, nats_server: str) -> None:
+async def test_serve_when_stopped_then_it_appeared_and_left(
+    etcd_server: str, nats_server: str
+) -> None:
     chosen = config(etcd_server, nats_server)
     worker, discovery = Worker(chosen), EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
@@ -88,7 +90,9 @@ def test_run_when_not_on_the_main_thread_then_says_so() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert said == ["Worker.run handles signals and needs the main thread; in other threads, await serve()"]
+    assert said == [
+        "Worker.run handles signals and needs the main thread; in other threads, await serve()"
+    ]
 
 
 async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggregated_workers(
@@ -97,8 +101,14 @@ async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggr
     answers = []
     for roles in ([Role.AGGREGATED], [Role.PREFILL, Role.DECODE]):
         shared = config(etcd_server, nats_server)
-        workers = [Worker(shared.model_copy(update={"disaggregation_mode": role})) for role in roles]
-        async with asyncio.timeout(3 * SOON_S), frontend_side(shared) as side, asyncio.TaskGroup() as group:
+        workers = [
+            Worker(shared.model_copy(update={"disaggregation_mode": role})) for role in roles
+        ]
+        async with (
+            asyncio.timeout(3 * SOON_S),
+            frontend_side(shared) as side,
+            asyncio.TaskGroup() as group,
+        ):
             for worker in workers:
                 group.create_task(worker.serve())
             await side.until_instances(len(workers))
@@ -114,13 +124,19 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
 ) -> None:
     go, step = asyncio.Event(), MockEngine._step
     go.set()
-    monkeypatch.setattr(MockEngine, "_step", lambda engine, seconds: step(engine, seconds) if go.is_set() else None)
-    chosen = config(etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02})
+    monkeypatch.setattr(
+        MockEngine, "_step", lambda engine, seconds: step(engine, seconds) if go.is_set() else None
+    )
+    chosen = config(
+        etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02}
+    )
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
-        async with aclosing(pipeline_stream(side.pipeline, request(max_tokens=60), RouteTrace())) as stream:
+        async with aclosing(
+            pipeline_stream(side.pipeline, request(max_tokens=60), RouteTrace())
+        ) as stream:
             chunks = [await anext(stream)]
             go.clear()  # the request does not end by itself
             worker.stop()
@@ -133,7 +149,9 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
     assert len(tokens(chunks)) == 60
 
 
-async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(etcd_server: str, nats_server: str) -> None:
+async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(
+    etcd_server: str, nats_server: str
+) -> None:
     chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, disaggregation_mode=Role.PREFILL)
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
@@ -151,7 +169,10 @@ async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(etcd_serve
 
 
 async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
-    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    etcd_server: str,
+    nats_server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     loading, loaded, start = asyncio.Event(), asyncio.Event(), MockEngine.start
 
@@ -164,7 +185,11 @@ async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
     caplog.set_level(logging.INFO)
     chosen = config(etcd_server, nats_server, system_port=0)
     worker = Worker(chosen)
-    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side, httpx.AsyncClient() as client:
+    async with (
+        asyncio.timeout(3 * SOON_S),
+        frontend_side(chosen) as side,
+        httpx.AsyncClient() as client,
+    ):
         serving = asyncio.create_task(worker.serve())
         await loading.wait()
         found = re.search(r"health at (http://localhost:\d+)", caplog.text)
@@ -222,7 +247,9 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
         serving = asyncio.create_task(Worker(chosen).serve())
         await side.until_instances(1)
         leaked_kv_blocks = 2  # a quarter: not above the limit
-        async with aclosing(pipeline_stream(side.pipeline, request(max_tokens=50), RouteTrace())) as running:
+        async with aclosing(
+            pipeline_stream(side.pipeline, request(max_tokens=50), RouteTrace())
+        ) as running:
             chunks = [await anext(running)]
             leaked_kv_blocks = 3
             chunks += [chunk async for chunk in running]
@@ -236,7 +263,13 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
 async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_ends(
     etcd_server: str, nats_server: str, part: str
 ) -> None:
-    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, system_port=0, override_engine_args={"step_s": 0.01})
+    chosen = config(
+        etcd_server,
+        nats_server,
+        drain_timeout_s=0.5,
+        system_port=0,
+        override_engine_args={"step_s": 0.01},
+    )
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S):
         serving = asyncio.create_task(worker.serve())
@@ -248,7 +281,9 @@ async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_
             await anext(chunks)  # the worker asks its callers whether they live
             (victim,) = [task for task in worker._tasks._tasks if part in task.get_name()]
             victim.cancel()
-            with pytest.raises(InternalError, match=f"background task {part}.* failed: CancelledError"):
+            with pytest.raises(
+                InternalError, match=f"background task {part}.* failed: CancelledError"
+            ):
                 await serving
         await plane.aclose()
     assert not worker._health.is_ready
@@ -279,14 +314,17 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: asyncio.Queue[KvCacheUpdate] = asyncio.Queue()
-    monkeypatch.setattr(MockEngine, "start_kv_events", lambda _, on_events: on_events([BlocksCleared()]))
+    monkeypatch.setattr(
+        MockEngine, "start_kv_events", lambda _, on_events: on_events([BlocksCleared()])
+    )
     caching = {"publish_kv_events": True, "override_engine_args": {"enable_prefix_caching": True}}
     chosen = config(etcd_server, nats_server).model_copy(update=caching)
     worker, plane = Worker(chosen), await NatsPlane.connect(nats_server, PlaneLimits())
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     endpoint = endpoint_of(chosen)
     await plane.subscribe(
-        kv_events_subject(endpoint.namespace), lambda data, _: found.put_nowait(decode(data, KvCacheUpdate))
+        kv_events_subject(endpoint.namespace),
+        lambda data, _: found.put_nowait(decode(data, KvCacheUpdate)),
     )
     async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
         serving = group.create_task(worker.serve())
@@ -302,7 +340,9 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
     await plane.aclose()
     await discovery.aclose()
     assert updates[0] == KvCacheUpdate(instance_id=worker.instance_id, number=0, cleared=True)
-    last = KvCacheUpdate(instance_id=worker.instance_id, number=len(updates) - 1, cleared=True, snapshot=1)
+    last = KvCacheUpdate(
+        instance_id=worker.instance_id, number=len(updates) - 1, cleared=True, snapshot=1
+    )
     assert updates[-1] == last
 
 
@@ -316,7 +356,11 @@ async def test_serve_when_put_to_sleep_then_it_deregisters_and_registers_again_a
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     chosen = config(
-        etcd_server, nats_server, system_host="127.0.0.1", system_port=port, disaggregation_mode=Role.AGGREGATED
+        etcd_server,
+        nats_server,
+        system_host="127.0.0.1",
+        system_port=port,
+        disaggregation_mode=Role.AGGREGATED,
     )
     worker, url = Worker(chosen), f"http://127.0.0.1:{port}"
     stable = ("asleep", "serving")

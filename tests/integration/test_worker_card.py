@@ -1,4 +1,6 @@
-"""What a worker puts on its card and tells the frontends: the parsers of its model, and what its engine refuses."""
+"""What a worker puts on its card and tells the frontends: the parsers of its model, and what its
+engine refuses.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from tests.waiting import SOON_S
 def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:
     namespace = f"t{uuid.uuid4().hex}"
     return WorkerConfig(
-        model_path="tiny", engine="mock", namespace=namespace, etcd_endpoints=etcd, nats_server=nats, **flags
+        model_path="tiny",
+        engine="mock",
+        namespace=namespace,
+        etcd_endpoints=etcd,
+        nats_server=nats,
+        **flags,
     )
 
 
@@ -61,13 +68,16 @@ async def test_serve_when_a_parser_is_not_of_the_models_format_then_it_never_ser
 ) -> None:
     worker = Worker(config(etcd_server, nats_server, dyn_reasoning_parser="basic"))
     with pytest.raises(
-        ConfigError, match="--dyn-reasoning-parser basic does not fit this model, which uses the Harmony format"
+        ConfigError,
+        match="--dyn-reasoning-parser basic does not fit this model, which uses the Harmony format",
     ):
         async with asyncio.timeout(3 * SOON_S):
             await worker.serve()
 
 
-async def test_serve_when_frontends_would_reject_the_models_name_then_it_says_so_before_it_reaches_anything() -> None:
+async def test_serve_when_frontends_would_reject_the_models_name_then_it_says_so_before_it_reaches_anything() -> (
+    None
+):
     worker = Worker(config("localhost:1", "nats://localhost:1", served_model_name="x" * 257))
     with pytest.raises(ConfigError, match=r"has 257 characters.*--served-model-name"):
         await worker.serve()

@@ -1,4 +1,6 @@
-"""What a worker does before and while its engine loads, on real etcd and NATS, with an engine that judges itself."""
+"""What a worker does before and while its engine loads, on real etcd and NATS, with an engine that
+judges itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.waiting import SOON_S
 
 
 class JudgingEngine(MockEngine):
-    """Refuses to start beside a decode worker with blocks of 16 tokens, and tells what loading does."""
+    """Refuses to start beside a decode worker with blocks of 16 tokens, and tells what loading
+    does.
+    """
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         super().__init__(config, instance_id=instance_id)
@@ -83,7 +87,9 @@ async def test_serve_when_a_live_peer_does_not_fit_then_config_error_before_load
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     await discovery.register(make_instance(0xABC, namespace=chosen.namespace))
     try:
-        with pytest.raises(ConfigError, match=r"layout.block_tokens 32 against decode worker abc: 16") as caught:
+        with pytest.raises(
+            ConfigError, match=r"layout.block_tokens 32 against decode worker abc: 16"
+        ) as caught:
             await Worker(chosen).serve()
     finally:
         await discovery.aclose()
@@ -101,7 +107,10 @@ async def test_serve_when_etcd_is_not_there_then_unreachable_before_loading(
 
 
 async def test_health_when_the_engine_loads_then_it_says_what_loading_does(
-    etcd_server: str, nats_server: str, engines: list[JudgingEngine], caplog: pytest.LogCaptureFixture
+    etcd_server: str,
+    nats_server: str,
+    engines: list[JudgingEngine],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     serving_worker = Worker(config(etcd_server, nats_server, system_port=0))

@@ -1,4 +1,6 @@
-"""TensorRT-LLM's rules in real workers, over the stand-in, on real etcd and NATS: refused before anything loads."""
+"""TensorRT-LLM's rules in real workers, over the stand-in, on real etcd and NATS: refused before
+anything loads.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Pair:
 
     def worker(self, role: Role, **changes: Any) -> Worker:
         given = {**ARGS, **changes}
-        return Worker(WorkerConfig(**self.shared, disaggregation_mode=role, override_engine_args=given))
+        return Worker(
+            WorkerConfig(**self.shared, disaggregation_mode=role, override_engine_args=given)
+        )
 
 
 @pytest.fixture
@@ -78,8 +82,12 @@ def pair(etcd_server: str, nats_server: str, folder: Path) -> Pair:
     return Pair(etcd_server, nats_server, folder)
 
 
-async def test_serve_when_overlap_is_on_at_prefill_then_refused_before_loading(pair: Pair, built: list[Role]) -> None:
-    with pytest.raises(ConfigError, match=r"disable_overlap_scheduler false .*\[overlap-on-prefill\]"):
+async def test_serve_when_overlap_is_on_at_prefill_then_refused_before_loading(
+    pair: Pair, built: list[Role]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"disable_overlap_scheduler false .*\[overlap-on-prefill\]"
+    ):
         await pair.worker(Role.PREFILL, disable_overlap_scheduler=False).serve()
     assert built == []
 
@@ -98,6 +106,9 @@ async def test_serve_when_a_live_decode_has_other_blocks_then_prefill_is_refused
             await pair.worker(Role.PREFILL).serve()
         decode.stop()
         await serving
-    assert f"layout.block_tokens 32 against decode worker {decode.instance_id:x}: 64" in caught.value.message
+    assert (
+        f"layout.block_tokens 32 against decode worker {decode.instance_id:x}: 64"
+        in caught.value.message
+    )
     assert caught.value.field == "layout.block_tokens"
     assert built == [Role.DECODE]

@@ -55,7 +55,11 @@ class FrontendSide:
     """The frontend's view of the cluster, its model registry and its pipeline."""
 
     def __init__(
-        self, chosen: WorkerConfig, plane: NatsPlane, discovery: EtcdDiscovery, options: PipelineOptions
+        self,
+        chosen: WorkerConfig,
+        plane: NatsPlane,
+        discovery: EtcdDiscovery,
+        options: PipelineOptions,
     ) -> None:
         self.view = ClusterView()
         self.models = ModelRegistry(self.view, discovery, plane, chosen.namespace)
@@ -68,7 +72,9 @@ class FrontendSide:
                 await asyncio.sleep(0.01)
 
     async def ask(self, max_tokens: int) -> list[Chunk]:
-        async with aclosing(pipeline_stream(self.pipeline, request(max_tokens=max_tokens), RouteTrace())) as chunks:
+        async with aclosing(
+            pipeline_stream(self.pipeline, request(max_tokens=max_tokens), RouteTrace())
+        ) as chunks:
             return [chunk async for chunk in chunks]
 
 
@@ -111,16 +117,22 @@ class RunningWorkers:
 
     def engine_of(self, role: Role) -> MockEngine:
         """Return the engine of the first worker with this role."""
-        (worker, *_) = [worker for worker in self.workers if worker._config.disaggregation_mode is role]
+        (worker, *_) = [
+            worker for worker in self.workers if worker._config.disaggregation_mode is role
+        ]
         engines = [engine for engine in self.engines if isinstance(engine, MockEngine)]
-        (engine,) = [e for e in engines if e._transfers.identity.prefill_instance_id == worker.instance_id]
+        (engine,) = [
+            e for e in engines if e._transfers.identity.prefill_instance_id == worker.instance_id
+        ]
         return engine
 
     def alive(self) -> bool:
         return not any(task.done() for task in self.tasks)
 
     def held(self) -> list[tuple[int, int, int, int]]:
-        """Return for each engine what requests hold: running, waiting, KV blocks, pending KV transfers."""
+        """Return for each engine what requests hold: running, waiting, KV blocks, pending KV
+        transfers.
+        """
         stats = [engine.stats() for engine in self.engines]
         return [(s.running, s.waiting, s.kv_blocks_used, s.tickets_held) for s in stats]
 
@@ -133,7 +145,9 @@ def start_pairs(chosen: WorkerConfig, running_workers: RunningWorkers, count: in
         running_workers.start(chosen.model_copy(update={"disaggregation_mode": role}))
 
 
-async def until(condition: Callable[[], bool], within_s: float, state: Callable[[], object] = lambda: "") -> None:
+async def until(
+    condition: Callable[[], bool], within_s: float, state: Callable[[], object] = lambda: ""
+) -> None:
     """Wait for a condition. Fail with the value of `state` after a timeout."""
     try:
         async with asyncio.timeout(within_s):
@@ -145,6 +159,8 @@ async def until(condition: Callable[[], bool], within_s: float, state: Callable[
 
 def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
     """Start a frontend. Return its task and its URL."""
-    chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
+    chosen = FrontendConfig(
+        etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0
+    )
     sock = listen("127.0.0.1", 0)
     return asyncio.create_task(serve(chosen, sock)), f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -65,7 +65,9 @@ async def test_task_when_cancelled_by_another_then_that_is_a_failure() -> None:
         await asyncio.wait_for(tasks.until_failed(), SOON_S)
 
 
-async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others_are_cancelled() -> None:
+async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others_are_cancelled() -> (
+    None
+):
     cancelled = asyncio.Event()
 
     async def wait() -> None:
@@ -78,7 +80,9 @@ async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others
     assert cancelled.is_set()
 
 
-async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_time_limit() -> None:
+async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_time_limit() -> (
+    None
+):
     async def fail() -> None:
         raise InternalError("broken")
 
@@ -87,7 +91,9 @@ async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_
     assert await first_of(asyncio.Event().wait(), timeout_s=0.0) is None
 
 
-async def test_in_thread_when_much_is_run_at_once_then_few_threads_do_it_in_the_context_of_the_caller() -> None:
+async def test_in_thread_when_much_is_run_at_once_then_few_threads_do_it_in_the_context_of_the_caller() -> (
+    None
+):
     caller: contextvars.ContextVar[int] = contextvars.ContextVar("caller")
     release = threading.Event()
 

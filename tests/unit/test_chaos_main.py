@@ -13,9 +13,14 @@ from benchmarks.chaos.main import as_json, is_good, main, table
 from benchmarks.chaos.verdict import Outcome, Verdict
 
 
-def test_command_when_asked_for_the_faults_then_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_when_asked_for_the_faults_then_they_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(["--list"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*FAULTS, "migration"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        *FAULTS,
+        "migration",
+    ]
 
 
 def test_page_of_failures_when_read_then_it_has_each_fault_and_no_other() -> None:
@@ -27,7 +32,9 @@ def test_page_of_failures_when_read_then_it_has_each_fault_and_no_other() -> Non
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-fault"], ["--engine", "none", "rolling"]])
-def test_command_when_it_is_called_wrongly_then_it_says_so(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_when_it_is_called_wrongly_then_it_says_so(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         main(argv)
     assert left.value.code == 2
@@ -35,7 +42,9 @@ def test_command_when_it_is_called_wrongly_then_it_says_so(argv: list[str], caps
 
 
 @pytest.mark.parametrize(("name", "good"), [("kill-decode", False), ("kill-nats", True)])
-def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_bad(name: str, good: bool) -> None:
+def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_bad(
+    name: str, good: bool
+) -> None:
     verdict = Verdict(fault=name, sent=2, early_errors=1)
     verdict.counts[Outcome.NAMED_ERROR] = 1
     assert is_good(verdict) is good

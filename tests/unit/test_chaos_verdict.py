@@ -6,7 +6,14 @@ from array import array
 
 import pytest
 
-from benchmarks.chaos.verdict import Expected, Outcome, Verdict, classify, evaluate, longest_silence_s
+from benchmarks.chaos.verdict import (
+    Expected,
+    Outcome,
+    Verdict,
+    classify,
+    evaluate,
+    longest_silence_s,
+)
 from benchmarks.stream import RequestRecord
 
 TEXTS = ("one two three", "four five six")
@@ -30,7 +37,13 @@ def record(**changes: object) -> RequestRecord:
     return RequestRecord(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-EARLY: dict[str, object] = {"first_s": None, "last_s": None, "text": None, "finish": None, "output_tokens": 0}
+EARLY: dict[str, object] = {
+    "first_s": None,
+    "last_s": None,
+    "text": None,
+    "finish": None,
+    "output_tokens": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,8 @@ def test_judged_when_requests_ended_in_all_ways_then_counted_with_reasons() -> N
         "leaked": 1,
     }
     assert verdict.early_errors == 2
-    assert verdict.silence_s == pytest.approx(2.1)  # of those refused, from their sending to their end
+    # of those refused, from their sending to their end
+    assert verdict.silence_s == pytest.approx(2.1)
     assert verdict.notes == [
         "named_error: disconnected after its first token: 1",
         "named_error: overloaded before its first token: 2",

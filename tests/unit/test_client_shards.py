@@ -14,7 +14,12 @@ LOAD = Load(url="http://h", model="m", concurrency=10, requests=11, rate=0.0, se
 
 def share(begun_s: float, ended_s: float, cpu_s: float) -> ShardResult:
     record = RequestRecord(
-        index=1, planned_s=begun_s, first_s=begun_s + 1, last_s=begun_s + 1, output_tokens=2, events=2
+        index=1,
+        planned_s=begun_s,
+        first_s=begun_s + 1,
+        last_s=begun_s + 1,
+        output_tokens=2,
+        events=2,
     )
     return ShardResult(records=[record], begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
 

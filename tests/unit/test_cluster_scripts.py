@@ -1,4 +1,6 @@
-"""The Slurm and mpirun scripts with stand-ins for the programs they start: which command lines, what a signal does."""
+"""The Slurm and mpirun scripts with stand-ins for the programs they start: which command lines,
+what a signal does.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.messages import Role
 
 FOLDER = Path(__file__).parents[2] / "scripts/launch"
-# Writes its own line and lives until SIGTERM, as a server does; `python3` plays the frontend. It takes a moment to end
-# and writes a line for each SIGTERM, because a worker takes a second one as the order not to drain.
+# Writes its own line and lives until SIGTERM, as a server does; `python3` plays the frontend. It
+# takes a moment to end and writes a line for each SIGTERM, because a worker takes a second one as
+# the order not to drain.
 STAND_IN = """\
 #!/usr/bin/env bash
 me=$(basename "$0")
@@ -29,7 +32,10 @@ wait $!
 """
 # Prints variables for the ranks, as a worker does, or plays a server.
 PYTHON = STAND_IN.replace(
-    "\n", '\nif [[ "$*" == *" --print-environment" ]]; then echo "$VARIABLES"; exit "${VARIABLES_STATUS:-0}"; fi\n', 1
+    "\n",
+    '\nif [[ "$*" == *" --print-environment" ]]; then echo "$VARIABLES"; exit'
+    ' "${VARIABLES_STATUS:-0}"; fi\n',
+    1,
 )
 RANKS = STAND_IN.replace("\n", '\necho "UCX_MEMTYPE_CACHE=$UCX_MEMTYPE_CACHE" >>"$RANKS_LOG"\n', 1)
 ECHO = '#!/usr/bin/env bash\nprintf "%s\\n" "$(basename "$0")" "$@" >>"$LOG"\n'
@@ -59,7 +65,11 @@ class Job:
         return self._log.read_text().splitlines()
 
     def started(self, name: str) -> list[list[str]]:
-        return [shlex.split(line)[1:] for line in self.lines() if line.startswith(f"{name} ") and " pid=" in line]
+        return [
+            shlex.split(line)[1:]
+            for line in self.lines()
+            if line.startswith(f"{name} ") and " pid=" in line
+        ]
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 50
@@ -79,7 +89,9 @@ def slurm(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     job.plays("srun", script=RANKS)
     job.plays("python3", script=PYTHON)
     env = job.env | {"SLURM_JOB_NUM_NODES": "3", "DECODE_NODES": "2", "MODEL_PATH": "/models/a b"}
-    process = subprocess.Popen([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, start_new_session=True)
+    process = subprocess.Popen(
+        [FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, start_new_session=True
+    )
     yield process
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -100,13 +112,22 @@ def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_pars
 ) -> None:
     job.until(lambda: len(job.started("srun")) == 2 and len(job.lines()) == 5)
     by_role = {
-        config.disaggregation_mode: (words, config) for words in job.started("srun") if (config := worker_of(words))
+        config.disaggregation_mode: (words, config)
+        for words in job.started("srun")
+        if (config := worker_of(words))
     }
-    for role, first, nodes, tokens, batch in ((Role.PREFILL, 0, 1, 20000, 32), (Role.DECODE, 1, 2, 16384, 128)):
+    for role, first, nodes, tokens, batch in (
+        (Role.PREFILL, 0, 1, 20000, 32),
+        (Role.DECODE, 1, 2, 16384, 128),
+    ):
         words, config = by_role[role]
         assert {f"--relative={first}", f"--nodes={nodes}", f"--ntasks={4 * nodes}"} <= set(words)
         assert (config.tensor_parallel_size, config.expert_parallel_size) == (4 * nodes, 4 * nodes)
-        assert (config.max_num_tokens, config.max_batch_size, config.model_path) == (tokens, batch, "/models/a b")
+        assert (config.max_num_tokens, config.max_batch_size, config.model_path) == (
+            tokens,
+            batch,
+            "/models/a b",
+        )
     (frontend,) = job.started("python3")
     assert frontend[:2] == ["-m", "dynamo_trtllm.frontend"]
     assert load(FrontendConfig, prog="p", argv=frontend[2:-1], environ={}).http_port == 8000
@@ -133,14 +154,22 @@ def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job, s
     job.plays("python3", script=PYTHON)
     job.plays("srun", script="#!/usr/bin/env bash\nexit 2\n")
     env = job.env | {"SLURM_JOB_NUM_NODES": "2", "VARIABLES_STATUS": str(status)}
-    done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [FOLDER / "slurm_gpt_oss_disagg.sbatch"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
     assert done.returncode == 2
     assert "has a configuration error, see its last line" in done.stderr
 
 
 def test_slurm_when_the_job_has_too_few_nodes_then_one_line_and_status_2(job: Job) -> None:
     env = job.env | {"SLURM_JOB_NUM_NODES": "2", "DECODE_NODES": "2"}
-    done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (2, "slurm: 1 + 2 nodes are needed, the job has 2\n")
 
 
@@ -148,17 +177,42 @@ def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job
     job.plays("mpirun", script=ECHO)
     job.plays("python3", script=PYTHON)
     env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", "NATS_SERVER": "nats://h:4222"}
-    flags = ["--model-path", "/model", "--disaggregation-mode", "decode", "--tensor-parallel-size", "8"]
+    flags = [
+        "--model-path",
+        "/model",
+        "--disaggregation-mode",
+        "decode",
+        "--tensor-parallel-size",
+        "8",
+    ]
     subprocess.run([FOLDER / "mpirun_worker.sh", *flags], env=env, check=True)
     exported = ["-x", "NATS_SERVER", "-x", "UCX_MEMTYPE_CACHE"]
-    start = ["mpirun", "--hostfile", "hosts", "-np", "8", *exported, "trtllm-llmapi-launch", "python3"]
+    start = [
+        "mpirun",
+        "--hostfile",
+        "hosts",
+        "-np",
+        "8",
+        *exported,
+        "trtllm-llmapi-launch",
+        "python3",
+    ]
     assert job.lines() == [*start, "-m", "dynamo_trtllm", *flags]
 
 
-def test_mpirun_when_variables_are_set_then_the_ranks_get_those_of_the_engine_and_of_our_processes(job: Job) -> None:
+def test_mpirun_when_variables_are_set_then_the_ranks_get_those_of_the_engine_and_of_our_processes(
+    job: Job,
+) -> None:
     job.plays("mpirun", script=ECHO)
     job.plays("python3", script=PYTHON)
-    ours = ["DYN_NAMESPACE", "ETCD_ENDPOINTS", "HF_HUB_OFFLINE", "NATS_SERVER", "NCCL_P2P_LEVEL", "NIXL_LOG_LEVEL"]
+    ours = [
+        "DYN_NAMESPACE",
+        "ETCD_ENDPOINTS",
+        "HF_HUB_OFFLINE",
+        "NATS_SERVER",
+        "NCCL_P2P_LEVEL",
+        "NIXL_LOG_LEVEL",
+    ]
     ours += ["OVERRIDE_QUANT_ALGO", "TLLM_LOG_LEVEL", "TRTLLM_ENABLE_PDL", "TRT_LLM_X", "UCX_TLS"]
     others = ["OMPI_MCA_coll_ucc_enable", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID", "MY_NCCL_X"]
     env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", **dict.fromkeys([*ours, *others], "1")}
@@ -177,13 +231,21 @@ def test_mpirun_when_the_worker_is_refused_then_nothing_starts_and_its_status(jo
 
 
 def test_scripts_when_they_export_by_prefix_then_both_have_the_same_list() -> None:
-    scripts = (FOLDER / "mpirun_worker.sh", FOLDER.parents[1] / "deploy" / "container" / "multinode")
-    lists = [[line for line in script.read_text().splitlines() if line.startswith("prefixes=")] for script in scripts]
+    scripts = (
+        FOLDER / "mpirun_worker.sh",
+        FOLDER.parents[1] / "deploy" / "container" / "multinode",
+    )
+    lists = [
+        [line for line in script.read_text().splitlines() if line.startswith("prefixes=")]
+        for script in scripts
+    ]
     assert lists[0] == lists[1]
     assert len(lists[0]) == 1
 
 
 def test_mpirun_when_hosts_are_missing_then_one_line_and_status_2(job: Job) -> None:
-    done = subprocess.run([FOLDER / "mpirun_worker.sh"], env=job.env, capture_output=True, text=True)
+    done = subprocess.run(
+        [FOLDER / "mpirun_worker.sh"], env=job.env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "set HOSTFILE and RANKS" in done.stderr

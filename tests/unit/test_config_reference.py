@@ -25,7 +25,9 @@ def test_page_when_written_again_then_as_committed() -> None:
 def test_page_when_models_are_counted_then_none_is_left_out() -> None:
     for module in pkgutil.iter_modules(config.__path__):
         import_module(f"dynamo_trtllm.config.{module.name}")
-    described = {program.model for program in PROGRAMS} | {table.model for table in config_reference.DEPLOYMENT}
+    described = {program.model for program in PROGRAMS} | {
+        table.model for table in config_reference.DEPLOYMENT
+    }
     # a process that another one starts takes what its parent takes
     inner = {each for each in models(FrontendConfig) if each is not FrontendConfig}
     here = {each for each in models(Config) if each.__module__.startswith("dynamo_trtllm.config.")}
@@ -33,7 +35,9 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
-def test_page_when_a_program_has_a_flag_then_its_section_has_a_row_with_flag_variable_and_help(program) -> None:
+def test_page_when_a_program_has_a_flag_then_its_section_has_a_row_with_flag_variable_and_help(
+    program,
+) -> None:
     section = PAGE.read_text(encoding="utf-8").split(f"\n## {program.title}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(rows) == len(program.model.model_fields)

@@ -1,4 +1,6 @@
-"""The documentation builds as a site with every link leading somewhere, and names only what there is."""
+"""The documentation builds as a site with every link leading somewhere, and names only what there
+is.
+"""
 
 import re
 import shlex
@@ -44,7 +46,9 @@ class Loads(HTMLParser):
         self.addresses += [value for name, value in attrs if name == wanted and value]
 
 
-def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_other_sites(site: Path) -> None:
+def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_other_sites(
+    site: Path,
+) -> None:
     pages = {path.stem for path in DOCS.glob("*.md")}
     assert pages <= {path.stem for path in site.glob("*.html")}
     for path in site.glob("*.html"):
@@ -58,7 +62,9 @@ def test_tables_when_built_then_a_style_after_the_theme_s_lets_long_code_wrap(si
     for path in site.glob("*.html"):
         loads = Loads()
         loads.feed(path.read_text(encoding="utf-8"))
-        assert [address for address in loads.addresses if address.endswith(".css")][-1].lstrip("./") == "site.css"
+        assert [address for address in loads.addresses if address.endswith(".css")][-1].lstrip(
+            "./"
+        ) == "site.css"
     assert "overflow-wrap: anywhere" in (site / "site.css").read_text()
 
 
@@ -74,12 +80,16 @@ def codes(of: type[DynamoError] = DynamoError) -> set[str]:
 
 def test_troubleshooting_when_it_names_findings_and_codes_then_there_are_such() -> None:
     text = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ")
-    rules = set(re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE))
+    rules = set(
+        re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE)
+    )
     lists = re.findall(r"[Ff]indings? ((?:`[a-z-]+`(?:, | |[;.]))+)", text)
     listed = set(re.findall(r"`([a-z-]+)`", " ".join(lists)))
     assert len(listed) > 20
     assert listed <= rules
-    named = set(re.findall(r"codes? `(\w+)`", text)) | set(re.findall(r"code `\w+` or `(\w+)`", text))
+    named = set(re.findall(r"codes? `(\w+)`", text)) | set(
+        re.findall(r"code `\w+` or `(\w+)`", text)
+    )
     assert len(named) >= 4
     assert named <= codes()
 
@@ -114,7 +124,12 @@ def test_troubleshooting_when_compared_with_the_guides_then_each_of_their_rows_i
     sections = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ").split("\n## ")[1:]
     texts = {title: text for title, _, text in (section.partition("\n") for section in sections)}
     assert list(texts) == list(GUIDES_ADVICE)
-    assert [each for title, advice in GUIDES_ADVICE.items() for each in advice if each not in texts[title]] == []
+    assert [
+        each
+        for title, advice in GUIDES_ADVICE.items()
+        for each in advice
+        if each not in texts[title]
+    ] == []
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
@@ -125,12 +140,16 @@ def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
     assert {name for name in named if not name.endswith("_")} <= known
 
 
-def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_with_its_type_and_labels() -> None:
+def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_with_its_type_and_labels() -> (
+    None
+):
     tables = (DOCS / "monitoring.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     listed = []
     for process in ("frontend", "worker"):
         rows = tables.split(f"| {process} metric |")[1].split("\n\n")[0]
-        for name, kind, labels in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?)\| ", rows, re.MULTILINE):
+        for name, kind, labels in re.findall(
+            r"^\| `(\w+)` \| (\w+) \| (.*?)\| ", rows, re.MULTILINE
+        ):
             listed.append((process, name, kind, tuple(re.findall(r"`(\w+)`", labels))))
     known = [(each.process, PREFIX + each.name, each.kind, each.labels) for each in TABLE]
     assert listed == known
@@ -138,15 +157,25 @@ def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
 def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Path) -> None:
-    named = set(re.findall(r"`(?:\./)?((?:scripts|deploy|examples|tests|benchmarks)/[\w./-]+)[` :]", page.read_text()))
-    made = {name for name in named if "/secrets/" in name}  # by deploy/make_secrets, never committed
+    named = set(
+        re.findall(
+            r"`(?:\./)?((?:scripts|deploy|examples|tests|benchmarks)/[\w./-]+)[` :]",
+            page.read_text(),
+        )
+    )
+    # by deploy/make_secrets, never committed
+    made = {name for name in named if "/secrets/" in name}
     assert [name for name in named - made if not (ROOT / name).exists()] == []
 
 
 def test_install_lines_when_read_then_none_takes_this_package_from_an_index() -> None:
     """It is on none: a stranger may take its name there."""
     texts = [ROOT / "README.md", *DOCS.glob("*.md")]
-    texts += [path for folder in ("dynamo_trtllm", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    texts += [
+        path
+        for folder in ("dynamo_trtllm", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     wrong = re.compile(r"""pip install (?:-\S+ )*['"]?dynamo[-_]trtllm""")
     assert [str(path.relative_to(ROOT)) for path in texts if wrong.search(path.read_text())] == []
 
@@ -158,7 +187,9 @@ def code_blocks(text: str, *languages: str) -> list[str]:
 
 
 def activated(text: str) -> list[bool]:
-    """Return, for each command that needs our Python, whether the page has activated an environment by then."""
+    """Return, for each command that needs our Python, whether the page has activated an environment
+    by then.
+    """
     found, is_active = [], False
     for block in code_blocks(text, "bash", "sh", ""):
         for line in block.splitlines():
@@ -168,18 +199,26 @@ def activated(text: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem)
-def test_page_when_its_commands_need_our_python_then_it_activates_an_environment_first(page: Path) -> None:
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem
+)
+def test_page_when_its_commands_need_our_python_then_it_activates_an_environment_first(
+    page: Path,
+) -> None:
     assert all(activated(page.read_text()))
 
 
 def test_extras_when_a_page_or_an_error_installs_them_then_there_are_such() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     texts = [ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "dynamo_trtllm").rglob("*.py")]
     named = [
         name
         for path in texts
-        for names in re.findall(r"pip install -e '\.\[([\w,]+)\]'|install_hint\([\"'](\w+)", path.read_text())
+        for names in re.findall(
+            r"pip install -e '\.\[([\w,]+)\]'|install_hint\([\"'](\w+)", path.read_text()
+        )
         for name in "".join(names).split(",")
     ]
     assert len(named) > 5
@@ -187,25 +226,39 @@ def test_extras_when_a_page_or_an_error_installs_them_then_there_are_such() -> N
 
 
 def launch_lines() -> list[tuple[str, str, str]]:
-    """(page, module or subcommand, flags) of every line in a block of code that starts a program of ours."""
-    start = re.compile(r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm )(\S+) ?([^#&\n]*)", re.MULTILINE)
+    """(page, module or subcommand, flags) of every line in a block of code that starts a program of
+    ours.
+    """
+    start = re.compile(
+        r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm )(\S+) ?([^#&\n]*)", re.MULTILINE
+    )
     blocks = [
         (page.stem, block.replace("\\\n", " "))
         for page in sorted(DOCS.glob("*.md"))
         for block in code_blocks(page.read_text(), "bash", "sh", "")
     ]
-    return [(page, module, flags) for page, block in blocks for module, flags in start.findall(block)]
+    return [
+        (page, module, flags) for page, block in blocks for module, flags in start.findall(block)
+    ]
 
 
 @pytest.mark.parametrize(("page", "module", "flags"), launch_lines())
-def test_launch_line_when_typed_as_in_the_docs_then_it_is_accepted(page: str, module: str, flags: str) -> None:
-    models = {name: program.model for program in PROGRAMS for name in (program.module, program.command)}
+def test_launch_line_when_typed_as_in_the_docs_then_it_is_accepted(
+    page: str, module: str, flags: str
+) -> None:
+    models = {
+        name: program.model for program in PROGRAMS for name in (program.module, program.command)
+    }
     load(models[module], prog="x", argv=shlex.split(flags), environ={})
 
 
 def shown_outputs() -> list[tuple[str, str]]:
     """Return each command of a worker that a page shows with its output, and this output."""
-    blocks = [block for page in sorted(DOCS.glob("*.md")) for block in code_blocks(page.read_text(), "console")]
+    blocks = [
+        block
+        for page in sorted(DOCS.glob("*.md"))
+        for block in code_blocks(page.read_text(), "console")
+    ]
     commands = [each.replace("\\\n", " ") for block in blocks for each in block.split("$ ")[1:]]
     return [(line, output) for line, _, output in (each.partition("\n") for each in commands)]
 

@@ -1,4 +1,6 @@
-"""Every TensorRT-LLM file in engine_configs/ against each release it claims, and the list of what was not read."""
+"""Every TensorRT-LLM file in engine_configs/ against each release it claims, and the list of what
+was not read.
+"""
 
 import re
 from pathlib import Path
@@ -15,7 +17,9 @@ from tests import unverified_names
 RELEASES = {release.name: release for release in LIBRARY.releases}
 FILES = unverified_names.files()
 CLAIMS = [(path, name) for path in FILES for name in unverified_names.claimed(path)]
-_TRUSTS = re.compile(rb"trust.remote.code\W{1,3}(?i:true|yes|on|1)\b|--trust.remote.code\b(?!=false)")
+_TRUSTS = re.compile(
+    rb"trust.remote.code\W{1,3}(?i:true|yes|on|1)\b|--trust.remote.code\b(?!=false)"
+)
 GPT_OSS = unverified_names.ROOT / "engine_configs" / "gpt-oss-120b"
 
 
@@ -40,7 +44,10 @@ def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases(
     assert len(FILES) >= 15
     others = set((unverified_names.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
     configs = unverified_names.ROOT / "engine_configs"
-    assert {path.parent.relative_to(configs).parts[0] for path in others} == {"tiny-gpt-oss", "vllm"}
+    assert {path.parent.relative_to(configs).parts[0] for path in others} == {
+        "tiny-gpt-oss",
+        "vllm",
+    }
     known = dict.fromkeys(unverified_names.claim_of(name) for name in RELEASES)
     for path in FILES:
         claims = unverified_names.claims(path)
@@ -48,17 +55,25 @@ def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases(
 
 
 @pytest.mark.parametrize(("path", "name"), CLAIMS, ids=named)
-def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_is_taken(path: Path, name: str) -> None:
+def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_is_taken(
+    path: Path, name: str
+) -> None:
     uses = list(unverified_names.arguments(path, RELEASES[name]))
     assert [use.name for use in uses if use.presence is Presence.ABSENT] == []
     unread = [use.name for use in uses if use.presence is Presence.NOT_READ]
-    notes = [note for note in args(path, name).notes if "transceiver_runtime was set to CPP" not in note]
+    notes = [
+        note for note in args(path, name).notes if "transceiver_runtime was set to CPP" not in note
+    ]
     assert len(notes) == len(unread)  # no old spelling and no contradiction in what we ship
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named)
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named
+)
 def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -> None:
-    assert unverified_names.claimed(folder / "prefill.yaml") == unverified_names.claimed(folder / "decode.yaml")
+    assert unverified_names.claimed(folder / "prefill.yaml") == unverified_names.claimed(
+        folder / "decode.yaml"
+    )
     paths = [folder / f"{role}.yaml" for role in ("prefill", "decode")]
     prefill, decode = (args(path, first_release(path)) for path in paths)
     for key in (
@@ -88,38 +103,86 @@ def test_file_when_it_names_a_moe_backend_then_the_profile_of_its_gpu_allows_it(
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "nixl"], ids=named)
-def test_nixl_file_when_compared_with_the_ucx_one_then_only_the_transceiver_differs(path: Path) -> None:
+def test_nixl_file_when_compared_with_the_ucx_one_then_only_the_transceiver_differs(
+    path: Path,
+) -> None:
     """And what 1.3 chooses itself: the kernels of experts."""
     sm = 90 if "hopper" in path.parts else 100
     nixl, ucx = (args(each, "1.3.0rc29", sm).leaves for each in (path, path.parents[1] / path.name))
-    differing = {key for key in {*nixl, *ucx} if nixl.get(key, (None,))[0] != ucx.get(key, (None,))[0]}
-    own = {f"cache_transceiver_config.{name}" for name in ("backend", "max_tokens_in_buffer", "transceiver_runtime")}
+    differing = {
+        key for key in {*nixl, *ucx} if nixl.get(key, (None,))[0] != ucx.get(key, (None,))[0]
+    }
+    own = {
+        f"cache_transceiver_config.{name}"
+        for name in ("backend", "max_tokens_in_buffer", "transceiver_runtime")
+    }
     assert own <= differing <= own | {"moe_config.backend", "attention_dp_config.enable_balance"}
 
 
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
-        ("prefill.yaml", {"cuda_graph_config.max_batch_size": 32, "enable_attention_dp": False, "stream_interval": 10}),
-        ("decode.yaml", {"cuda_graph_config.max_batch_size": 128, "enable_attention_dp": True, "max_num_tokens": 8192}),
-        ("v0.5/prefill.yaml", {"enable_chunked_prefill": True, "cache_transceiver_config.max_tokens_in_buffer": 65536}),
+        (
+            "prefill.yaml",
+            {
+                "cuda_graph_config.max_batch_size": 32,
+                "enable_attention_dp": False,
+                "stream_interval": 10,
+            },
+        ),
+        (
+            "decode.yaml",
+            {
+                "cuda_graph_config.max_batch_size": 128,
+                "enable_attention_dp": True,
+                "max_num_tokens": 8192,
+            },
+        ),
+        (
+            "v0.5/prefill.yaml",
+            {
+                "enable_chunked_prefill": True,
+                "cache_transceiver_config.max_tokens_in_buffer": 65536,
+            },
+        ),
         (
             "v0.5/decode.yaml",
-            {"tensor_parallel_size": 4, "kv_cache_config.free_gpu_memory_fraction": 0.8, "max_num_tokens": 16384},
+            {
+                "tensor_parallel_size": 4,
+                "kv_cache_config.free_gpu_memory_fraction": 0.8,
+                "max_num_tokens": 16384,
+            },
         ),
         (
             "draft/prefill.yaml",
-            {"moe_expert_parallel_size": 4, "max_num_tokens": 16384, "moe_config.backend": "CUTLASS"},
+            {
+                "moe_expert_parallel_size": 4,
+                "max_num_tokens": 16384,
+                "moe_config.backend": "CUTLASS",
+            },
         ),
-        ("k8s-agg/agg.yaml", {"cuda_graph_config.max_batch_size": 800, "moe_config.backend": "TRTLLM"}),
-        ("k8s-disagg/prefill.yaml", {"tensor_parallel_size": 1, "max_batch_size": 64, "max_seq_len": 9000}),
+        (
+            "k8s-agg/agg.yaml",
+            {"cuda_graph_config.max_batch_size": 800, "moe_config.backend": "TRTLLM"},
+        ),
+        (
+            "k8s-disagg/prefill.yaml",
+            {"tensor_parallel_size": 1, "max_batch_size": 64, "max_seq_len": 9000},
+        ),
         (
             "k8s-disagg/decode.yaml",
-            {"tensor_parallel_size": 4, "max_batch_size": 1280, "kv_cache_config.dtype": "fp8", "max_seq_len": 11000},
+            {
+                "tensor_parallel_size": 4,
+                "max_batch_size": 1280,
+                "kv_cache_config.dtype": "fp8",
+                "max_seq_len": 11000,
+            },
         ),
     ],
 )
-def test_file_when_it_is_a_guides_then_it_has_the_guides_values(file: str, expected: dict[str, object]) -> None:
+def test_file_when_it_is_a_guides_then_it_has_the_guides_values(
+    file: str, expected: dict[str, object]
+) -> None:
     merged = args(GPT_OSS / file, "1.2.1")
     assert {key: merged.get(key) for key in expected} == expected
 
@@ -135,8 +198,17 @@ def test_shipped_files_then_none_has_an_engine_run_code_from_a_model_folder() ->
         "kernels_config",
         "scripts",
     )
-    paths = [path for folder in folders for path in (unverified_names.ROOT / folder).rglob("*") if path.is_file()]
-    texts = {path: path.read_bytes() for path in (*paths, unverified_names.ROOT / "README.md") if path.suffix != ".pyc"}
+    paths = [
+        path
+        for folder in folders
+        for path in (unverified_names.ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
+    texts = {
+        path: path.read_bytes()
+        for path in (*paths, unverified_names.ROOT / "README.md")
+        if path.suffix != ".pyc"
+    }
     assert sum(path.suffix in (".yaml", ".yml") for path in texts) > 60
     assert [path for path, text in texts.items() if _TRUSTS.search(text)] == []
 
@@ -148,7 +220,9 @@ def test_trust_remote_code_when_a_user_sets_it_then_the_engine_gets_it(tmp_path:
 
 
 def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
-    assert [use for use in unverified_names.calls(LIBRARY.needed) if use.presence is Presence.ABSENT] == []
+    assert [
+        use for use in unverified_names.calls(LIBRARY.needed) if use.presence is Presence.ABSENT
+    ] == []
 
 
 def test_not_read_when_collected_then_printed_and_as_the_committed_page_says() -> None:

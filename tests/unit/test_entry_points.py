@@ -1,4 +1,6 @@
-"""What is typed to start something: `python -m` modules that Ctrl-C ends while they load, and scripts/demo."""
+"""What is typed to start something: `python -m` modules that Ctrl-C ends while they load, and
+scripts/demo.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def demo(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     shutil.copy(ROOT / "scripts/demo", tmp_path / "scripts")
 
     def run(*words: str) -> tuple[int, str, str]:
-        done = subprocess.run([tmp_path / "scripts/demo", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [tmp_path / "scripts/demo", *words], capture_output=True, text=True, check=False
+        )
         return done.returncode, done.stdout, done.stderr
 
     return run
@@ -69,11 +73,23 @@ def demo(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     [
         ((), "", "--demo deploy/local/demo.yaml"),
         (("--model=smollm2",), "--model smollm2", "--demo --model smollm2 deploy/local/demo.yaml"),
-        (("--model", "smollm2"), "--model smollm2", "--demo --model smollm2 deploy/local/demo.yaml"),
+        (
+            ("--model", "smollm2"),
+            "--model smollm2",
+            "--demo --model smollm2 deploy/local/demo.yaml",
+        ),
         (("--engine=mock", "a.yaml"), "", "--demo --engine mock a.yaml"),
         (("--port=81", "--host", "::"), "", "--demo --port 81 --host :: deploy/local/demo.yaml"),
-        (("--torch-index=https://t", "--once"), "--torch-index https://t", "--demo --once deploy/local/demo.yaml"),
-        (("--engine=trtllm", "--stand-in"), "", "--demo --engine trtllm deploy/local/demo-trtllm-stand-in.yaml"),
+        (
+            ("--torch-index=https://t", "--once"),
+            "--torch-index https://t",
+            "--demo --once deploy/local/demo.yaml",
+        ),
+        (
+            ("--engine=trtllm", "--stand-in"),
+            "",
+            "--demo --engine trtllm deploy/local/demo-trtllm-stand-in.yaml",
+        ),
     ],
 )
 def test_demo_script_when_flags_are_typed_then_the_set_up_and_the_launcher_get_theirs(

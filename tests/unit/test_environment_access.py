@@ -1,4 +1,6 @@
-"""argv and the environment are read in one module and written in one module; this walks the source to hold it."""
+"""argv and the environment are read in one module and written in one module; this walks the source
+to hold it.
+"""
 
 import ast
 import re
@@ -16,7 +18,9 @@ WRITING_CALLS = {"pop", "update", "setdefault", "clear", "popitem", "putenv", "u
 
 
 def accesses(text: str) -> list[tuple[int, str]]:
-    """(line, "read" or "write") of each use of os.environ, os.getenv, os.putenv, sys.argv, however imported."""
+    """(line, "read" or "write") of each use of os.environ, os.getenv, os.putenv, sys.argv, however
+    imported.
+    """
     found = []
     tree = ast.parse(text)
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}

@@ -1,4 +1,6 @@
-"""Gates of tests that need what is not everywhere: asked for by name they fail loudly, otherwise they are counted."""
+"""Gates of tests that need what is not everywhere: asked for by name they fail loudly, otherwise
+they are counted.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,15 @@ REAL = "tests/gpu/trtllm"
 
 
 def collect(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    without = [word for name in ("cacheprovider", "schemathesis", "hypothesispytest") for word in ("-p", f"no:{name}")]
+    without = [
+        word
+        for name in ("cacheprovider", "schemathesis", "hypothesispytest")
+        for word in ("-p", f"no:{name}")
+    ]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *without, REAL, *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin", **env})
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin", **env}
+    )
 
 
 def test_trtllm_when_not_asked_for_then_deselected_and_counted_in_one_line() -> None:
@@ -25,7 +33,9 @@ def test_trtllm_when_not_asked_for_then_deselected_and_counted_in_one_line() -> 
     assert " trtllm" in line
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="TensorRT-LLM is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_llm") is not None, reason="TensorRT-LLM is installed"
+)
 def test_trtllm_when_asked_for_without_the_package_then_it_fails() -> None:
     done = collect("-m", "trtllm")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

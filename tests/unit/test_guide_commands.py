@@ -1,7 +1,8 @@
-"""The guides' launch lines, word for word but for the module name: what each configures, or the line that refuses it.
+"""The guides' launch lines, word for word but for the module name: what each configures, or the
+line that refuses it.
 
-The guide of the Kubernetes targets (003) starts no process by hand and so has no line. The other commands of the file,
-and what is there in their place, are held by test_guides_page.py.
+The guide of the Kubernetes targets (003) starts no process by hand and so has no line. The other
+commands of the file, and what is there in their place, are held by test_guides_page.py.
 """
 
 import logging
@@ -38,14 +39,20 @@ def commands() -> list[Command]:
             if " -m dynamo." not in line:
                 continue
             words = shlex.split(line.removesuffix("&"))
-            environment = dict(word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=.*", word))
+            environment = dict(
+                word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=.*", word)
+            )
             start = words.index("-m")
             found.append(Command(guide, words[start + 1], environment, words[start + 2 :]))
     return found
 
 
 def of(module: str) -> list[Any]:
-    return [pytest.param(each, id=f"{each.guide}-{i}") for i, each in enumerate(commands()) if each.module == module]
+    return [
+        pytest.param(each, id=f"{each.guide}-{i}")
+        for i, each in enumerate(commands())
+        if each.module == module
+    ]
 
 
 def parsed(model: type, words: list[str], environment: dict[str, str] | None = None) -> Any:
@@ -64,7 +71,11 @@ EXPECTED = {
 
 def test_commands_when_counted_then_those_of_all_guides() -> None:
     assert [(each.guide, each.module.removeprefix("dynamo.")) for each in commands()] == [
-        *[(guide, name) for guide in ("000", "001", "002") for name in ("frontend", "trtllm", "trtllm")],
+        *[
+            (guide, name)
+            for guide in ("000", "001", "002")
+            for name in ("frontend", "trtllm", "trtllm")
+        ],
         *[("004", name) for name in ("frontend", "vllm", "vllm")],
     ]
 
@@ -97,13 +108,20 @@ def test_worker_line_when_parsed_then_what_the_guide_means(command: Command) -> 
 @pytest.mark.parametrize("command", of("dynamo.trtllm"))
 @pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
 def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every_release(
-    command: Command, release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    command: Command,
+    release: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the guides' paths are not here: the shipped files are taken
     config = parsed(WorkerConfig, command.words)
     with caplog.at_level(logging.INFO):
         args = trtllm_args(config, release, [])
-    assert f"{config.extra_engine_args} does not exist; using engine_configs/gpt-oss-120b/" in caplog.text
+    assert (
+        f"{config.extra_engine_args} does not exist; using engine_configs/gpt-oss-120b/"
+        in caplog.text
+    )
     is_prefill = config.disaggregation_mode is Role.PREFILL
     for key, value in {
         "tensor_parallel_size": 4,
@@ -120,10 +138,16 @@ def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every
         "stream_interval": 10,
     }.items():
         assert args.get(key) == value, key
-    beaten = [] if is_prefill or command.guide == "001" else ["kv_cache_config.free_gpu_memory_fraction"]
-    notes = [f"--free-gpu-memory-fraction 0.9 overrides {key} 0.8 of YAML {config.extra_engine_args}" for key in beaten]
+    beaten = (
+        [] if is_prefill or command.guide == "001" else ["kv_cache_config.free_gpu_memory_fraction"]
+    )
+    notes = [
+        f"--free-gpu-memory-fraction 0.9 overrides {key} 0.8 of YAML {config.extra_engine_args}"
+        for key in beaten
+    ]
     assert [note for note in args.notes if "transceiver_runtime" not in note] == notes
-    assert len(args.notes) == len(notes) + (release.name >= "1.3")  # whose Python transceiver has no UCX
+    # whose Python transceiver has no UCX
+    assert len(args.notes) == len(notes) + (release.name >= "1.3")
 
 
 @pytest.mark.parametrize("command", of("dynamo.vllm"))
@@ -134,7 +158,8 @@ def test_vllm_line_when_parsed_then_what_the_guide_means(command: Command) -> No
         "engine": "vllm",
         "model_path": "openai/gpt-oss-120b",
         "tensor_parallel_size": 4,
-        "disaggregation_mode": Role.PREFILL if is_prefill else Role.DECODE,  # one of each, the guide says
+        # one of each, the guide says
+        "disaggregation_mode": Role.PREFILL if is_prefill else Role.DECODE,
         "dyn_reasoning_parser": "gpt_oss",
         "dyn_tool_call_parser": "harmony",
     }

@@ -1,4 +1,6 @@
-"""docs/guides.md has a row for each command of the guides, and tests/data/guide_tests.txt has the tests of each row."""
+"""docs/guides.md has a row for each command of the guides, and tests/data/guide_tests.txt has the
+tests of each row.
+"""
 
 import json
 import re
@@ -26,7 +28,9 @@ class Row(NamedTuple):
     def tells_of(self, command: str) -> bool:
         spaced = " ".join(command.split())
         return any(
-            re.fullmatch(".*".join(re.escape(part.strip()) for part in pattern.split("…")), spaced, re.DOTALL)
+            re.fullmatch(
+                ".*".join(re.escape(part.strip()) for part in pattern.split("…")), spaced, re.DOTALL
+            )
             for pattern in self.patterns
         )
 
@@ -42,13 +46,22 @@ def commands() -> list[tuple[str, str]]:
 
 def rows() -> list[Row]:
     lines = (ROOT / "docs/guides.md").read_text().splitlines()
-    split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| 00")]
+    split = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in lines
+        if line.startswith("| 00")
+    ]
     cells = [row for row in split if len(row) == 3]
-    return [Row(tuple(g.split(", ")), tuple(re.findall(r"`(.+?)`", c)), h, f"{g} | {c}") for g, c, h in cells]
+    return [
+        Row(tuple(g.split(", ")), tuple(re.findall(r"`(.+?)`", c)), h, f"{g} | {c}")
+        for g, c, h in cells
+    ]
 
 
 def covering() -> dict[str, list[str]]:
-    """For each row, by its first two columns, the tests of its counterpart, or why there is none."""
+    """For each row, by its first two columns, the tests of its counterpart, or why there is
+    none.
+    """
     found: dict[str, list[str]] = {}
     row = ""
     for line in (ROOT / "tests/data/guide_tests.txt").read_text().splitlines():
@@ -68,26 +81,36 @@ def test_commands_when_counted_then_those_of_all_five_guides() -> None:
     assert counted == [27, 22, 23, 17, 7]
 
 
-@pytest.mark.parametrize(("guide", "command"), [pytest.param(*c, id=f"{c[0]}-{i}") for i, c in enumerate(commands())])
-def test_command_when_looked_up_then_exactly_one_row_of_its_guide_tells_of_it(guide: str, command: str) -> None:
+@pytest.mark.parametrize(
+    ("guide", "command"), [pytest.param(*c, id=f"{c[0]}-{i}") for i, c in enumerate(commands())]
+)
+def test_command_when_looked_up_then_exactly_one_row_of_its_guide_tells_of_it(
+    guide: str, command: str
+) -> None:
     assert len([row for row in ROWS if guide in row.guides and row.tells_of(command)]) == 1, command
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.guides[0]}-{row.patterns[0][:40]}")
-def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what_to_type(row: Row) -> None:
+def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what_to_type(
+    row: Row,
+) -> None:
     for guide in row.guides:
         assert [each for each in commands() if each[0] == guide and row.tells_of(each[1])], guide
     assert row.here
 
 
-def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_there_or_a_reason() -> None:
+def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_there_or_a_reason() -> (
+    None
+):
     tests = covering()
     assert list(tests) == [row.key for row in ROWS]
     for named in tests.values():
         if not (len(named) == 1 and re.match(r"not here: \w.{8,}", named[0])):
             assert named
             for file, _, function in (each.partition("::") for each in named):
-                assert re.search(rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), (
+                assert re.search(
+                    rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE
+                ), (
                     file,
                     function,
                 )
@@ -95,7 +118,11 @@ def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_
 
 def test_bodies_when_sent_by_curl_then_the_tests_send_the_same() -> None:
     sent = [each["body"] for each in REQUESTS["requests"]]
-    curls = [shlex.split(command.replace("\\\n", " ")) for _, command in commands() if command.startswith("curl")]
+    curls = [
+        shlex.split(command.replace("\\\n", " "))
+        for _, command in commands()
+        if command.startswith("curl")
+    ]
     bodies = [json.loads(words[words.index("-d") + 1]) for words in curls if "-d" in words]
     assert len(bodies) == 10
     for body in bodies:
@@ -103,9 +130,12 @@ def test_bodies_when_sent_by_curl_then_the_tests_send_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "model"), [("Flags of workers", WorkerConfig), ("Flags of the frontend", FrontendConfig)]
+    ("title", "model"),
+    [("Flags of workers", WorkerConfig), ("Flags of the frontend", FrontendConfig)],
 )
-def test_flags_when_the_page_calls_them_the_same_then_they_are_flags_here(title: str, model: type[Config]) -> None:
+def test_flags_when_the_page_calls_them_the_same_then_they_are_flags_here(
+    title: str, model: type[Config]
+) -> None:
     page = (ROOT / "docs/guides.md").read_text(encoding="utf-8")
     section = page.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
     same = [row for row in section.splitlines() if row.startswith("| `") and "| the same" in row]

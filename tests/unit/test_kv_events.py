@@ -1,4 +1,6 @@
-"""The publisher of KV events: prefix hashes, numbers, snapshots, and what happens when messages can't be sent."""
+"""The publisher of KV events: prefix hashes, numbers, snapshots, and what happens when messages
+can't be sent.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ PROMPT = token_ids(range(12))
 A, B, C = prefix_hashes(PROMPT, 4, 0)  # the engine's names of these blocks are 1, 2 and 3
 
 
-def stored(*names: int, parent: int | None = None, salt: str | None = None, window: int = 0) -> BlocksStored:
+def stored(
+    *names: int, parent: int | None = None, salt: str | None = None, window: int = 0
+) -> BlocksStored:
     blocks = tuple(KvBlock(name, PROMPT[4 * name - 4 : 4 * name]) for name in names)
     return BlocksStored(blocks=blocks, parent=parent, cache_salt=salt, cache_group=window)
 
@@ -83,10 +87,15 @@ def test_prefix_hashes_when_salts_differ_then_no_block_is_equal() -> None:
 
 
 def test_prefix_hashes_then_do_not_change_between_releases() -> None:
-    assert prefix_hashes(token_ids([1, 2, 3, 4]), 2, root_hash("tenant")) == [13398016316182119870, 7537757055044245673]
+    assert prefix_hashes(token_ids([1, 2, 3, 4]), 2, root_hash("tenant")) == [
+        13398016316182119870,
+        7537757055044245673,
+    ]
 
 
-async def test_events_when_published_then_updates_have_prefix_hashes_and_consecutive_numbers() -> None:
+async def test_events_when_published_then_updates_have_prefix_hashes_and_consecutive_numbers() -> (
+    None
+):
     reader = Reader()
     assert await reader.blocks_after(stored(1, 2), stored(3, parent=2)) == {A, B, C}
     reader.publisher.on_events([BlocksRemoved(hashes=(3, 99))])
@@ -98,26 +107,36 @@ async def test_events_when_published_then_updates_have_prefix_hashes_and_consecu
 
 
 async def test_events_when_salted_then_prefix_hashes_are_those_of_the_salt() -> None:
-    assert await Reader().blocks_after(stored(1, salt="a")) == set(prefix_hashes(PROMPT[:4], 4, root_hash("a")))
+    assert await Reader().blocks_after(stored(1, salt="a")) == set(
+        prefix_hashes(PROMPT[:4], 4, root_hash("a"))
+    )
 
 
-async def test_events_when_the_parent_is_unknown_or_blocks_differ_in_size_then_they_are_skipped_and_counted() -> None:
+async def test_events_when_the_parent_is_unknown_or_blocks_differ_in_size_then_they_are_skipped_and_counted() -> (
+    None
+):
     reader = Reader()
     odd = BlocksStored(blocks=(KvBlock(8, PROMPT[:3]),))
     assert await reader.blocks_after(stored(1), stored(3, parent=2), odd) == {A}
     assert reader.publisher.num_skipped == 2
 
 
-async def test_events_when_two_ranks_store_a_block_then_it_is_removed_after_both_removed_it() -> None:
+async def test_events_when_two_ranks_store_a_block_then_it_is_removed_after_both_removed_it() -> (
+    None
+):
     reader = Reader()
     other = BlocksStored(blocks=(KvBlock(7, PROMPT[:4]),), dp_rank=1)
     await reader.blocks_after(stored(1), other)
-    assert await reader.blocks_after(BlocksRemoved(hashes=(1,)), stored(1, 2), BlocksRemoved(hashes=(1,))) == {B}
+    assert await reader.blocks_after(
+        BlocksRemoved(hashes=(1,)), stored(1, 2), BlocksRemoved(hashes=(1,))
+    ) == {B}
     assert await reader.blocks_after(BlocksRemoved(hashes=(7,), dp_rank=1)) == set()
     assert [each.removed for each in reader.updates] == [b"", b"", pack_hashes([A])]
 
 
-async def test_events_when_layers_have_windows_then_only_blocks_of_the_largest_are_published() -> None:
+async def test_events_when_layers_have_windows_then_only_blocks_of_the_largest_are_published() -> (
+    None
+):
     reader = Reader()
     assert await reader.blocks_after(stored(1, 2, window=128)) == {A, B}
     assert await reader.blocks_after(stored(1, window=4096), stored(3, window=128)) == {A}
@@ -131,13 +150,21 @@ async def test_events_when_cleared_then_the_update_says_so_before_what_is_stored
     assert reader.updates[-1].cleared
 
 
-async def test_events_when_a_block_follows_a_cleared_one_then_that_one_and_all_before_it_are_published_again() -> None:
-    """The engine still has them, and reports nothing about them while it does: such as those of a system prompt."""
+async def test_events_when_a_block_follows_a_cleared_one_then_that_one_and_all_before_it_are_published_again() -> (
+    None
+):
+    """The engine still has them, and reports nothing about them while it does: such as those of a
+    system prompt.
+    """
     reader = Reader()
     await reader.blocks_after(stored(1, 2))
     assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2)) == {A, B, C}
     assert reader.updates[-1].cleared
-    assert await reader.blocks_after(BlocksCleared(), BlocksCleared(), stored(3, parent=2)) == {A, B, C}
+    assert await reader.blocks_after(BlocksCleared(), BlocksCleared(), stored(3, parent=2)) == {
+        A,
+        B,
+        C,
+    }
     assert reader.publisher.num_skipped == 0
 
 
@@ -145,14 +172,18 @@ async def test_events_when_a_cleared_block_was_removed_then_what_follows_it_is_s
     reader = Reader()
     await reader.blocks_after(stored(1, 2))
     removed = BlocksRemoved(hashes=(1,))
-    assert await reader.blocks_after(BlocksCleared(), removed, stored(3, parent=2), stored(1)) == {A}
+    assert await reader.blocks_after(BlocksCleared(), removed, stored(3, parent=2), stored(1)) == {
+        A
+    }
     assert reader.publisher.num_skipped == 1
 
 
 async def test_events_when_a_larger_window_replaces_blocks_then_they_do_not_come_back() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2, window=128))
-    assert await reader.blocks_after(stored(3, parent=2, window=4096), stored(1, window=4096)) == {A}
+    assert await reader.blocks_after(stored(3, parent=2, window=4096), stored(1, window=4096)) == {
+        A
+    }
 
 
 async def test_events_when_a_cleared_block_names_itself_as_its_parent_then_it_is_skipped() -> None:
@@ -184,7 +215,11 @@ async def test_events_when_not_accepted_then_their_net_effect_is_sent_later() ->
     _, first, second = await reader.until(3)
     assert reader.refused >= 1
     assert [first.number, second.number] == [1, 2]
-    assert [first.removed, second.removed, second.stored] == [pack_hashes([C]), pack_hashes([B]), pack_hashes([A])]
+    assert [first.removed, second.removed, second.stored] == [
+        pack_hashes([C]),
+        pack_hashes([B]),
+        pack_hashes([A]),
+    ]
 
 
 async def test_events_when_too_many_removals_wait_then_all_blocks_are_sent_instead(
@@ -194,11 +229,15 @@ async def test_events_when_too_many_removals_wait_then_all_blocks_are_sent_inste
     reader = Reader()
     assert await reader.blocks_after(stored(1, 2, 3), BlocksRemoved(hashes=(2, 3))) == {A}
     assert reader.updates == [
-        KvCacheUpdate(instance_id=5, number=0, block_tokens=4, cleared=True, stored=pack_hashes([A]))
+        KvCacheUpdate(
+            instance_id=5, number=0, block_tokens=4, cleared=True, stored=pack_hashes([A])
+        )
     ]
 
 
-async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kv_events, "MAX_UPDATE_BLOCKS", 2)
     reader = Reader()
     reader.publisher.on_events([stored(1, 2, 3)])
@@ -207,7 +246,10 @@ async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(mon
     await reader.until(4)
     reader.publisher.on_events([BlocksRemoved(hashes=(3,))])
     await reader.until(5)
-    rows = [(each.number, each.cleared, each.snapshot, unpack_hashes(each.stored)) for each in reader.updates]
+    rows = [
+        (each.number, each.cleared, each.snapshot, unpack_hashes(each.stored))
+        for each in reader.updates
+    ]
     assert rows == [
         (0, False, 0, [A, B]),
         (1, False, 0, [C]),

@@ -33,7 +33,9 @@ def root(tmp_path: Path) -> Path:
 
 def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, root: Path) -> None:
     for name in ("a", "b"):
-        (root / "dynamo_trtllm" / f"{name}.py").write_text(f"class Scheduler: ...\nclass Only{name}: ...\n")
+        (root / "dynamo_trtllm" / f"{name}.py").write_text(
+            f"class Scheduler: ...\nclass Only{name}: ...\n"
+        )
     (line,) = gate.repeated_classes(root)
     assert line == "class Scheduler is defined 2 times: dynamo_trtllm/a.py:1, dynamo_trtllm/b.py:1"
 

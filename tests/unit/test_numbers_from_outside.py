@@ -1,4 +1,6 @@
-"""A number from another process is finite and in its range, or its message is rejected, and nothing else ends."""
+"""A number from another process is finite and in its range, or its message is rejected, and nothing
+else ends.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,15 @@ from dynamo_trtllm.frontend.process.control_pipe import _Message
 from dynamo_trtllm.kv_events import KvCacheUpdate
 from dynamo_trtllm.kv_transfer.nixl.bindings import NixlOffer
 from dynamo_trtllm.kv_transfer.tcp import _TcpOffer
-from dynamo_trtllm.messages import FileChunk, Instance, KvTransferParams, LoadReport, Role, decode, encode
+from dynamo_trtllm.messages import (
+    FileChunk,
+    Instance,
+    KvTransferParams,
+    LoadReport,
+    Role,
+    decode,
+    encode,
+)
 from dynamo_trtllm.number_types import MOST_INT64
 from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
@@ -69,10 +79,19 @@ from tests.unit.worker.test_service import ANSWER, MeteredService, PlainEngine, 
 
 MESSAGES = (
     *(Ack, Batch, ClientMessage, ControlRequest, FileChunk, Frame, StreamReport, _FrameHeader),
-    *(Instance, KvCacheUpdate, KvTransferParams, LoadReport, RecordingPart, RecordingQuery, _Message),
+    *(
+        Instance,
+        KvCacheUpdate,
+        KvTransferParams,
+        LoadReport,
+        RecordingPart,
+        RecordingQuery,
+        _Message,
+    ),
     *(EngineState, NixlOffer, RequiredParams, TorchState, _TcpOffer, _TrtllmState, _VllmState),
 )
-WITHOUT_NUMBERS = {"StoredResponse", "_RawBatch", "form"}  # form: the types of engine states and offers
+# form: the types of engine states and offers
+WITHOUT_NUMBERS = {"StoredResponse", "_RawBatch", "form"}
 CONFIGS = (
     *(WorkerConfig, FrontendConfig, TorchArgs, MockArgs, RestartConfig, DeploymentConfig),
     *(ChatConfig, StatusConfig, ExplainConfig, LaunchConfig, ServeConfig, ClearNamespaceConfig),
@@ -87,8 +106,27 @@ BODIES: dict[type[RequestModel], str] = {
     DetokenizeRequest: '"tokens": [1]',
 }
 JSON_NUMBERS = (
-    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e308", "-1e308", "-0.0", "-1", "true", '"5"', '"nan"'),
-    *("9223372036854775808", "18446744073709551615", "18446744073709551616", "9" * 400, "9" * 1_000_000),
+    *(
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "-1e999",
+        "1e308",
+        "-1e308",
+        "-0.0",
+        "-1",
+        "true",
+        '"5"',
+        '"nan"',
+    ),
+    *(
+        "9223372036854775808",
+        "18446744073709551615",
+        "18446744073709551616",
+        "9" * 400,
+        "9" * 1_000_000,
+    ),
 )
 # See the docstrings of these fields. Log-probabilities may be minus infinity.
 READERS_CHECK = re.compile(
@@ -101,13 +139,19 @@ KEY = instance_key(endpoint_of(INSTANCE), 1)
 
 def test_messages_when_another_type_is_decoded_then_it_is_listed_here() -> None:
     calls = re.compile(r"(?<![.\w])decode\([\w.]+, ([A-Z_]\w+|form)\)")
-    decoded = {found for path in PACKAGE.rglob("*.py") for found in calls.findall(path.read_text(encoding="utf-8"))}
+    decoded = {
+        found
+        for path in PACKAGE.rglob("*.py")
+        for found in calls.findall(path.read_text(encoding="utf-8"))
+    }
     assert len(decoded) > 12
     assert decoded - WITHOUT_NUMBERS <= {message.__name__ for message in MESSAGES}
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
-def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_out(message: Any) -> None:
+def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_out(
+    message: Any,
+) -> None:
     decode(good_message(message), message)
     for bad in bad_messages(message):
         try:
@@ -117,7 +161,9 @@ def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_
         assert not bad.is_never_valid or READERS_CHECK.search(bad.path), bad
 
 
-async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes_on_serving() -> None:
+async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes_on_serving() -> (
+    None
+):
     transport, bench, num_unreadable = InprocTransport(), MeteredService(PlainEngine()), 0
 
     def count() -> None:
@@ -137,15 +183,24 @@ async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes
     await plane.aclose()
 
 
-async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_choices_go_on() -> None:
-    transport, loads, known, cache = InprocTransport(), FleetLoad(), KnownPrefixes(), InstanceCache()
+async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_choices_go_on() -> (
+    None
+):
+    transport, loads, known, cache = (
+        InprocTransport(),
+        FleetLoad(),
+        KnownPrefixes(),
+        InstanceCache(),
+    )
     plane = Plane(transport, PlaneLimits())
     await plane.serve("s", MeteredService(PlainEngine()).service)
     await plane.watch_loads("dynamo", lambda report: loads.on_report(report, 0.0))
     known.add_instance(INSTANCE)
     gate = asyncio.Event()
     await plane.serve("waits", MeteredService(PlainEngine((gate, *ANSWER))).service)
-    hit, other = (asyncio.create_task(anext(call_stream(plane, "waits", request()))) for _ in range(2))
+    hit, other = (
+        asyncio.create_task(anext(call_stream(plane, "waits", request()))) for _ in range(2)
+    )
     for _ in range(20):  # both calls are acknowledged
         await asyncio.sleep(0)
     for bad in bad_messages(Batch):
@@ -170,11 +225,17 @@ async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_c
 
 def numeric_fields(model: type[BaseModel]) -> list[str]:
     """The names of the fields that may be a number."""
-    return [name for name, field in model.model_fields.items() if re.search(r"\b(int|float)\b", str(field.annotation))]
+    return [
+        name
+        for name, field in model.model_fields.items()
+        if re.search(r"\b(int|float)\b", str(field.annotation))
+    ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
-def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(config: type[BaseModel]) -> None:
+def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(
+    config: type[BaseModel],
+) -> None:
     for name in numeric_fields(config):
         field = config.model_fields[name]
         adapter = TypeAdapter[Any](Annotated[field.annotation, field])
@@ -190,17 +251,28 @@ def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(conf
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e999", "NaN", "[" + "9" * 5000 + "]"])
 def test_engine_arguments_when_a_number_in_their_json_is_bad_then_config_error(text: str) -> None:
-    argv = ["--engine", "mock", "--model-path", "x", "--override-engine-args", f'{{"step_s": {text}}}']
+    argv = [
+        "--engine",
+        "mock",
+        "--model-path",
+        "x",
+        "--override-engine-args",
+        f'{{"step_s": {text}}}',
+    ]
     with pytest.raises(ConfigError):
         engine_arguments(load(WorkerConfig, prog="worker", argv=argv, environ={}), MockArgs, "mock")
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_request_body_when_a_number_is_bad_then_it_is_rejected_or_finite(body: type[RequestModel]) -> None:
+def test_request_body_when_a_number_is_bad_then_it_is_rejected_or_finite(
+    body: type[RequestModel],
+) -> None:
     for name in numeric_fields(body):
         for number in JSON_NUMBERS:
             try:  # of two equal keys, the last one counts
-                parsed = parse(body, f'{{"model": "x", {BODIES[body]}, "{name}": {number}}}'.encode())
+                parsed = parse(
+                    body, f'{{"model": "x", {BODIES[body]}, "{name}": {number}}}'.encode()
+                )
             except InvalidRequest:
                 continue
             found = getattr(parsed, name)

@@ -9,7 +9,16 @@ import pytest
 from benchmarks.plane.dynamo import Dynamo
 from benchmarks.plane.measure import arguments
 from benchmarks.plane.ours import Ours
-from benchmarks.plane.points import COMPARED, IDLE_STEP_S, POINTS, STEP_S, Engines, Point, by_engines, select
+from benchmarks.plane.points import (
+    COMPARED,
+    IDLE_STEP_S,
+    POINTS,
+    STEP_S,
+    Engines,
+    Point,
+    by_engines,
+    select,
+)
 from benchmarks.plane.report import BARS
 
 
@@ -18,7 +27,10 @@ def value(words: tuple[str, ...] | list[str], flag: str) -> str:
 
 
 def test_select_when_named_then_those_in_that_order() -> None:
-    assert [point.name for point in select(["burst-32", "paced-1"], quick=False)] == ["burst-32", "paced-1"]
+    assert [point.name for point in select(["burst-32", "paced-1"], quick=False)] == [
+        "burst-32",
+        "paced-1",
+    ]
 
 
 def test_select_when_quick_then_fewer_requests_but_every_stream_has_one() -> None:
@@ -34,7 +46,10 @@ def test_select_when_unknown_then_key_error() -> None:
 
 
 def test_by_engines_when_they_alternate_then_each_kind_comes_once() -> None:
-    points = [Point(name=str(at), pace_s=at % 2, streams=1, requests=1, pairs=1 + at // 4) for at in range(6)]
+    points = [
+        Point(name=str(at), pace_s=at % 2, streams=1, requests=1, pairs=1 + at // 4)
+        for at in range(6)
+    ]
     grouped = [(engines, [point.name for point in group]) for engines, group in by_engines(points)]
     assert grouped == [
         (Engines(0, 1), ["0", "2"]),
@@ -74,8 +89,12 @@ def test_arguments_when_idle_then_another_client() -> None:
     assert (words[1], value(list(words), "--seconds")) == ("benchmarks.plane.idle", "10.0")
 
 
-@pytest.mark.parametrize(("pace_s", "role", "step"), [(0.04, "decode", "0.04"), (IDLE_STEP_S, "prefill", "0.0")])
-def test_worker_of_ours_when_paced_then_the_engine_steps_at_it(pace_s: float, role: str, step: str) -> None:
+@pytest.mark.parametrize(
+    ("pace_s", "role", "step"), [(0.04, "decode", "0.04"), (IDLE_STEP_S, "prefill", "0.0")]
+)
+def test_worker_of_ours_when_paced_then_the_engine_steps_at_it(
+    pace_s: float, role: str, step: str
+) -> None:
     assert f'"step_s":{step},' in value(list(Ours().worker(role, pace_s)), "--override-engine-args")
 
 

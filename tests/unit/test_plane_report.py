@@ -10,7 +10,9 @@ from benchmarks.summary import summarize
 
 
 def run(side: str, us_per_token: float, events_per_text_token: float = 1.0, **changes: Any) -> Run:
-    found = summarize([], wall_s=1.0, osl=2, processes={"frontend": {"cpu_ms_per_1k_tokens": us_per_token}})
+    found = summarize(
+        [], wall_s=1.0, osl=2, processes={"frontend": {"cpu_ms_per_1k_tokens": us_per_token}}
+    )
     found.update(changes)  # type: ignore[typeddict-item]
     return {
         "point": "paced-32",
@@ -40,16 +42,22 @@ def test_cpu_when_several_processes_then_their_sum() -> None:
 
 def test_cpu_when_a_role_has_several_workers_then_all_of_them_count() -> None:
     found = run("ours", 3)["figures"]
-    found["processes"] |= {name: {"cpu_ms_per_1k_tokens": 4.0} for name in ("decode", "decode-2", "prefill-2")}
+    found["processes"] |= {
+        name: {"cpu_ms_per_1k_tokens": 4.0} for name in ("decode", "decode-2", "prefill-2")
+    }
     assert cpu("decode")(found) == 8
 
 
 def test_judged_when_at_the_bar_then_reached() -> None:
-    assert "0.60  0.60  reached" in compare_bars([run("ours", 6), run("dynamo fastokens", 10)], [BAR])
+    assert "0.60  0.60  reached" in compare_bars(
+        [run("ours", 6), run("dynamo fastokens", 10)], [BAR]
+    )
 
 
 def test_judged_when_above_the_bar_then_missed() -> None:
-    assert "0.61  0.60  MISSED" in compare_bars([run("ours", 6.1), run("dynamo fastokens", 10)], [BAR])
+    assert "0.61  0.60  MISSED" in compare_bars(
+        [run("ours", 6.1), run("dynamo fastokens", 10)], [BAR]
+    )
 
 
 def test_judged_when_one_side_was_not_measured_then_nothing_is_said() -> None:
@@ -60,7 +68,9 @@ def test_notes_when_figures_can_be_trusted_then_none() -> None:
     assert notes([run("ours", 6)]) == []
 
 
-def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_then_each_is_reported() -> None:
+def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_then_each_is_reported() -> (
+    None
+):
     (merged,) = notes([run("ours", 6, events_per_text_token=0.5)])
     (busy,) = notes([run("ours", 6, client_cores=0.95)])
     (failed,) = notes([run("ours", 6, errors={"timeout": 1})])
@@ -71,5 +81,8 @@ def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_the
 
 def test_table_when_printed_then_a_line_per_point_and_side() -> None:
     lines = table([run("ours", 6), run("ours", 8), run("theirs", 10)]).splitlines()
-    assert [line[:18].split() for line in lines[1:]] == [["paced-32", "ours"], ["paced-32", "theirs"]]
+    assert [line[:18].split() for line in lines[1:]] == [
+        ["paced-32", "ours"],
+        ["paced-32", "theirs"],
+    ]
     assert " 7.00 " in lines[1]

@@ -1,4 +1,6 @@
-"""The tables of docs/preflight.md and docs/vllm.md have every rule as it is in the code, and no other."""
+"""The tables of docs/preflight.md and docs/vllm.md have every rule as it is in the code, and no
+other.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,20 @@ ROW = re.compile(r"^\| `(?P<rule>[a-z0-9-]+)` \| (?P<rest>.+) \|$", re.MULTILINE
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_when_written_again_then_as_committed(name: str) -> None:
-    assert preflight_reference.page(name) == (DOCS / name).read_text(encoding="utf-8"), "run scripts/docs"
+    assert preflight_reference.page(name) == (DOCS / name).read_text(encoding="utf-8"), (
+        "run scripts/docs"
+    )
 
 
 def test_docs_when_compared_then_each_rule_is_there_word_for_word_and_no_other() -> None:
     rules = [rule for section in PAGES["preflight.md"] for rule in section.rules]
-    rows = [(row["rule"], row["rest"]) for row in ROW.finditer((DOCS / "preflight.md").read_text(encoding="utf-8"))]
-    assert rows == [(rule.name, f"{rule.severity} | `{rule.field}` | {rule.why} | {rule.fix}") for rule in rules]
+    rows = [
+        (row["rule"], row["rest"])
+        for row in ROW.finditer((DOCS / "preflight.md").read_text(encoding="utf-8"))
+    ]
+    assert rows == [
+        (rule.name, f"{rule.severity} | `{rule.field}` | {rule.why} | {rule.fix}") for rule in rules
+    ]
 
 
 def test_page_when_a_section_has_no_table_then_an_error_names_it(

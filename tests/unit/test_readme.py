@@ -1,4 +1,6 @@
-"""What the README and the shipped files promise: launch lines that parse, links that lead somewhere, valid YAML."""
+"""What the README and the shipped files promise: launch lines that parse, links that lead
+somewhere, valid YAML.
+"""
 
 import re
 import shlex
@@ -6,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.config.commands import ChatConfig, ClearNamespaceConfig, LaunchConfig, PreflightConfig
+from dynamo_trtllm.config.commands import (
+    ChatConfig,
+    ClearNamespaceConfig,
+    LaunchConfig,
+    PreflightConfig,
+)
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -22,15 +29,27 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 START = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
 EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
-CONFIGS = {name: program.model for program in PROGRAMS for name in (program.module, program.command)}
-TYPED = r"(?:python -m (?=dynamo_trtllm)|dynamo-trtllm )(\w[\w.-]*) ([^`\n&#]*)"  # module or subcommand, and flags
-LINES = sorted({line for line in re.findall(TYPED, START.replace("\\\n", " ")) if "--help" not in line[1]})
+CONFIGS = {
+    name: program.model for program in PROGRAMS for name in (program.module, program.command)
+}
+# module or subcommand, and flags
+TYPED = r"(?:python -m (?=dynamo_trtllm)|dynamo-trtllm )(\w[\w.-]*) ([^`\n&#]*)"
+LINES = sorted(
+    {line for line in re.findall(TYPED, START.replace("\\\n", " ")) if "--help" not in line[1]}
+)
 FLAGS = {"mock": MockArgs, "torch": TorchArgs}
 
 
 def test_getting_started_when_read_then_it_has_launch_lines_of_each_process() -> None:
     started = {CONFIGS[name] for name, _ in LINES}
-    assert started >= {WorkerConfig, FrontendConfig, LaunchConfig, ChatConfig, PreflightConfig, ClearNamespaceConfig}
+    assert started >= {
+        WorkerConfig,
+        FrontendConfig,
+        LaunchConfig,
+        ChatConfig,
+        PreflightConfig,
+        ClearNamespaceConfig,
+    }
 
 
 def test_readme_when_measured_then_it_is_short() -> None:
@@ -46,7 +65,9 @@ def test_figures_when_compared_with_the_results_then_they_are_theirs(page: Path)
 def test_pictures_when_named_then_both_themes_are_there() -> None:
     named = re.findall(r"docs/images/([\w-]+)-(?:light|dark)\.svg", README)
     assert named
-    assert [name for name in named for theme in THEMES if not (IMAGES / f"{name}-{theme}.svg").is_file()] == []
+    assert [
+        name for name in named for theme in THEMES if not (IMAGES / f"{name}-{theme}.svg").is_file()
+    ] == []
 
 
 @pytest.mark.parametrize(("module", "words"), LINES)
@@ -81,7 +102,9 @@ def test_deployment_when_shipped_then_it_loads(path: Path) -> None:
     assert load_deployment(path).workers
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "engine_configs/tiny-gpt-oss").glob("*.yaml")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "engine_configs/tiny-gpt-oss").glob("*.yaml")), ids=str
+)
 def test_engine_config_when_of_the_torch_engine_then_it_takes_it(path: Path) -> None:
     config = WorkerConfig(model_path="m", engine="torch", extra_engine_args=path)
     assert engine_arguments(config, TorchArgs, "torch").kv_cache_gib == 0.5

@@ -42,7 +42,14 @@ class Repository:
         self.commit()
 
     def git(self, *words: str) -> None:
-        who = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+        who = [
+            "-c",
+            "user.name=test",
+            "-c",
+            "user.email=test@localhost",
+            "-c",
+            "commit.gpgsign=false",
+        ]
         subprocess.run(["git", *who, *words], cwd=self.folder, check=True, capture_output=True)
 
     def commit(self) -> None:
@@ -73,7 +80,12 @@ def test_dry_run_when_all_is_well_then_it_prints_the_entries_and_the_files_and_b
     assert (status, errors) == (0, "")
     assert "- A thing." in said
     assert "- Old." not in said
-    for name in ("dynamo_trtllm-1.2.3-py3-none-any.whl", "dynamo_trtllm-1.2.3.tar.gz", "sbom.cdx.json", "SHA256SUMS"):
+    for name in (
+        "dynamo_trtllm-1.2.3-py3-none-any.whl",
+        "dynamo_trtllm-1.2.3.tar.gz",
+        "sbom.cdx.json",
+        "SHA256SUMS",
+    ):
         assert f"  {name}\n" in said
     assert not (repository.folder / "dist").exists()
 
@@ -87,9 +99,24 @@ def test_tag_when_it_has_another_form_then_it_is_rejected(repository: Repository
     ("file", "old", "new", "says"),
     [
         ("dynamo_trtllm/__init__.py", "1.2.3", "1.2.2", "is 1.2.2; set it to 1.2.3"),
-        ("CHANGELOG.md", "## [1.2.3] - 2026-01-31", "## [1.2.3]", "has no section '## [1.2.3] - YYYY-MM-DD'"),
-        ("CHANGELOG.md", "### Added\n- A thing.\n", "", "has no section '## [1.2.3] - YYYY-MM-DD' with entries"),
-        ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n- More.\n", "has entries under [Unreleased]"),
+        (
+            "CHANGELOG.md",
+            "## [1.2.3] - 2026-01-31",
+            "## [1.2.3]",
+            "has no section '## [1.2.3] - YYYY-MM-DD'",
+        ),
+        (
+            "CHANGELOG.md",
+            "### Added\n- A thing.\n",
+            "",
+            "has no section '## [1.2.3] - YYYY-MM-DD' with entries",
+        ),
+        (
+            "CHANGELOG.md",
+            "## [Unreleased]\n",
+            "## [Unreleased]\n- More.\n",
+            "has entries under [Unreleased]",
+        ),
     ],
 )
 def test_commit_when_its_files_do_not_fit_the_tag_then_it_is_rejected(
@@ -109,7 +136,9 @@ def test_tree_when_a_file_is_not_committed_then_it_is_named(repository: Reposito
     assert "?? new.txt" in errors
 
 
-def test_tag_when_it_is_on_another_commit_then_it_is_rejected_and_on_this_one_accepted(repository: Repository) -> None:
+def test_tag_when_it_is_on_another_commit_then_it_is_rejected_and_on_this_one_accepted(
+    repository: Repository,
+) -> None:
     repository.git("tag", "v1.2.3")
     assert repository.release()[0] == 0
     repository.commit()
@@ -132,7 +161,9 @@ def test_supported_version_when_the_minor_version_changes_then_it_is_the_new_one
     assert f"({'.'.join(__version__.split('.')[:2])})" in (ROOT / "SECURITY.md").read_text()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.stem
+)
 def test_issue_template_when_read_then_it_is_a_form(path: Path) -> None:
     form = yaml.safe_load(path.read_text())
     if path.stem != "config":

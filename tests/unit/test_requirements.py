@@ -1,4 +1,6 @@
-"""This project installs with each supported release of TensorRT-LLM and vLLM, by their recorded metadata."""
+"""This project installs with each supported release of TensorRT-LLM and vLLM, by their recorded
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ from tests.package_index import (
     write_index,
 )
 
-RECORDED = [pytest.param(release, id=f"{release['name']}-{release['version']}") for release in RELEASES]
+RECORDED = [
+    pytest.param(release, id=f"{release['name']}-{release['version']}") for release in RELEASES
+]
 VLLM = {release["version"]: release for release in RELEASES if release["name"] == "vllm"}
 NEWEST_VLLM = max(VLLM, key=Version)
 VLLM_EXTRAS = ("vllm", "vllm,torch")
 RESOLVERS = [pytest.param(resolve_with_pip, id="pip"), pytest.param(resolve_with_uv, id="uv")]
-# pip takes seconds for each resolution. The tests below that use RESOLVERS show that it resolves as uv does.
+# pip takes seconds for each resolution. The tests below that use RESOLVERS show that it resolves as
+# uv does.
 UV_ELSE_LONG = [pytest.param(resolve_with_pip, id="pip", marks=pytest.mark.long), RESOLVERS[1]]
 
 
@@ -72,7 +77,9 @@ def test_releases_when_listed_then_those_that_are_supported() -> None:
 
 
 @pytest.mark.parametrize("release", RECORDED)
-def test_project_when_installed_with_a_release_then_it_resolves(index: Path, release: Mapping[str, Any]) -> None:
+def test_project_when_installed_with_a_release_then_it_resolves(
+    index: Path, release: Mapping[str, Any]
+) -> None:
     chosen = resolve_with_uv(index, *wanted(release))
     assert chosen[release["name"]] == release["version"]
     for requirement in map(Requirement, release["requires_dist"]):
@@ -83,7 +90,9 @@ def test_project_when_installed_with_a_release_then_it_resolves(index: Path, rel
 
 
 @pytest.mark.parametrize("resolve", UV_ELSE_LONG)
-def test_project_when_no_release_is_named_then_the_newest_that_is_no_candidate(index: Path, resolve: Any) -> None:
+def test_project_when_no_release_is_named_then_the_newest_that_is_no_candidate(
+    index: Path, resolve: Any
+) -> None:
     assert resolve(index, f"{OURS}[trtllm,local]")["tensorrt-llm"] == "1.2.1"
 
 
@@ -136,14 +145,23 @@ def test_scripts_when_they_name_torch_then_they_have_the_range_of_the_extra(scri
     assert f'"{ours}"' in (ROOT / "scripts" / script).read_text()
 
 
-@pytest.mark.parametrize("requirement", ["openai-harmony>=0.0.8", "huggingface-hub>=1", "tokenizers>=0.23"])
-def test_project_when_a_range_is_too_narrow_then_it_does_not_resolve(tmp_path: Path, requirement: str) -> None:
+@pytest.mark.parametrize(
+    "requirement", ["openai-harmony>=0.0.8", "huggingface-hub>=1", "tokenizers>=0.23"]
+)
+def test_project_when_a_range_is_too_narrow_then_it_does_not_resolve(
+    tmp_path: Path, requirement: str
+) -> None:
     with pytest.raises(NoSolution, match=Requirement(requirement).name):
-        resolve_with_uv(planted(tmp_path, requirement), f"{OURS}[trtllm,local]", "tensorrt-llm==1.2.1")
+        resolve_with_uv(
+            planted(tmp_path, requirement), f"{OURS}[trtllm,local]", "tensorrt-llm==1.2.1"
+        )
 
 
 def beside(index: Path, release: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is chosen beside an image, whose packages keep their versions. Raise NoSolution."""
+    """Return what is chosen beside an image, whose packages keep their versions.
+
+    Raise NoSolution.
+    """
     extra = "[vllm]" if release["name"] == "vllm" else ""  # as the Containerfiles have it
     image = {**release["image"], release["name"]: release["version"]}
     return resolve_with_uv(index, f"{OURS}{extra}", constraints=image)
@@ -155,7 +173,9 @@ def test_project_when_installed_beside_an_image_then_it_replaces_no_package(
 ) -> None:
     chosen = beside(index, release)
     assert chosen[OURS] == VERSION
-    assert {name: chosen[name] for name in release["image"] if name in chosen}.items() <= release["image"].items()
+    assert {name: chosen[name] for name in release["image"] if name in chosen}.items() <= release[
+        "image"
+    ].items()
 
 
 @pytest.mark.parametrize("requirement", ["pydantic>=2.14", "xxhash>=4", "openai-harmony>=0.0.8"])
@@ -176,8 +196,14 @@ def test_dependencies_when_listed_then_all_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("release", RECORDED)
-def test_release_when_it_pins_transformers_then_the_torch_engine_accepts_it(release: Mapping[str, Any]) -> None:
-    (ours,) = [text for text in project()["optional-dependencies"]["torch"] if text.startswith("transformers")]
+def test_release_when_it_pins_transformers_then_the_torch_engine_accepts_it(
+    release: Mapping[str, Any],
+) -> None:
+    (ours,) = [
+        text
+        for text in project()["optional-dependencies"]["torch"]
+        if text.startswith("transformers")
+    ]
     (theirs,) = [text for text in release["requires_dist"] if text.startswith("transformers")]
     lowest = [found for found in Requirement(theirs).specifier if found.operator in ("==", ">=")]
     assert lowest

@@ -1,4 +1,6 @@
-"""Text that others wrote, made safe to show: what is masked, and that it costs no more than its size."""
+"""Text that others wrote, made safe to show: what is masked, and that it costs no more than its
+size.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from dynamo_trtllm.sanitize import mask_credentials
 @pytest.mark.parametrize(
     ("text", "masked"),
     [
-        ("no server at nats://user:secret@host:4222; start one", "no server at nats://***@host:4222; start one"),
+        (
+            "no server at nats://user:secret@host:4222; start one",
+            "no server at nats://***@host:4222; start one",
+        ),
         ("(tls://token@host)", "(tls://***@host)"),
         ("'user:secret@host'", "'***@host'"),
         ("nats://a:secret@h:1,nats://b:secret@i:2", "nats://***@i:2"),
@@ -26,7 +31,9 @@ from dynamo_trtllm.sanitize import mask_credentials
         ("-----BEGIN RSA PRIVATE KEY-----\nsecret", "-----BEGIN RSA PRIVATE KEY----- *** "),
     ],
 )
-def test_text_with_credentials_then_they_are_masked_and_the_rest_stays(text: str, masked: str) -> None:
+def test_text_with_credentials_then_they_are_masked_and_the_rest_stays(
+    text: str, masked: str
+) -> None:
     assert mask_credentials(text) == masked
     assert Unreachable(text).message == masked
 

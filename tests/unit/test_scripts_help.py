@@ -1,4 +1,6 @@
-"""Every script of the repository explains itself: `--help` prints each flag that it accepts and changes nothing."""
+"""Every script of the repository explains itself: `--help` prints each flag that it accepts and
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ MODULES = ("benchmarks.client", "benchmarks.profile", "benchmarks.startup")
 
 
 def helped(*command: str) -> str:
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [*command, "--help"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: " in done.stdout
     return done.stdout
 
 
 def accepted(source: str) -> set[str]:
-    """Return the long flags that the cases of a shell script and the parser of a Python script take."""
+    """Return the long flags that the cases of a shell script and the parser of a Python script
+    take.
+    """
     cases = re.findall(r"^\s*((?:--?[\w-]+=?\*?(?: \| )?)+)\)", source, re.MULTILINE)
     options = re.findall(r"add(?:_argument)?\(\s*\"(--[\w-]+)\"", source)
     return {*re.findall(r"--[\w-]+", " ".join(cases)), *options} - {"--help"}
@@ -40,7 +46,10 @@ def test_accepted_flags_when_read_from_both_kinds_of_script_then_all_are_found()
         "--list",
         "--model",
     }
-    assert accepted('parser.add_argument("--check", action="store_true")\nadd(\n    "--url",') == {"--check", "--url"}
+    assert accepted('parser.add_argument("--check", action="store_true")\nadd(\n    "--url",') == {
+        "--check",
+        "--url",
+    }
 
 
 def test_scripts_when_counted_then_those_of_every_folder() -> None:

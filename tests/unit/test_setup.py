@@ -1,4 +1,7 @@
-"""What scripts/setup prints, and when it runs. The files of constraints/ are complete and have hashes."""
+"""What scripts/setup prints, and when it runs.
+
+The files of constraints/ are complete and have hashes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,16 @@ ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOOLS = {"pytest", "mypy", "ruff", "mkdocs", "matplotlib", "kubernetes-validate", "schemathesis", "cyclonedx-bom"}
+TOOLS = {
+    "pytest",
+    "mypy",
+    "ruff",
+    "mkdocs",
+    "matplotlib",
+    "kubernetes-validate",
+    "schemathesis",
+    "cyclonedx-bom",
+}
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "scripts/pick_torch --is-there") exit 0 ;;
@@ -41,12 +53,16 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", sorted(CONSTRAINTS.iterdir()), ids=lambda path: path.name)
-def test_constraints_when_read_then_every_package_has_a_version_and_hashes_and_no_index_is_named(path: Path) -> None:
+def test_constraints_when_read_then_every_package_has_a_version_and_hashes_and_no_index_is_named(
+    path: Path,
+) -> None:
     assert pins(path.name)
     assert "://" not in path.read_text()
 
 
-def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_versions_of_the_tests() -> None:
+def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_versions_of_the_tests() -> (
+    None
+):
     demo, dev = pins("demo.txt"), pins("dev.txt")
     assert demo.items() <= dev.items()
     assert TOOLS & dev.keys() == TOOLS
@@ -55,9 +71,12 @@ def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_ve
 
 
 @pytest.mark.parametrize(
-    ("name", "extras"), [("demo.txt", ("torch", "nixl", "local")), ("dev.txt", ("bench", "dev")), ("smollm2.txt", ())]
+    ("name", "extras"),
+    [("demo.txt", ("torch", "nixl", "local")), ("dev.txt", ("bench", "dev")), ("smollm2.txt", ())],
 )
-def test_constraints_when_pyproject_changes_then_they_still_meet_it(name: str, extras: tuple[str, ...]) -> None:
+def test_constraints_when_pyproject_changes_then_they_still_meet_it(
+    name: str, extras: tuple[str, ...]
+) -> None:
     wanted = [
         *(PROJECT["dependencies"] if extras else EXTRAS["smollm2"]),
         *(each for key in extras for each in EXTRAS[key]),
@@ -65,7 +84,9 @@ def test_constraints_when_pyproject_changes_then_they_still_meet_it(name: str, e
     found = pins(name)
     for requirement in map(Requirement, wanted):
         if requirement.name != "torch":  # chosen for the machine
-            assert found[canonicalize_name(requirement.name)] in requirement.specifier, "run scripts/lock"
+            assert found[canonicalize_name(requirement.name)] in requirement.specifier, (
+                "run scripts/lock"
+            )
 
 
 @pytest.fixture
@@ -75,13 +96,18 @@ def setup(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     for name in ("pyproject.toml", "scripts/setup", "scripts/pick_torch"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for name, text in ((".venv/bin/python", PYTHON), ("scripts/uv", '#!/bin/sh\necho "$@" >>calls\nseq 500\n')):
+    for name, text in (
+        (".venv/bin/python", PYTHON),
+        ("scripts/uv", '#!/bin/sh\necho "$@" >>calls\nseq 500\n'),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
     def run(*words: str) -> tuple[int, str, str]:
-        done = subprocess.run([tmp_path / "scripts/setup", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [tmp_path / "scripts/setup", *words], capture_output=True, text=True, check=False
+        )
         return done.returncode, done.stdout, done.stderr
 
     return run

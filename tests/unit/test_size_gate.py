@@ -22,7 +22,9 @@ def gate() -> ModuleType:
     return module
 
 
-def test_file_when_it_or_a_function_is_long_then_both_are_named(gate: ModuleType, tmp_path: Path) -> None:
+def test_file_when_it_or_a_function_is_long_then_both_are_named(
+    gate: ModuleType, tmp_path: Path
+) -> None:
     path = tmp_path / "long.py"
     path.write_text("def work():\n" + "    pass\n" * 600)
     assert list(gate.too_long(path, path)) == [

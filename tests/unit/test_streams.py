@@ -1,4 +1,6 @@
-"""The streaming protocol: one end comes last, nothing follows a cancel, and freeing waits for the stream's task."""
+"""The streaming protocol: one end comes last, nothing follows a cancel, and freeing waits for the
+stream's task.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from contextlib import aclosing
 import pytest
 
 from dynamo_trtllm import streams
-from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded, StreamIncomplete
+from dynamo_trtllm.errors import (
+    DynamoError,
+    EngineFailed,
+    InternalError,
+    Overloaded,
+    StreamIncomplete,
+)
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseOutcome, token_ids
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.streams import Stream, StreamEvent, TaskStream, as_stream
@@ -92,7 +100,8 @@ async def test_task_when_it_returns_nothing_then_the_stream_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [(Overloaded("full"), Overloaded), (ValueError("secret detail"), InternalError)]
+    ("error", "expected"),
+    [(Overloaded("full"), Overloaded), (ValueError("secret detail"), InternalError)],
 )
 async def test_task_when_it_fails_then_its_error_ends_the_stream_and_a_bug_shows_no_detail(
     error: Exception, expected: type[DynamoError], caplog: pytest.LogCaptureFixture
@@ -109,11 +118,15 @@ async def test_task_when_it_fails_then_its_error_ends_the_stream_and_a_bug_shows
     assert type(event) is expected
     assert "secret detail" not in str(event)
     assert len(stream.freed) == 1
-    assert [record.exc_info is not None for record in caplog.records] == [True] * (expected is InternalError)
+    assert [record.exc_info is not None for record in caplog.records] == [True] * (
+        expected is InternalError
+    )
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only_after_it_has_ended(turns: int) -> None:
+async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only_after_it_has_ended(
+    turns: int,
+) -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
     cleaned = []
@@ -122,7 +135,8 @@ async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # as a fetch that waits until its memory is not written to any more
+            # as a fetch that waits until its memory is not written to any more
+            await asyncio.sleep(0)
             cleaned.append(len(stream.freed))
         return LAST
 
@@ -152,7 +166,9 @@ async def test_cancel_when_it_comes_from_an_event_of_the_task_then_all_is_freed(
     assert (events, len(stream.freed)) == ([TOKEN], 1)
 
 
-async def test_cancel_when_the_task_ends_in_another_error_then_all_is_freed_and_nothing_is_reported() -> None:
+async def test_cancel_when_the_task_ends_in_another_error_then_all_is_freed_and_nothing_is_reported() -> (
+    None
+):
     events: list[StreamEvent] = []
     stream = Counted(events)
 
@@ -264,7 +280,9 @@ class Scripted(ChunkSource):
             self.closed += 1
 
 
-async def test_chunks_when_a_generator_makes_them_then_they_come_in_order_and_it_is_closed() -> None:
+async def test_chunks_when_a_generator_makes_them_then_they_come_in_order_and_it_is_closed() -> (
+    None
+):
     source = Scripted(TOKEN, TOKEN, LAST, TOKEN)
     async with aclosing(as_stream(source, make_request())) as stream:
         assert [chunk async for chunk in stream] == [TOKEN, TOKEN, LAST]
@@ -272,7 +290,9 @@ async def test_chunks_when_a_generator_makes_them_then_they_come_in_order_and_it
     assert source.closed == 1
 
 
-@pytest.mark.parametrize(("steps", "error"), [((TOKEN,), StreamIncomplete), ((TOKEN, Overloaded("full")), Overloaded)])
+@pytest.mark.parametrize(
+    ("steps", "error"), [((TOKEN,), StreamIncomplete), ((TOKEN, Overloaded("full")), Overloaded)]
+)
 async def test_chunks_when_a_generator_has_no_end_or_fails_then_that_error(
     steps: tuple[Chunk | Exception, ...], error: type[DynamoError]
 ) -> None:

@@ -52,13 +52,18 @@ def test_patch_when_it_does_not_fit_a_release_then_refused_by_name_or_said(
     def install() -> None:
         raise error
 
-    with pytest.raises(EngineFailed, match=r"the patch name does not fit .*Without it, the fault; install a release"):
+    with pytest.raises(
+        EngineFailed,
+        match=r"the patch name does not fit .*Without it, the fault; install a release",
+    ):
         apply(patch(is_vital=True), lambda: True, install)
     assert not apply(patch(is_vital=False), lambda: True, install)
     assert "running without the patch name" in caplog.text
 
 
-def test_patch_when_vllm_has_moved_what_it_changes_then_the_engine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_when_vllm_has_moved_what_it_changes_then_the_engine_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As with a release of tomorrow: the class of windows is gone."""
     from dynamo_trtllm.engines.vllm.patches import retained_windows
 

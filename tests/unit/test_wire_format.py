@@ -1,4 +1,6 @@
-"""The names on the wire stay when a Python name changes: other releases read these messages and records."""
+"""The names on the wire stay when a Python name changes: other releases read these messages and
+records.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ MODULES = (messages, cost_model, kv_events, recording_server, frames, *TRANSFERS
 RECORDED = Path(__file__).parents[1] / "data" / "wire_format.json"
 
 
-def test_wire_format_when_python_names_change_then_tags_fields_and_enum_values_are_as_recorded() -> None:
-    """A new optional field or message is added to the file by hand; another difference needs a new wire version."""
+def test_wire_format_when_python_names_change_then_tags_fields_and_enum_values_are_as_recorded() -> (
+    None
+):
+    """A new optional field or message is added to the file by hand; another difference needs a new
+    wire version.
+    """
     assert wire_format() == json.loads(RECORDED.read_text(encoding="utf-8"))
 
 
@@ -42,5 +48,8 @@ def wire_format() -> dict[str, object]:
 
 def struct_format(struct: type[msgspec.Struct]) -> dict[str, object]:
     config = struct.__struct_config__
-    fields = [field.encode_name + ("" if field.required else "?") for field in msgspec.structs.fields(struct)]
+    fields = [
+        field.encode_name + ("" if field.required else "?")
+        for field in msgspec.structs.fields(struct)
+    ]
     return {"tag": config.tag, "fields": len(fields) if config.array_like else sorted(fields)}

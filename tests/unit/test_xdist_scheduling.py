@@ -1,4 +1,6 @@
-"""How pytest-xdist goes on when one of its processes dies: without the test that killed it, and to an end."""
+"""How pytest-xdist goes on when one of its processes dies: without the test that killed it, and to
+an end.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class FakeNode:
 
 def scheduler(*nodes: FakeNode) -> FolderScheduling:
     config: Any = SimpleNamespace(
-        getvalue=lambda name: [f"{len(nodes)}*popen"], option=SimpleNamespace(loadscopereorder=False)
+        getvalue=lambda name: [f"{len(nodes)}*popen"],
+        option=SimpleNamespace(loadscopereorder=False),
     )
     made = FolderScheduling(config)
     for node in nodes:

@@ -1,7 +1,9 @@
-"""Lets NixlConnector of vLLM 0.24.0 hand over the KV of its CPU attention, whose layout it does not know.
+"""Lets NixlConnector of vLLM 0.24.0 hand over the KV of its CPU attention, whose layout it does not
+know.
 
-Put on PYTHONPATH by tests, so that vLLM's own processes load it. On GPUs it changes nothing. The layout is one block
-after the other with K and V inside, as four dimensions where the connector looks for five.
+Put on PYTHONPATH by tests, so that vLLM's own processes load it. On GPUs it changes nothing. The
+layout is one block after the other with K and V inside, as four dimensions where the connector
+looks for five.
 """
 
 import importlib.abc

@@ -1,11 +1,13 @@
-"""A stand-in for bugs of engines: ends the process of a worker that runs a request with a certain session id.
+"""A stand-in for bugs of engines: ends the process of a worker that runs a request with a certain
+session id.
 
-Python imports this module at the start of a process that has its folder in PYTHONPATH. Only the workers of
-`scripts/chaos` have it there, so no request can end a worker of another deployment in this way.
+Python imports this module at the start of a process that has its folder in PYTHONPATH. Only the
+workers of `scripts/chaos` have it there, so no request can end a worker of another deployment in
+this way.
 
-The session id is TRIGGER, a cause (see `die`), a phase and a point, separated by colons. The phase is "prefill",
-"decode" or "any". The point is a number of tokens which the call returns before, LAST_STEP, or, in the phase "prefill",
-KV_READ: when KV is read from the worker after the call.
+The session id is TRIGGER, a cause (see `die`), a phase and a point, separated by colons. The phase
+is "prefill", "decode" or "any". The point is a number of tokens which the call returns before,
+LAST_STEP, or, in the phase "prefill", KV_READ: when KV is read from the worker after the call.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def die(service: WorkerService, cause: str) -> None:
 
 
 def _fail_engine(engine: Any, reason: str) -> None:
-    """Fail an engine as it fails by itself: the adapter of a library, the torch engine, or the mock engine."""
+    """Fail an engine as it fails by itself: the adapter of a library, the torch engine, or the mock
+    engine.
+    """
     if hasattr(engine, "fail"):
         engine.fail(reason)
     elif hasattr(engine, "_end"):
@@ -86,7 +90,9 @@ def generate(service: WorkerService, request: GenerateRequest, on_event: OnEvent
     return _generate(service, request, pass_on)
 
 
-async def send(backend: TcpBackend, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
+async def send(
+    backend: TcpBackend, connection: socket.socket, magic: bytes, entry: PublishedRegions
+) -> None:
     """Send KV as `TcpBackend._send` does, unless a request ends this worker when KV is read."""
     if _dies_at_kv_read:
         die(*_dies_at_kv_read.pop())

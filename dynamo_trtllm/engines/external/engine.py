@@ -1,4 +1,6 @@
-"""Base class of engines that wrap an inference library: loading, warm-up, requests, health, drain and shutdown."""
+"""Base class of engines that wrap an inference library: loading, warm-up, requests, health, drain
+and shutdown.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,18 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-async def run_in_daemon_thread(call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None) -> T:
-    """Run `call` on a daemon thread, and return or raise what it does. If it never ends, the process can still end.
+async def run_in_daemon_thread(
+    call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None
+) -> T:
+    """Run `call` on a daemon thread, and return or raise what it does.
+
+    If it never ends, the process can still end.
 
     Args:
         call: blocking function.
         name: name of the thread, for logs.
-        unwanted: receives the result, on another thread, if this was cancelled before it could return it.
+        unwanted: receives the result, on another thread, if this was cancelled before it could
+            return it.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # no cancel can prevent the call from now on
@@ -56,7 +63,9 @@ async def run_in_daemon_thread(call: Callable[[], T], *, name: str, unwanted: Ca
         if (error := ended.exception()) is not None:
             _log.debug("%s failed after its caller was cancelled: %s", name, error)
         elif unwanted is not None:
-            threading.Thread(target=unwanted, args=(ended.result(),), name=f"{name}-unwanted", daemon=True).start()
+            threading.Thread(
+                target=unwanted, args=(ended.result(),), name=f"{name}-unwanted", daemon=True
+            ).start()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
@@ -77,7 +86,8 @@ class LoadProgress:
 
         Args:
             weight_bytes: of one GPU. Until so much more memory is used, weights are being loaded.
-            reported: returns the phase that the library's processes have reported; "" if they report none.
+            reported: returns the phase that the library's processes have reported; "" if they
+                report none.
         """
         self._weight_bytes = weight_bytes
         self._reported = reported
@@ -85,7 +95,10 @@ class LoadProgress:
         self._looked_at = time.monotonic()
 
     def progress(self) -> str:
-        """Describe the loading phase. If the library does not report it, it is derived from the GPU memory in use."""
+        """Describe the loading phase.
+
+        If the library does not report it, it is derived from the GPU memory in use.
+        """
         if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._bytes_now = gpu.memory_used_bytes()
@@ -108,7 +121,9 @@ class ExternalEngine(Engine):
     library: Library  # these two are there once the library is loaded
     transfers: ExternalTransfers
 
-    def __init__(self, config: WorkerConfig, *, engine: str, library: str, instance_id: int) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, engine: str, library: str, instance_id: int
+    ) -> None:
         """Initialize an engine that is not loaded.
 
         Args:
@@ -120,7 +135,8 @@ class ExternalEngine(Engine):
         self.library_name = library
         self.ticket_ttl_s, self.handoff_timeout_s = config.ticket_ttl_s, config.handoff_timeout_s
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
+        # of clients: those that ended in EngineFailed since the last result
+        self.failed_requests: set[str] = set()
         self._engine = engine
         self._instance_id = instance_id
         self._model = config.model_name
@@ -128,9 +144,13 @@ class ExternalEngine(Engine):
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
         self._has_library = False
-        self._readers: list[Callable[[], None]] = []  # end the threads that read from the library; idempotent
-        self._unavailable: DynamoError | None = EngineNotReady(f"the {engine} engine has not been started")
-        self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
+        # end the threads that read from the library; idempotent
+        self._readers: list[Callable[[], None]] = []
+        self._unavailable: DynamoError | None = EngineNotReady(
+            f"the {engine} engine has not been started"
+        )
+        # includes aborted calls until the library has ended them
+        self._inflight: set[ExternalCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -140,7 +160,10 @@ class ExternalEngine(Engine):
 
     @property
     def keeps_unfetched_kv(self) -> bool:
-        """See `EngineInfo.keeps_unfetched_kv`. False before the library is loaded: it runs no call then."""
+        """See `EngineInfo.keeps_unfetched_kv`.
+
+        False before the library is loaded: it runs no call then.
+        """
         return self._has_library and self.library.keeps_unfetched_kv
 
     def progress(self) -> str:
@@ -155,7 +178,9 @@ class ExternalEngine(Engine):
         checkpoint: Checkpoint,
         reported: Callable[[], str] = str,
     ) -> V:
-        """Return the library's bindings and store its engine object. Raises the exceptions of the builder.
+        """Return the library's bindings and store its engine object.
+
+        Raises the exceptions of the builder.
 
         A cancelled call returns at once; an engine that is built later is shut down.
 
@@ -167,25 +192,38 @@ class ExternalEngine(Engine):
         """
         for note in args.notes:
             _log.info("%s", note)
-        self._loading = LoadProgress(weight_bytes(checkpoint).total // args.count("tensor_parallel_size"), reported)
+        self._loading = LoadProgress(
+            weight_bytes(checkpoint).total // args.count("tensor_parallel_size"), reported
+        )
         try:
-            bindings, self._llm = await run_in_daemon_thread(build, name="engine-load", unwanted=self._discard)
+            bindings, self._llm = await run_in_daemon_thread(
+                build, name="engine-load", unwanted=self._discard
+            )
         finally:
             self._loading = None
         return bindings
 
     def _run(self, library: Library, info: EngineInfo, transport: str) -> None:
-        """Accept requests, which the loaded library runs. `transport`: how KV is transferred, for logs and metrics."""
-        identity = TransferIdentity(info.engine, self._instance_id, self._model, info.layout, info.kv_compat, transport)
+        """Accept requests, which the loaded library runs.
+
+        `transport`: how KV is transferred, for logs and metrics.
+        """
+        identity = TransferIdentity(
+            info.engine, self._instance_id, self._model, info.layout, info.kv_compat, transport
+        )
         self.library = library
-        self.transfers = ExternalTransfers(identity, ttl_s=self.ticket_ttl_s, on_change=self._note_idle)
+        self.transfers = ExternalTransfers(
+            identity, ttl_s=self.ticket_ttl_s, on_change=self._note_idle
+        )
         self._has_library = True
         self._unavailable = None
 
     async def _warm_up(
         self, info: EngineInfo, passes: Sequence[WarmUpStep] = (), *, cache_salt: str | None = None
     ) -> None:
-        """Generate one token, so that `start` returns only when the library responds. Then run the warm-up.
+        """Generate one token, so that `start` returns only when the library responds.
+
+        Then run the warm-up.
 
         Args:
             info: properties of the engine.
@@ -248,7 +286,9 @@ class ExternalEngine(Engine):
             return
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
-                await run_in_daemon_thread(partial(self._shut_down, llm), name=f"{self._engine}-shutdown")
+                await run_in_daemon_thread(
+                    partial(self._shut_down, llm), name=f"{self._engine}-shutdown"
+                )
         except TimeoutError:
             _log.error(
                 "%s did not shut down within %g s; check that its processes have ended",
@@ -261,19 +301,24 @@ class ExternalEngine(Engine):
         try:
             llm.shutdown()
         except Exception as exc:  # noqa: BLE001 - of any class; nothing can be done about it
-            _log.warning("%s failed to shut down; check for leftover processes: %s", self.library_name, exc)
+            _log.warning(
+                "%s failed to shut down; check for leftover processes: %s", self.library_name, exc
+            )
 
     def _discard(self, built: tuple[Any, Any]) -> None:
         self._shut_down(built[1])
 
-    # --- requests --------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> ExternalCall:
         """See `Engine.generate`."""
         return ExternalCall(self, request, on_event)
 
     def prepare(self, request: GenerateRequest) -> LibraryCall:
-        """Return the library's call for a request. Raises the errors of `Library.prepare` and of the transfer."""
+        """Return the library's call for a request.
+
+        Raises the errors of `Library.prepare` and of the transfer.
+        """
         self._require_available()
         kv_params = self.transfers.validate(request) if request.phase is Phase.DECODE else None
         return self.library.prepare(request, kv_params)
@@ -295,7 +340,10 @@ class ExternalEngine(Engine):
             self._idle.set()
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `KvHolder.release`. After a fetch the library itself frees the KV, without reporting it."""
+        """See `KvHolder.release`.
+
+        After a fetch the library itself frees the KV, without reporting it.
+        """
         _log.debug("KV transfer %s released: %s", transfer_id, outcome)
         if self._has_library:
             self.transfers.release(transfer_id, outcome)
@@ -309,7 +357,9 @@ class ExternalEngine(Engine):
         if not self._has_library:
             return NO_STATS
         calls, transfers = len(self._inflight), self.transfers
-        counts = self.library.counts(is_idle=not (calls or len(transfers) or transfers.leaked_kv_blocks))
+        counts = self.library.counts(
+            is_idle=not (calls or len(transfers) or transfers.leaked_kv_blocks)
+        )
         waiting = min(counts.waiting, calls)
         return EngineStats(
             running=calls - waiting,

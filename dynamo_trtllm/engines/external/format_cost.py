@@ -1,9 +1,10 @@
 """Reject output formats that xgrammar would compile for many seconds.
 
-vLLM and TensorRT-LLM compile formats in their own processes, where a compilation can't be ended. xgrammar finds out for
-each state of a format which tokens it allows. So the cost of a state is the number of tokens that it looks at: most of
-them where any character may follow, few where only digits may. The figures are CPU times of xgrammar 0.2.8 on one core
-with a vocabulary of 201,088 tokens. The estimate takes time in proportion to the size of a format.
+vLLM and TensorRT-LLM compile formats in their own processes, where a compilation can't be ended.
+xgrammar finds out for each state of a format which tokens it allows. So the cost of a state is the
+number of tokens that it looks at: most of them where any character may follow, few where only
+digits may. The figures are CPU times of xgrammar 0.2.8 on one core with a vocabulary of 201,088
+tokens. The estimate takes time in proportion to the size of a format.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LIMITS: Final = {COMPILE_TIME: 2_000, LENGTHS: 1_280}
 
 
 class Width(Enum):
-    """How many tokens a character or class allows: microseconds of a state, of a loop, and weight in an ambiguity."""
+    """How many tokens a character or class allows: microseconds of a state, of a loop, and weight
+    in an ambiguity.
+    """
 
     LITERAL = (36, 36, 0.0)
     NARROW = (300, 300, 0.0)  # digits, punctuation, a few letters
@@ -54,7 +57,8 @@ _MOST_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _MOST_LENGTH: Final = 10**9  # larger ones count as this one
 _LEAST_WEIGHT: Final = 0.05  # a part of variable length
 _LOOP_WEIGHT: Final = 1.2  # letters or other characters without a limit
-_COPY_WEIGHT: Final = 0.4  # each copy of a group, in comparison with a part that is written several times
+# each copy of a group, in comparison with a part that is written several times
+_COPY_WEIGHT: Final = 0.4
 _SPLIT_WEIGHT: Final = 0.5  # the run at an end of a group that contains a literal
 _LENGTH_WEIGHT: Final = 2  # a bounded length in a run, in comparison with one optional character
 
@@ -86,8 +90,8 @@ class _Estimate:
         for limit, most in LIMITS.items():
             if used[limit] > most:
                 raise FormatTooComplex(
-                    f"the output format exceeds this engine's limit for {limit}: {used[limit]}, at most {most} are "
-                    "allowed; simplify it",
+                    f"the output format exceeds this engine's limit for {limit}: {used[limit]}, at"
+                    f" most {most} are allowed; simplify it",
                     field="guided",
                 )
 
@@ -113,7 +117,11 @@ class _Estimate:
         properties = node.get("properties")
         if isinstance(properties, dict):
             required = node.get("required")
-            names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            names = (
+                {name for name in required if isinstance(name, str)}
+                if isinstance(required, list)
+                else set()
+            )
             optional = len(properties.keys() - names)
             self._compile_us += _PROPERTY_US * len(properties) + _OPTIONAL_PAIR_US * optional**2
             self._add_texts(properties)
@@ -128,7 +136,9 @@ class _Estimate:
 
     def _add_texts(self, values: Any) -> None:
         """Add the cost of values that an output has to repeat."""
-        size = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in values)
+        size = sum(
+            len(value) if isinstance(value, str) else len(json.dumps(value)) for value in values
+        )
         self._compile_us += Width.LITERAL.state_us * size
 
     def _add_grammar(self, text: str) -> None:
@@ -145,7 +155,8 @@ class _Estimate:
 
 
 def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
-    """Return the number of states that count the characters of strings, for minimum and maximum of each length.
+    """Return the number of states that count the characters of strings, for minimum and maximum of
+    each length.
 
     The states of a length that is written out are also those of shorter ones.
     """
@@ -181,7 +192,7 @@ def _keys(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
-# --- regular expressions -----------------------------------------------------------------------------------
+# --- regular expressions --------------------------------------------------------------------------
 
 _CLASS: Final = r"\[\^?\]?(?:\\.|[^\]\\])*\]?"
 _REPEAT: Final = r"(?:[*+?]|\{\d*(?:,\d*)?\})"
@@ -208,8 +219,8 @@ _SET_OPERATION: Final = re.compile(r".\[|--|&&|~~|\|\|", re.DOTALL)
 class _Piece(NamedTuple):
     """A part of a regular expression.
 
-    A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between. After a text, the
-    format may be in many of its states.
+    A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between.
+    After a text, the format may be in many of its states.
     """
 
     us: float = 0.0  # microseconds, without the runs that are still open
@@ -217,7 +228,8 @@ class _Piece(NamedTuple):
     weight: float = 0.0  # of all its characters, as if they were one run
     before: float = 0.0  # weight of the run at its beginning
     after: float = 0.0  # weight of the run at its end
-    is_split: bool = False  # False: it has no literal, so that `before` and `after` are the same run
+    # False: it has no literal, so that `before` and `after` are the same run
+    is_split: bool = False
     width: Width | None = None  # of a single character or class
 
     def then(self, other: _Piece) -> _Piece:
@@ -239,7 +251,9 @@ class _Piece(NamedTuple):
         return self.us + _run_us(self.before) + (_run_us(self.after) if self.is_split else 0)
 
     def variable(self, times: int = 1) -> _Piece:
-        """Return a part whose length varies: so many copies, or fewer. xgrammar compiles the copies of a group once."""
+        """Return a part whose length varies: so many copies, or fewer. xgrammar compiles the copies
+        of a group once.
+        """
         copies = _copies(times)
         if self.is_split:  # a literal in each copy ends the run of that copy
             weight = _SPLIT_WEIGHT * max(self.before, self.after)
@@ -249,7 +263,9 @@ class _Piece(NamedTuple):
         return _Piece(self.total_us(), self.states, weight, weight, weight)
 
     def repeated(self, times: int) -> _Piece:
-        """Return so many copies of this part after each other. xgrammar compiles the copies of a group once."""
+        """Return so many copies of this part after each other. xgrammar compiles the copies of a
+        group once.
+        """
         if times == 0:
             return _Piece()
         if self.is_split:
@@ -319,7 +335,9 @@ def _read_regex(text: str) -> _Piece:
             width = _width(token.group()) if kind in ("class", "blank") else Width.LITERAL
             # A blank costs more only where it may be repeated or left out.
             state_us = Width.LITERAL.state_us if width is Width.BLANK else width.state_us
-            groups[-1].add(_Piece(state_us, weight=width.weight, is_split=not width.weight, width=width))
+            groups[-1].add(
+                _Piece(state_us, weight=width.weight, is_split=not width.weight, width=width)
+            )
     while len(groups) > 1:  # groups without an end, which the engine rejects
         piece = groups.pop().closed()
         groups[-1].add(piece)
@@ -354,7 +372,9 @@ def _characters(width: Width, least: int, most: int | None) -> _Piece:
 
 
 def _bounds(text: str) -> tuple[int, int | None]:
-    """Return the least and the greatest number of repetitions of a quantifier; None: there is no greatest."""
+    """Return the least and the greatest number of repetitions of a quantifier; None: there is no
+    greatest.
+    """
     if text == "?":
         return 0, 1
     if text in ("*", "+"):
@@ -381,7 +401,9 @@ def _width(text: str) -> Width:
         matches = re.compile(text, re.ASCII | re.DOTALL).fullmatch
     except (re.error, OverflowError):
         return Width.WIDE
-    letters = sum(matches(letter) is not None or matches(letter.upper()) is not None for letter in _LETTERS)
+    letters = sum(
+        matches(letter) is not None or matches(letter.upper()) is not None for letter in _LETTERS
+    )
     if matches("\u00e9") or (letters and matches(" ")):
         return Width.WIDE
     if letters > 2:  # more than those of hexadecimal digits

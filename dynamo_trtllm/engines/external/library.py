@@ -1,4 +1,6 @@
-"""Import an inference library, and define what it gives to an engine: calls, results, health and counters."""
+"""Import an inference library, and define what it gives to an engine: calls, results, health and
+counters.
+"""
 
 from __future__ import annotations
 
@@ -39,48 +41,62 @@ class Counts(NamedTuple):
 
 
 class LibraryCall(Protocol):
-    """One call of the library. The runner calls `run` once, and the other methods only after that."""
+    """One call of the library.
+
+    The runner calls `run` once, and the other methods only after that.
+    """
 
     exports_kv: bool  # a prefill call whose KV stays allocated for a decode worker
     stop_ids: frozenset[int]  # token ids that end the output
     num_generated: int  # output tokens so far
-    cached_tokens: int  # prompt tokens that came from the prefix cache, as far as the library has reported them
+    # prompt tokens that came from the prefix cache, as far as the library has reported them
+    cached_tokens: int
 
     async def run(self, receiver: ExternalCall) -> None:
         """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
 
         Raises:
-            DynamoError: the library rejected the call, or it ended without a finish reason. EngineFailed as for
-                `ExternalCall.on_error`.
+            DynamoError: the library rejected the call, or it ended without a finish reason.
+                EngineFailed as for `ExternalCall.on_error`.
         """
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
-        """Return the tokens that a result adds, and the finish reason. The runner calls it once per result, in order.
+        """Return the tokens that a result adds, and the finish reason.
 
-        A chunk may also have the log-probabilities of the whole prompt. It has no finish reason and no timings.
+        The runner calls it once per result, in order.
+
+        A chunk may also have the log-probabilities of the whole prompt. It has no finish reason and
+        no timings.
         """
 
     def phases(self, result: Any) -> dict[str, float]:
-        """Return the seconds that the library reports of the phases of this call until its first token.
+        """Return the seconds that the library reports of the phases of this call until its first
+        token.
 
-        The runner calls it at the first tokens and at the end. Empty: the library does not report them.
+        The runner calls it at the first tokens and at the end. Empty: the library does not report
+        them.
         """
 
     def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
-        """Return the first token, and what the decode worker needs for the KV of this prefill call, which has ended.
+        """Return the first token, and what the decode worker needs for the KV of this prefill call,
+        which has ended.
 
         Raises:
             DynamoError: the library gave nothing to transfer.
         """
 
     def abort(self) -> None:
-        """Ask the library to end the call, without waiting. Its last result still goes to the receiver."""
+        """Ask the library to end the call, without waiting.
+
+        Its last result still goes to the receiver.
+        """
 
     def release_kv(self, *, has_expired: bool) -> float | None:
         """Free the KV that this prefill call has exported or would have exported, without waiting.
 
         Returns:
-            None: the library frees it, or has none. A time of `time.monotonic()`: it keeps the KV until then, whatever
+            None: the library frees it, or has none. A time of `time.monotonic()`: it keeps the KV
+                until then, whatever
             is asked of it. Infinity: it never frees the KV.
         """
 
@@ -109,7 +125,8 @@ class Library(Protocol):
         """Return why the library can no longer serve; "" if it can.
 
         Args:
-            waiting_since: `time.monotonic()` when the oldest request that waits began; None: none waits.
+            waiting_since: `time.monotonic()` when the oldest request that waits began; None: none
+                waits.
         """
 
     def counts(self, *, is_idle: bool) -> Counts:
@@ -132,7 +149,8 @@ def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any])
         values: keyword arguments of the class.
 
     Raises:
-        RequestRejected: the library rejected a value. Other exceptions are bugs of the adapter and are not caught.
+        RequestRejected: the library rejected a value. Other exceptions are bugs of the adapter and
+            are not caught.
     """
     try:
         return make(**values)
@@ -146,7 +164,8 @@ def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> To
     Args:
         library: name of the library, for error texts.
         token: the chosen token id.
-        entry: mapping of token id to an object with `logprob` or to a number, or the chosen token's number alone.
+        entry: mapping of token id to an object with `logprob` or to a number, or the chosen token's
+            number alone.
         alternatives: number of alternatives to return.
 
     Raises:
@@ -154,22 +173,32 @@ def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> To
     """
     if not isinstance(entry, Mapping):
         return TokenLogprob(token, float(entry))
-    numbers = ((each, said if isinstance(said, (int, float)) else said.logprob) for each, said in entry.items())
+    numbers = (
+        (each, said if isinstance(said, (int, float)) else said.logprob)
+        for each, said in entry.items()
+    )
     values = {int(each): float(number) for each, number in numbers}
     if token not in values:
-        raise RequestRejected(f"{library} returned no log-probability for a token; omit logprobs", field="logprobs")
+        raise RequestRejected(
+            f"{library} returned no log-probability for a token; omit logprobs", field="logprobs"
+        )
     likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
     return TokenLogprob(token, values[token], tuple(likeliest))
 
 
-# Harmony's stop tokens <|return|> and <|call|>. By default the libraries stop at one of them or at neither.
+# Harmony's stop tokens <|return|> and <|call|>. By default the libraries stop at one of them or at
+# neither.
 _HARMONY_STOP_IDS = (200002, 200012)
 
 
 def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the model's own stop tokens, the main one first."""
     harmony = _HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
-    return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
+    return tuple(
+        dict.fromkeys(
+            each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size
+        )
+    )
 
 
 def is_plain(guided: StructuredOutput) -> bool:
@@ -179,7 +208,8 @@ def is_plain(guided: StructuredOutput) -> bool:
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
-    """Return the arguments of the class for guided decoding, which are the same in TensorRT-LLM and vLLM.
+    """Return the arguments of the class for guided decoding, which are the same in TensorRT-LLM and
+    vLLM.
 
     Structural tags follow the format of xgrammar's documentation, which both use.
 
@@ -199,7 +229,11 @@ def guided_params(guided: StructuredOutput) -> dict[str, Any]:
 
 def _structural_tag(guided: StructuredOutput) -> str:
     """Return the JSON text of a structural tag."""
-    form = _triggered_tags(guided) if guided.trigger else _one_of([_format(each) for each in guided.alternatives])
+    form = (
+        _triggered_tags(guided)
+        if guided.trigger
+        else _one_of([_format(each) for each in guided.alternatives])
+    )
     return json.dumps({"type": "structural_tag", "format": form})
 
 
@@ -230,7 +264,11 @@ def _content(alternative: OutputFormat) -> dict[str, Any]:
         return {"type": "grammar", "grammar": alternative.grammar}
     if alternative.regex:
         return {"type": "regex", "pattern": alternative.regex}
-    schema = {"type": "object"} if alternative.json_schema == "{}" else json.loads(alternative.json_schema)
+    schema = (
+        {"type": "object"}
+        if alternative.json_schema == "{}"
+        else json.loads(alternative.json_schema)
+    )
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -244,7 +282,10 @@ _IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryPackage:
-    """The package of a library. Only `load` and `find` import it, which is slow and reads the environment."""
+    """The package of a library.
+
+    Only `load` and `find` import it, which is slow and reads the environment.
+    """
 
     engine: str  # value of `--engine`
     library: str  # name for messages
@@ -264,7 +305,9 @@ class LibraryPackage:
             ConfigError: the package is not installed.
         """
         if not self.is_installed():
-            raise self._error(f"the {self.engine} engine needs {self.library} {self.releases}; {self.install}")
+            raise self._error(
+                f"the {self.engine} engine needs {self.library} {self.releases}; {self.install}"
+            )
         for name in self.distributions:
             try:
                 return importlib.metadata.version(name)
@@ -296,12 +339,17 @@ class LibraryPackage:
         return value
 
     def find_optional(self, name: str, *modules: str) -> Any:
-        """Return the same, but None if no module has the name. Raises ConfigError if an import fails."""
+        """Return the same, but None if no module has the name.
+
+        Raises ConfigError if an import fails.
+        """
         for module in modules:
             try:
                 found = importlib.import_module(module)
             except _IMPORT_ERRORS as exc:
-                if not isinstance(exc, ModuleNotFoundError) or not f"{module}.".startswith(f"{exc.name}."):
+                if not isinstance(exc, ModuleNotFoundError) or not f"{module}.".startswith(
+                    f"{exc.name}."
+                ):
                     raise self._broken(exc) from exc
                 continue  # the release has no such module
             if hasattr(found, name):
@@ -310,8 +358,8 @@ class LibraryPackage:
 
     def _broken(self, exc: Exception) -> ConfigError:
         return self._error(
-            f"{self.library} can't be imported ({exc}); {self.install}, and check that the libraries that it loads are "
-            "found"
+            f"{self.library} can't be imported ({exc}); {self.install}, and check that the"
+            " libraries that it loads are found"
         )
 
     def _error(self, message: str) -> ConfigError:

@@ -1,7 +1,8 @@
-"""Count the KV transfers of engines whose library does not report fetched KV, and decode the state of their engines.
+"""Count the KV transfers of engines whose library does not report fetched KV, and decode the state
+of their engines.
 
-If a library keeps KV that no decode worker will fetch, the KV counts as held until the library frees it. Runs on the
-event loop.
+If a library keeps KV that no decode worker will fetch, the KV counts as held until the library
+frees it. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from dynamo_trtllm.engines.external.library import LibraryCall
 from dynamo_trtllm.errors import BadFrame, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.kv_transfer.transfers import PendingTransfers
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, ReleaseOutcome, decode
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    KvLayout,
+    KvTransferParams,
+    ReleaseOutcome,
+    decode,
+)
 from dynamo_trtllm.number_types import Count
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
@@ -28,9 +36,13 @@ KV_ITEM_BYTES = {"fp8": 1.0, "fp8_ds_mla": 1.0, "int8": 1.0, "nvfp4": 0.5625, "f
 
 
 class ExternalTransfers(PendingTransfers):
-    """The KV transfers of a worker that are neither released nor expired, and KV that the library still keeps."""
+    """The KV transfers of a worker that are neither released nor expired, and KV that the library
+    still keeps.
+    """
 
-    def __init__(self, identity: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, identity: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]
+    ) -> None:
         """Initialize without transfers.
 
         Args:
@@ -40,7 +52,8 @@ class ExternalTransfers(PendingTransfers):
         """
         super().__init__(identity, ttl_s=ttl_s)
         self._on_change = on_change
-        self._retained: dict[int, tuple[int, asyncio.TimerHandle]] = {}  # blocks that no decode worker will fetch
+        # blocks that no decode worker will fetch
+        self._retained: dict[int, tuple[int, asyncio.TimerHandle]] = {}
         self.leaked_kv_blocks = 0  # that the library never frees
 
     def __len__(self) -> int:
@@ -49,7 +62,9 @@ class ExternalTransfers(PendingTransfers):
 
     @property
     def kv_blocks(self) -> int:
-        """The KV blocks of these transfers, computed from their prompts: the library does not report them."""
+        """The KV blocks of these transfers, computed from their prompts: the library does not
+        report them.
+        """
         pending = (kv_blocks(self.identity.layout, tokens) for tokens in self.prompt_tokens)
         return sum(pending) + sum(blocks for blocks, _ in self._retained.values())
 
@@ -78,8 +93,12 @@ class ExternalTransfers(PendingTransfers):
         finally:
             self._on_change()
 
-    def release_kv(self, call: LibraryCall, prompt_tokens: int, *, has_expired: bool = False) -> None:
-        """Free KV that no decode worker fetched. KV that the library frees later counts as held until then.
+    def release_kv(
+        self, call: LibraryCall, prompt_tokens: int, *, has_expired: bool = False
+    ) -> None:
+        """Free KV that no decode worker fetched.
+
+        KV that the library frees later counts as held until then.
 
         Args:
             call: the prefill call.
@@ -94,7 +113,10 @@ class ExternalTransfers(PendingTransfers):
             self.leaked_kv_blocks += blocks
             return
         number, left_s = next(self._numbers), max(0.0, until - time.monotonic())
-        self._retained[number] = blocks, asyncio.get_running_loop().call_later(left_s, self._forget, number)
+        self._retained[number] = (
+            blocks,
+            asyncio.get_running_loop().call_later(left_s, self._forget, number),
+        )
         self._on_change()
 
     def _forget(self, number: int) -> None:
@@ -103,7 +125,10 @@ class ExternalTransfers(PendingTransfers):
 
     def close(self) -> None:
         """Remove all transfers without releasing their KV: the engine is about to shut down."""
-        timers = [*(each.expiry for each in self._pending.values()), *(end for _, end in self._retained.values())]
+        timers = [
+            *(each.expiry for each in self._pending.values()),
+            *(end for _, end in self._retained.values()),
+        ]
         for timer in timers:
             timer.cancel()
         self._pending.clear()
@@ -112,10 +137,14 @@ class ExternalTransfers(PendingTransfers):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """Data from a prefill engine for a decode engine of the same kind. Each engine's subclass adds fields."""
+    """Data from a prefill engine for a decode engine of the same kind.
+
+    Each engine's subclass adds fields.
+    """
 
     version: Count  # of the subclass's format
-    release: str  # of the library; informational, because kv_compat decides whether two workers match
+    # of the library; informational, because kv_compat decides whether two workers match
+    release: str
 
 
 F = TypeVar("F", bound=EngineState)
@@ -136,12 +165,13 @@ def decode_state(kv_params: KvTransferParams, form: type[F], version: int) -> F:
         engine_state = decode(kv_params.engine_state, form)
     except BadFrame as exc:
         raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id}: its engine state can't be decoded: {exc}", field="opaque"
+            f"KV transfer {kv_params.transfer_id}: its engine state can't be decoded: {exc}",
+            field="opaque",
         ) from exc
     if engine_state.version != version:
         raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id}: opaque.version is {engine_state.version} at prefill and "
-            f"{version} at decode; run one version of dynamo_trtllm on both",
+            f"KV transfer {kv_params.transfer_id}: opaque.version is {engine_state.version} at"
+            f" prefill and {version} at decode; run one version of dynamo_trtllm on both",
             field="opaque.version",
         )
     return engine_state
@@ -153,6 +183,14 @@ def kv_blocks(layout: KvLayout, tokens: int) -> int:
 
 
 def kv_bytes(layout: KvLayout, tokens: int) -> int:
-    """Return the KV bytes of a prompt in full blocks, summed over all ranks, without savings of sliding windows."""
-    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * KV_ITEM_BYTES.get(layout.dtype, 2.0)
+    """Return the KV bytes of a prompt in full blocks, summed over all ranks, without savings of
+    sliding windows.
+    """
+    per_token = (
+        2
+        * layout.num_layers
+        * layout.num_kv_heads
+        * layout.head_dim
+        * KV_ITEM_BYTES.get(layout.dtype, 2.0)
+    )
     return round(kv_blocks(layout, tokens) * layout.block_tokens * per_token)

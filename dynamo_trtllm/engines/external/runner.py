@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Finish reasons of a prefill call that continues in decode: the libraries stop it after its first token.
+# Finish reasons of a prefill call that continues in decode: the libraries stop it after its first
+# token.
 _CONTINUES = frozenset({"length", "not_finished"})
 
 _PROMPT_PIECE = 1024  # prompt tokens in one chunk of log-probabilities
@@ -40,7 +41,9 @@ MAX_FAILED_REQUESTS = 5  # in a row, without a result between them: then the eng
 
 
 class ExternalCall(Stream):
-    """One request, from `generate` until the library has ended its call. The stream may end earlier.
+    """One request, from `generate` until the library has ended its call.
+
+    The stream may end earlier.
 
     | state    | begins with                         | ends with                                               |
     |----------|-------------------------------------|---------------------------------------------------------|
@@ -72,13 +75,16 @@ class ExternalCall(Stream):
         self._engine.tasks.discard(task)
         if task.cancelled():
             self._end()
-            self._pass_on(EngineFailed("the engine shut down during the request"))  # dropped if the stream has ended
+            # dropped if the stream has ended
+            self._pass_on(EngineFailed("the engine shut down during the request"))
 
     async def _run(self) -> None:
-        """Prepare and submit the call. Until its end or only until its submission: that depends on the library.
+        """Prepare and submit the call.
 
-        A decode call that was cancelled before this task began is still submitted if only its fetch frees the KV at
-        the prefill worker. It is aborted as any other one that fetches.
+        Until its end or only until its submission: that depends on the library.
+
+        A decode call that was cancelled before this task began is still submitted if only its fetch
+        frees the KV at the prefill worker. It is aborted as any other one that fetches.
         """
         if self.has_ended and not self._must_fetch_kv:
             return
@@ -100,44 +106,62 @@ class ExternalCall(Stream):
             if error is not None:
                 self.on_error(error)
         finally:
-            error = None  # its traceback refers to this frame: a cycle that would keep the request in memory
+            # its traceback refers to this frame: a cycle that would keep the request in memory
+            error = None
 
     @property
     def _must_fetch_kv(self) -> bool:
-        """True while a decode call has not fetched its KV, if nothing else frees this KV at the prefill worker."""
+        """True while a decode call has not fetched its KV, if nothing else frees this KV at the
+        prefill worker.
+        """
         return self.is_fetching and self._engine.keeps_unfetched_kv
 
     def _request_to_run(self) -> GenerateRequest:
         kv_params = self._request.kv_params
         if not self.has_ended or kv_params is None:
             return self._request
-        return collecting_call(self._request, kv_params, deadline=self._request.deadline)  # no client waits for tokens
+        # no client waits for tokens
+        return collecting_call(self._request, kv_params, deadline=self._request.deadline)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Return the number of prompt tokens that are not computed yet, and of those in the batch."""
+        """Return the number of prompt tokens that are not computed yet, and of those in the
+        batch.
+        """
         count, call = len(self._request.token_ids), self._call
         if self._has_started:
             return 0, count + (0 if call is None else call.num_generated)
         return 0 if self.is_fetching else count, 0
 
     def stop(self) -> bool:
-        """See `StreamHandle.stop`. A prefill call whose KV only a fetch can free still offers it after an abort."""
+        """See `StreamHandle.stop`.
+
+        A prefill call whose KV only a fetch can free still offers it after an abort.
+        """
         call = self._call
-        if call is None or self.has_ended or not (call.exports_kv and self._engine.keeps_unfetched_kv):
+        if (
+            call is None
+            or self.has_ended
+            or not (call.exports_kv and self._engine.keeps_unfetched_kv)
+        ):
             return False
         self._abort(call)
         return True
 
-    # --- what the library says ------------------------------------------------------------------------------
+    # --- what the library says --------------------------------------------------------------------
 
     @property
     def is_fetching(self) -> bool:
-        """True until the first result of a decode call, which shows that the KV has been fetched."""
+        """True until the first result of a decode call, which shows that the KV has been
+        fetched.
+        """
         return self._request.phase is Phase.DECODE and not self._has_started
 
     def on_result(self, result: Any) -> None:
-        """Take the next result, on the event loop. A result with a finish reason ends the call. Never raises."""
+        """Take the next result, on the event loop.
+
+        A result with a finish reason ends the call. Never raises.
+        """
         call = self._call
         if call is None:
             return
@@ -168,7 +192,8 @@ class ExternalCall(Stream):
     def on_error(self, error: DynamoError) -> None:
         """End the call with an error, on the event loop. Never raises.
 
-        EngineFailed ends all calls if the library is not healthy, or if several requests in a row end in it.
+        EngineFailed ends all calls if the library is not healthy, or if several requests in a row
+        end in it.
         """
         engine = self._engine
         if isinstance(error, EngineFailed) and not engine.has_failed:
@@ -184,7 +209,10 @@ class ExternalCall(Stream):
         self._pass_on(error)
 
     def _pass_on(self, event: StreamEvent) -> None:
-        """Emit an event. An exception of its receiver ends this stream, and not the library's loop over all calls."""
+        """Emit an event.
+
+        An exception of its receiver ends this stream, and not the library's loop over all calls.
+        """
         try:
             self.emit(event)
         except Exception as exc:  # noqa: BLE001 - logged; the receiver can't get it
@@ -200,8 +228,11 @@ class ExternalCall(Stream):
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
         chunk, finish = call.read(result)
         if chunk.prompt_logprobs:
-            for begin in range(0, len(chunk.prompt_logprobs), _PROMPT_PIECE):  # a message has a limited size
-                self._pass_on(Chunk(prompt_logprobs=chunk.prompt_logprobs[begin : begin + _PROMPT_PIECE]))
+            # a message has a limited size
+            for begin in range(0, len(chunk.prompt_logprobs), _PROMPT_PIECE):
+                self._pass_on(
+                    Chunk(prompt_logprobs=chunk.prompt_logprobs[begin : begin + _PROMPT_PIECE])
+                )
             chunk = replace(chunk, prompt_logprobs=())
         if finish is None:
             if not chunk.token_ids:
@@ -222,7 +253,9 @@ class ExternalCall(Stream):
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, chunk: Chunk) -> Chunk:
         kv_params = self._engine.transfers.create(self._request, call, *call.export(result, chunk))
-        timings = replace(self._timings(call, result), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        timings = replace(
+            self._timings(call, result), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
+        )
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)
 
     def _broken(self, finish: str) -> DynamoError:
@@ -230,23 +263,30 @@ class ExternalCall(Stream):
         name = self._engine.library_name
         if self._request.phase is Phase.DECODE and not self._has_tokens:
             error = TransferTimeout if finish == "timeout" else TransferFailed
-            return error(f"{name} did not receive the KV of the prompt ({finish}){self._engine.library.transfer_hint}")
+            return error(
+                f"{name} did not receive the KV of the prompt"
+                f" ({finish}){self._engine.library.transfer_hint}"
+            )
         if finish == "timeout":
             return DeadlineExceeded(f"the request timed out in {name}")
         return MigrationFailed(f"{name} ended request {self._request.request_id} with {finish!r}")
 
     def _timings(self, call: LibraryCall, result: Any) -> PhaseTimings:
-        """Return the timings. The phases that the library does not report are one, measured outside the library."""
+        """Return the timings.
+
+        The phases that the library does not report are one, measured outside the library.
+        """
         first_s, kv_params = self._started_at - self.created_at, self._request.kv_params
         if phases := call.phases(result):
-            inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)  # with a dot: a part
+            # with a dot: a part
+            inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)
             phases["submit"] = max(0.0, first_s - inside_s)
         else:
             phases = {"prefill" if kv_params is None else "handoff": first_s}
         cached_tokens = call.cached_tokens if kv_params is None else 0
         return phase_timings(phases, kv_params, cached_tokens=cached_tokens)
 
-    # --- ends ----------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def _start_timer(self) -> None:
         """Limit the time until the first result: for a decode call, of queue and fetch together."""
@@ -255,19 +295,27 @@ class ExternalCall(Stream):
             self._due_at_deadline()
             return
         first = first_deadline(kv_params, self._request.deadline, self._engine.handoff_timeout_s)
-        RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id)
+        RECORDER.record(
+            self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id
+        )
         hint = self._engine.library.transfer_hint if first.error is TransferTimeout else ""
         self._due_in(first.left_s, lambda: self._pass_on(first.error(first.message + hint)))
 
     def _due_at_deadline(self) -> None:
         def late() -> None:
-            text = f"the deadline of the request passed after {time.monotonic() - self.created_at:.1f} s in the engine"
+            text = (
+                f"the deadline of the request passed after {time.monotonic() - self.created_at:.1f}"
+                " s in the engine"
+            )
             self._pass_on(DeadlineExceeded(text))
 
         self._due_in(self._request.deadline - time.time(), late)
 
     def _due_in(self, left_s: float, act: Callable[[], None]) -> None:
-        """Set the timer of the current state. One timer covers many results: one per token would cost too much."""
+        """Set the timer of the current state.
+
+        One timer covers many results: one per token would cost too much.
+        """
         self._cancel_timer()
         self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), act)
 
@@ -289,11 +337,18 @@ class ExternalCall(Stream):
             self._abort(call)
 
     def _limit_fetch(self, call: LibraryCall) -> None:
-        """Wait at most KV_WAIT_S for the first result, which shows that the KV was fetched. `on_result` aborts then."""
+        """Wait at most KV_WAIT_S for the first result, which shows that the KV was fetched.
+
+        `on_result` aborts then.
+        """
         self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
 
     def _give_up_fetch(self, call: LibraryCall) -> None:
-        _log.warning("KV transfer still running %g s after cancellation: %s", KV_WAIT_S, self._task.get_name())
+        _log.warning(
+            "KV transfer still running %g s after cancellation: %s",
+            KV_WAIT_S,
+            self._task.get_name(),
+        )
         self._abort(call)
 
     def _abort(self, call: LibraryCall) -> None:
@@ -304,7 +359,10 @@ class ExternalCall(Stream):
         call.abort()
 
     def _give_up(self) -> None:
-        text = f"{self._engine.library_name} did not confirm the abort of a request within {ANSWER_S:g} s"
+        text = (
+            f"{self._engine.library_name} did not confirm the abort of a request within"
+            f" {ANSWER_S:g} s"
+        )
         _log.warning("%s: %s", text, self._task.get_name())
         self._end()
         self._task.cancel()

@@ -1,1 +1,3 @@
-"""Simulate an engine without weights, with fixed step time, deterministic tokens and real KV transfers."""
+"""Simulate an engine without weights, with fixed step time, deterministic tokens and real KV
+transfers.
+"""

@@ -39,10 +39,18 @@ class MockArgs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step_s: NonNegativeFloat = Field(0.005, description="duration of one step in seconds; 0: no delay")
-    decode_request_s: NonNegativeFloat = Field(0.0, description="more seconds per request that decodes")
-    context_token_s: NonNegativeFloat = Field(0.0, description="more seconds per token of their context")
-    prefill_token_s: NonNegativeFloat = Field(0.0, description="more seconds per prompt token of the step")
+    step_s: NonNegativeFloat = Field(
+        0.005, description="duration of one step in seconds; 0: no delay"
+    )
+    decode_request_s: NonNegativeFloat = Field(
+        0.0, description="more seconds per request that decodes"
+    )
+    context_token_s: NonNegativeFloat = Field(
+        0.0, description="more seconds per token of their context"
+    )
+    prefill_token_s: NonNegativeFloat = Field(
+        0.0, description="more seconds per prompt token of the step"
+    )
     step_noise: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="standard deviation of a step's time: 0.1: 10%"
     )
@@ -50,12 +58,17 @@ class MockArgs(BaseModel):
     kv_cache_blocks: _Count = Field(65536, description="number of KV blocks")
     kv_block_size: _Count = Field(32, description="tokens per KV block")
     enable_prefix_caching: bool = Field(
-        False, description="reuse the KV blocks of earlier requests; only the rest of a prompt takes time"
+        False,
+        description="reuse the KV blocks of earlier requests; only the rest of a prompt takes time",
     )
     max_batch_size: _Count = Field(4096, description="maximum requests per step")
     max_queue: _Count = Field(4096, description="maximum queued requests")
-    max_seq_len: _Count = Field(131072, description="maximum prompt and output tokens of one request")
-    transfer_backend: Literal["tcp", "nixl"] = Field("tcp", description="KV transfer backend for the simulated KV")
+    max_seq_len: _Count = Field(
+        131072, description="maximum prompt and output tokens of one request"
+    )
+    transfer_backend: Literal["tcp", "nixl"] = Field(
+        "tcp", description="KV transfer backend for the simulated KV"
+    )
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
 
     @property
@@ -69,7 +82,9 @@ class MockArgs(BaseModel):
     @property
     def is_constant(self) -> bool:
         """True if all steps take `step_s`."""
-        return not (self.decode_request_s or self.context_token_s or self.prefill_token_s or self.step_noise)
+        return not (
+            self.decode_request_s or self.context_token_s or self.prefill_token_s or self.step_noise
+        )
 
     def step_seconds(self, running: Iterable[MockStream]) -> float:
         """Return how long a step with these calls takes."""
@@ -86,7 +101,11 @@ class MockArgs(BaseModel):
     def layout(self) -> KvLayout:
         """The layout of the simulated KV."""
         return KvLayout(
-            dtype="uint32", block_tokens=self.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=KV_WORDS
+            dtype="uint32",
+            block_tokens=self.kv_block_size,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=KV_WORDS,
         )
 
 

@@ -1,11 +1,13 @@
-"""Simulate an engine, so that workers, the request plane and frontends can be tested and measured without a model.
+"""Simulate an engine, so that workers, the request plane and frontends can be tested and measured
+without a model.
 
-The "KV" of a request is the seed of its tokens and the index of each block. A decode engine generates the right tokens
-only from the KV that it received; with other KV it generates other tokens, as a model would. Every output has exactly
-`max_tokens` tokens.
+The "KV" of a request is the seed of its tokens and the index of each block. A decode engine
+generates the right tokens only from the KV that it received; with other KV it generates other
+tokens, as a model would. Every output has exactly `max_tokens` tokens.
 
-Tokens are deterministic, so the engine accepts and ignores parameters that shape only random sampling (temperature,
-top_p, top_k, min_p, seed) or only prevent an early end. It rejects parameters whose absence a client could notice.
+Tokens are deterministic, so the engine accepts and ignores parameters that shape only random
+sampling (temperature, top_p, top_k, min_p, seed) or only prevent an early end. It rejects
+parameters whose absence a client could notice.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineSta
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue
-from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
+from dynamo_trtllm.errors import (
+    ContextTooLong,
+    DynamoError,
+    EngineFailed,
+    Overloaded,
+    RequestRejected,
+)
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -40,12 +48,15 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream
 
-_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
+# <|channel|>final<|message|> of the Harmony format; tokens after it are content
+_OPENING = (200005, 17196, 200008)
 _MAX_SEED = 0xFFFF
 
 
 class MockStream(TaskStream):
-    """One request in the simulated batch: passes tokens on within the step; imports and exports its KV in a task."""
+    """One request in the simulated batch: passes tokens on within the step; imports and exports its
+    KV in a task.
+    """
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine.tasks, engine)
@@ -70,7 +81,10 @@ class MockStream(TaskStream):
         return FIRST if self.is_overdue else self.request.priority
 
     def admitted(self) -> None:
-        """End the wait in the queue. A decode call fetches its KV meanwhile and waits for its first step afterwards."""
+        """End the wait in the queue.
+
+        A decode call fetches its KV meanwhile and waits for its first step afterwards.
+        """
         if self.request.kv_params is None:
             self.phases.end("queue")
             self.phases.seconds |= self._engine.queue_clock.since(self._queued)
@@ -83,7 +97,10 @@ class MockStream(TaskStream):
         if self.request.kv_params is None:
             self.generate_rest()
         else:
-            self.run(self._engine.import_kv(self, self.request.kv_params), f"mock-import-{self.request.request_id}")
+            self.run(
+                self._engine.import_kv(self, self.request.kv_params),
+                f"mock-import-{self.request.request_id}",
+            )
 
     def generate_rest(self) -> None:
         """Let the next steps generate the tokens of this call that it does not have yet."""
@@ -92,7 +109,9 @@ class MockStream(TaskStream):
         self._engine.work.set()
 
     def token(self, index: int) -> int:
-        """Return an output token of this call: the Harmony prefix first, then a function of seed and index."""
+        """Return an output token of this call: the Harmony prefix first, then a function of seed
+        and index.
+        """
         at = self.request.num_resumed_output_tokens + index
         return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
 
@@ -113,7 +132,9 @@ class MockStream(TaskStream):
             self.run(self._engine.export_kv(self, token), f"mock-export-{self.request.request_id}")
         else:
             last = FinishReason.LENGTH
-            self.emit(Chunk(token_ids=token_ids([token]), finish_reason=last, stats=self.phases.timings()))
+            self.emit(
+                Chunk(token_ids=token_ids([token]), finish_reason=last, stats=self.phases.timings())
+            )
 
     def _free(self) -> None:
         self._engine.remove(self)
@@ -122,10 +143,16 @@ class MockStream(TaskStream):
 class MockEngine(Engine):
     """An `Engine` that simulates a model."""
 
-    def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None
+    ) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
-        self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._transfers = KvTransfers(self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout)
+        self._backend = backend or create_backend(
+            args.transfer_backend, config, kv_checksums=args.kv_checksums
+        )
+        self._transfers = KvTransfers(
+            self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
+        )
         self.queue_clock = QueueClock()
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
@@ -157,17 +184,23 @@ class MockEngine(Engine):
         """See `Engine.start_kv_events`."""
         self._blocks.on_events = on_events
 
-    # --- called by streams -------------------------------------------------------------------------------
+    # --- called by streams ------------------------------------------------------------------------
 
     def add(self, stream: MockStream) -> None:
-        """Queue a stream. Raises ContextTooLong, RequestRejected or Overloaded if it does not fit."""
+        """Queue a stream.
+
+        Raises ContextTooLong, RequestRejected or Overloaded if it does not fit.
+        """
         args = self._args
         total = len(stream.request.token_ids) + stream.request.sampling.max_tokens
         if total > args.max_seq_len:
-            raise ContextTooLong(f"{total} prompt and output tokens exceed the context of {args.max_seq_len}")
+            raise ContextTooLong(
+                f"{total} prompt and output tokens exceed the context of {args.max_seq_len}"
+            )
         if stream.num_blocks > args.kv_cache_blocks:
             raise RequestRejected(
-                f"the request needs {stream.num_blocks} KV blocks; the engine has {args.kv_cache_blocks}"
+                f"the request needs {stream.num_blocks} KV blocks; the engine has"
+                f" {args.kv_cache_blocks}"
             )
         if len(self._waiting) >= args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
@@ -196,18 +229,28 @@ class MockEngine(Engine):
         self.work.set()
 
     def store(self, stream: MockStream) -> None:
-        """Let the prefix cache have the full blocks of a stream. Its last output token has no KV yet."""
+        """Let the prefix cache have the full blocks of a stream.
+
+        Its last output token has no KV yet.
+        """
         if self._args.enable_prefix_caching:
-            ids = stream.request.token_ids + token_ids(map(stream.token, range(stream.num_output - 1)))
+            ids = stream.request.token_ids + token_ids(
+                map(stream.token, range(stream.num_output - 1))
+            )
             self._blocks.store(stream.block_table, ids, stream.request.cache_salt)
 
     async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:
-        """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters. The rest follows."""
+        """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters.
+
+        The rest follows.
+        """
         kv_bytes = self.num_blocks(len(stream.request.token_ids)) * KV_WORDS * array("I").itemsize
-        self._transfers.validate(stream.request, kv_bytes=kv_bytes)  # before allocating this much memory
+        # before allocating this much memory
+        self._transfers.validate(stream.request, kv_bytes=kv_bytes)
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
-                f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens to decode more"
+                f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens"
+                " to decode more"
             )
         kv = array("I", bytes(kv_bytes))
         region = MemoryRegion(kv.buffer_info()[0], kv_bytes)
@@ -222,7 +265,8 @@ class MockEngine(Engine):
     async def export_kv(self, stream: MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         kv = _kv_of(stream.seed, stream.num_blocks)
-        block_table, stream.block_table = stream.block_table, BlockTable()  # stays reserved until `unpublished`
+        # stays reserved until `unpublished`
+        block_table, stream.block_table = stream.block_table, BlockTable()
 
         def unpublished(_: array[int] = kv) -> None:  # keeps the memory alive until then
             self._free(block_table)
@@ -230,7 +274,9 @@ class MockEngine(Engine):
 
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
         chunk = Chunk(token_ids=token_ids([first]))
-        return stream.phases.exported(await self._transfers.publish(stream.request, chunk, regions, unpublished))
+        return stream.phases.exported(
+            await self._transfers.publish(stream.request, chunk, regions, unpublished)
+        )
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         self._transfers.release(transfer_id)
@@ -239,7 +285,8 @@ class MockEngine(Engine):
         return self._transfers.is_pending(transfer_id)
 
     def _note_idle(self) -> None:
-        if not (self._waiting or self._running or self._blocks.used):  # published prompts use blocks
+        # published prompts use blocks
+        if not (self._waiting or self._running or self._blocks.used):
             self._idle.set()
 
     @property
@@ -255,19 +302,24 @@ class MockEngine(Engine):
             kv_blocks_used=used,
             kv_blocks_total=self._args.kv_cache_blocks,
             tickets_held=len(pending),
-            ticket_kv_blocks=min(used, sum(map(self.num_blocks, pending))),  # transfers share cached blocks
+            # transfers share cached blocks
+            ticket_kv_blocks=min(used, sum(map(self.num_blocks, pending))),
             kv_checksum_mismatches=self._backend.checksums.mismatches,
-            queued_prefill_tokens=sum(stream.prefill_left for stream in (*self._waiting, *self._running)),
-            context_tokens=sum(len(each.request.token_ids) + each.num_output for each in self._running),
+            queued_prefill_tokens=sum(
+                stream.prefill_left for stream in (*self._waiting, *self._running)
+            ),
+            context_tokens=sum(
+                len(each.request.token_ids) + each.num_output for each in self._running
+            ),
         )
 
-    # --- the batch ---------------------------------------------------------------------------------------
+    # --- the batch --------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         """Run steps forever; sleep when there is nothing to do. When this ends, each request fails.
 
-        A step starts when the time of the step before it is over, so other work on the event loop does not lengthen
-        steps.
+        A step starts when the time of the step before it is over, so other work on the event loop
+        does not lengthen steps.
         """
         args, is_constant, begun_s, last_s = self._args, self._args.is_constant, 0.0, 0.0
         try:
@@ -289,7 +341,10 @@ class MockEngine(Engine):
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
 
     def _admit(self) -> None:
-        lacking, budget = "", self._args.prefill_tokens_per_step - sum(each.prefill_left for each in self._running)
+        lacking, budget = (
+            "",
+            self._args.prefill_tokens_per_step - sum(each.prefill_left for each in self._running),
+        )
         while self._waiting:
             promote_overdue(self._waiting)
             lacking = "slots" if budget <= 0 else self._lacking()
@@ -304,12 +359,17 @@ class MockEngine(Engine):
             self._waiting[0].phases.lack(lacking)
 
     def _lacking(self) -> str:
-        """Reserve what the first waiting request needs. Return what it lacks; "" if it can start."""
+        """Reserve what the first waiting request needs.
+
+        Return what it lacks; "" if it can start.
+        """
         if len(self._running) >= self._args.max_batch_size:
             return "slots"
         stream, request = self._waiting[0], self._waiting[0].request
         prompt = None if request.kv_params else request.token_ids
-        if not self._blocks.reserve(stream.block_table, prompt, request.cache_salt, stream.num_blocks):
+        if not self._blocks.reserve(
+            stream.block_table, prompt, request.cache_salt, stream.num_blocks
+        ):
             return "kv_blocks"
         stream.phases.cached_tokens = len(stream.block_table.chain) * self._args.kv_block_size
         stream.prefill_left -= stream.phases.cached_tokens
@@ -330,7 +390,9 @@ class MockEngine(Engine):
             if stream.prefill_left == 0 and stream.wanted > 0:
                 stream.step()
         if decoded or prefill_budget < budget:
-            self._steps.append(StepSample(seconds, decoded, context, budget - prefill_budget, pairs))
+            self._steps.append(
+                StepSample(seconds, decoded, context, budget - prefill_budget, pairs)
+            )
 
     async def check(self) -> None:
         self._check()
@@ -361,4 +423,8 @@ def _kv_of(seed: int, blocks: int) -> array[int]:
 def _seed_of(kv: array[int]) -> int:
     """Return the seed in `kv`, or another seed if any bit of `kv` has changed."""
     seed = kv[-1]
-    return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // KV_WORDS) else zlib.crc32(kv) & _MAX_SEED
+    return (
+        seed
+        if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // KV_WORDS)
+        else zlib.crc32(kv) & _MAX_SEED
+    )

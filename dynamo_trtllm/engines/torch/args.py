@@ -14,13 +14,16 @@ _Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
 
 
 class TorchArgs(BaseModel):
-    """All arguments of the torch engine. None means that the engine derives the value from device and model."""
+    """All arguments of the torch engine.
+
+    None means that the engine derives the value from device and model.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    device: Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N")] = Field(
-        "auto", description="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is visible"
-    )
+    device: Annotated[
+        str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N")
+    ] = Field("auto", description="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is visible")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="data type of weights and KV; default float32 on CPU, bfloat16 on a GPU"
     )
@@ -36,29 +39,48 @@ class TorchArgs(BaseModel):
     )
     max_batch_size: _Count = Field(16, description="maximum requests per step")
     max_seq_len: _Count | None = Field(
-        None, description="maximum prompt and output tokens of one request; default the model's context"
+        None,
+        description="maximum prompt and output tokens of one request; default the model's context",
     )
-    max_queue: _Count = Field(256, description="maximum queued requests; further requests are rejected")
+    max_queue: _Count = Field(
+        256, description="maximum queued requests; further requests are rejected"
+    )
     prefill_chunk_tokens: _Count = Field(512, description="maximum tokens of one prompt per step")
     kv_block_size: _Count = Field(32, description="tokens per KV block")
-    kv_cache_blocks: _Count | None = Field(None, description="number of KV blocks; overrides kv_cache_gib")
+    kv_cache_blocks: _Count | None = Field(
+        None, description="number of KV blocks; overrides kv_cache_gib"
+    )
     kv_cache_gib: PositiveFloat | None = Field(
-        None, description="KV memory in GiB; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
+        None,
+        description=(
+            "KV memory in GiB; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
+        ),
     )
     enable_prefix_caching: bool = Field(
-        True, description="reuse the KV blocks of earlier requests whose prompts begin with the same tokens"
+        True,
+        description=(
+            "reuse the KV blocks of earlier requests whose prompts begin with the same tokens"
+        ),
     )
     kv_staging_gib: PositiveFloat | None = Field(
         None,
-        description="transfer buffer for KV that is sent or received, in GiB; default the larger of the longest "
-        "request's KV and an eighth of the KV memory",
+        description=(
+            "transfer buffer for KV that is sent or received, in GiB; default the larger of the"
+            " longest request's KV and an eighth of the KV memory"
+        ),
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto",
-        description="auto: read the weights; dummy: random weights from config.json alone, the same in every worker",
+        description=(
+            "auto: read the weights; dummy: random weights from config.json alone, the same in"
+            " every worker"
+        ),
     )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="share for KV of the GPU memory that is free after loading the weights; default 0.5"
+        None,
+        description=(
+            "share for KV of the GPU memory that is free after loading the weights; default 0.5"
+        ),
     )
 
     @property

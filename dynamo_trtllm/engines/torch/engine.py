@@ -1,6 +1,7 @@
 """Implement the `Engine` interface over the scheduler, on the event loop.
 
-The model, the KV pool and every sequence belong to the scheduler's thread; this module computes nothing.
+The model, the KV pool and every sequence belong to the scheduler's thread; this module computes
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import msgspec
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineInfo, EngineStats, check_request, stop_token_ids
+from dynamo_trtllm.engines.base import (
+    NO_STATS,
+    Engine,
+    EngineInfo,
+    EngineStats,
+    check_request,
+    stop_token_ids,
+)
 from dynamo_trtllm.engines.torch import format_compiler
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.grammar_compiler import GrammarCompiler
@@ -30,7 +38,14 @@ from dynamo_trtllm.engines.torch.scheduler import Scheduler
 from dynamo_trtllm.engines.torch.sequence import Delivery, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
-from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
+from dynamo_trtllm.errors import (
+    ContextTooLong,
+    DynamoError,
+    EngineFailed,
+    EngineNotReady,
+    NonFinite,
+    RequestRejected,
+)
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -51,7 +66,9 @@ class TorchEngine(Engine):
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
     """
 
-    def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None
+    ) -> None:
         self._args = args = engine_arguments(config, TorchArgs, "torch")
         self._model_path = config.model_path
         self._model_name = config.model_name
@@ -71,7 +88,7 @@ class TorchEngine(Engine):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # --- life ------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """Load the model, start the scheduler and run one request. See `Engine.start`."""
@@ -104,9 +121,13 @@ class TorchEngine(Engine):
         plan = load.plan_memory(model, args, has_transfer_buffer=self._backend is not None)
         if model.tokenizer is not None and format_compiler.is_available():
             self._grammar_compiler = GrammarCompiler(
-                model.tokenizer, vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids
+                model.tokenizer,
+                vocab_size=model.info.vocab_size,
+                eos_token_ids=model.info.eos_token_ids,
             )
-        pool = KvPool(model.info.layout, plan.num_blocks, windows=model.windows, device=model.device)
+        pool = KvPool(
+            model.info.layout, plan.num_blocks, windows=model.windows, device=model.device
+        )
         loop = asyncio.get_running_loop()
         scheduler = Scheduler(
             model.module,
@@ -135,7 +156,8 @@ class TorchEngine(Engine):
             await first_request(self, self._model_name, max_tokens=2)
         except NonFinite as exc:
             raise EngineFailed(
-                f"{self._model_path} computes NaN or infinity; check its weights and the engine argument dtype"
+                f"{self._model_path} computes NaN or infinity; check its weights and the engine"
+                " argument dtype"
             ) from exc
         if is_gpu:  # libraries load their kernels at first use; on a CPU there are none
             await self._warming.run(variants(self, self._model_name, info))
@@ -170,7 +192,7 @@ class TorchEngine(Engine):
         elif self._backend is not None:  # the start failed before the connector owned it
             await self._backend.aclose()
 
-    # --- requests --------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """See `Engine.generate`."""
@@ -196,9 +218,12 @@ class TorchEngine(Engine):
         request, sampling, prompt_tokens = seq.request, seq.request.sampling, seq.prompt_tokens
         if sampling.guided is not None and self._grammar_compiler is None:
             raise RequestRejected(
-                "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
+                "guided decoding needs the package llguidance and the model's tokenizer.json",
+                field="guided",
             )
-        check_request(request, info, transfers_kv=self.kv_connector is not None, engine="torch engine")
+        check_request(
+            request, info, transfers_kv=self.kv_connector is not None, engine="torch engine"
+        )
         if prompt_tokens >= info.context_length:
             raise ContextTooLong(
                 f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
@@ -215,12 +240,17 @@ class TorchEngine(Engine):
         self._sequences.add(seq)
         self._idle.clear()
         if sampling.guided is not None:
-            seq.run(self._compile_and_submit(seq, sampling.guided, scheduler), f"torch-grammar-{request.request_id}")
+            seq.run(
+                self._compile_and_submit(seq, sampling.guided, scheduler),
+                f"torch-grammar-{request.request_id}",
+            )
         else:
             seq.logits_processor = logits_processor_for(request, None)
             scheduler.submit(seq)
 
-    async def _compile_and_submit(self, seq: TorchSequence, guided: StructuredOutput, scheduler: Scheduler) -> None:
+    async def _compile_and_submit(
+        self, seq: TorchSequence, guided: StructuredOutput, scheduler: Scheduler
+    ) -> None:
         """Compile the request's output format, before anything is computed for the request.
 
         Raises:
@@ -230,7 +260,8 @@ class TorchEngine(Engine):
         assert self._grammar_compiler is not None  # see `_start`
         if seq.request.sampling.min_tokens:
             raise RequestRejected(
-                "min_tokens must be 0 with guided decoding: the format decides where the output ends",
+                "min_tokens must be 0 with guided decoding: the format decides where the output"
+                " ends",
                 field="min_tokens",
             )
         matcher = await self._grammar_compiler.compile(guided, seq.stop_ids)
@@ -239,7 +270,10 @@ class TorchEngine(Engine):
         scheduler.submit(seq)
 
     async def import_kv(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
-        """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
+        """Fetch the prompt's KV.
+
+        Once the copies of all regions into the pool are queued, continue the sequence.
+        """
         scheduler, _ = self._ready()
         assert self.kv_connector is not None
         scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
@@ -280,13 +314,14 @@ class TorchEngine(Engine):
         """See `Engine.steps`."""
         return deque() if self._scheduler is None else self._scheduler.load.steps
 
-    # --- called by the scheduler, on the loop ------------------------------------------------------------
+    # --- called by the scheduler, on the loop -----------------------------------------------------
 
     def _receive(self, delivery: Delivery) -> None:
         for index, event in enumerate(delivery):
             try:
                 event()
-            except BaseException:  # a bug of one receiver: the events of the others are delivered all the same
+            # a bug of one receiver: the events of the others are delivered all the same
+            except BaseException:
                 asyncio.get_running_loop().call_soon(self._receive, delivery[index + 1 :])
                 raise
         if not self._sequences:
@@ -303,6 +338,8 @@ class TorchEngine(Engine):
         self._idle.set()
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, receive: Callable[[Any], None], value: object) -> None:
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, receive: Callable[[Any], None], value: object
+) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(receive, value)

@@ -1,4 +1,7 @@
-"""Compile output formats with llguidance. This module does not import torch, so that a small process can use it."""
+"""Compile output formats with llguidance.
+
+This module does not import torch, so that a small process can use it.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,18 @@ from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
+# Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches
+# max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
-_PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)  # where in the whole grammar an error is
-_TO_ESCAPE: Final = re.compile(r"\\.|/|\n")  # in a regular expression in Lark syntax; escaped characters are skipped
+# where in the whole grammar an error is
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)
+# in a regular expression in Lark syntax; escaped characters are skipped
+_TO_ESCAPE: Final = re.compile(r"\\.|/|\n")
 _ANY_OBJECT: Final = {"type": "object"}
 
-# Limit for all tokens of an output together. A state takes 1 to 2 kB, and llguidance's default is 250,000. Its limits
-# for a single token are unchanged, because large schemas of real clients come near them.
+# Limit for all tokens of an output together. A state takes 1 to 2 kB, and llguidance's default is
+# 250,000. Its limits for a single token are unchanged, because large schemas of real clients come
+# near them.
 LEXER_STATES: Final = 50_000
 
 
@@ -37,19 +44,23 @@ def is_available() -> bool:
 class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
     """One format of a request as a grammar in llguidance's Lark syntax."""
 
-    trigger_ids: tuple[int, ...]  # the format begins after these tokens; empty: with the first token
+    # the format begins after these tokens; empty: with the first token
+    trigger_ids: tuple[int, ...]
     grammar: str
 
 
 class Triggered(NamedTuple):
     """A compiled format that begins after some tokens."""
 
-    trigger_ids: tuple[int, ...]  # the format begins after these tokens; empty: with the first token
+    # the format begins after these tokens; empty: with the first token
+    trigger_ids: tuple[int, ...]
     matcher: LLMatcher
 
 
 class FormatCompiler:
-    """The compiler of one model's output formats. Construction reads the tokenizer, which takes a second and 100 MB.
+    """The compiler of one model's output formats.
+
+    Construction reads the tokenizer, which takes a second and 100 MB.
 
     Args:
         tokenizer: The model's tokenizer.json.
@@ -76,13 +87,17 @@ class FormatCompiler:
             try:
                 grammar = _grammar(part.alternatives, self._control_tokens)
             except (ValueError, TypeError) as exc:
-                raise RequestRejected(f"the output format is invalid: {exc}", field="guided") from exc
+                raise RequestRejected(
+                    f"the output format is invalid: {exc}", field="guided"
+                ) from exc
             formats.append(LarkFormat(tuple(part.trigger_ids), grammar))
             part = part.otherwise
         return tuple(formats)
 
     def compile(self, formats: tuple[LarkFormat, ...]) -> tuple[Triggered, ...]:
-        """Compile the formats of a request. Blocks the caller, and releases Python's lock meanwhile.
+        """Compile the formats of a request.
+
+        Blocks the caller, and releases Python's lock meanwhile.
 
         Raises:
             RequestRejected: A format can't be compiled.
@@ -92,21 +107,29 @@ class FormatCompiler:
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES)
         compiled = []
         for lark_format in formats:
-            matcher = llguidance.LLMatcher(self.tokenizer, lark_format.grammar, log_level=0, limits=limits)
+            matcher = llguidance.LLMatcher(
+                self.tokenizer, lark_format.grammar, log_level=0, limits=limits
+            )
             if matcher.is_error():
-                raise RequestRejected(f"the output format is not supported: {_reason(matcher)}", field="guided")
+                raise RequestRejected(
+                    f"the output format is not supported: {_reason(matcher)}", field="guided"
+                )
             compiled.append(Triggered(lark_format.trigger_ids, matcher))
         return tuple(compiled)
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return llguidance's error in one line, without the grammar that this module wrapped around the format."""
+    """Return llguidance's error in one line, without the grammar that this module wrapped around
+    the format.
+    """
     message = _PLACE.sub("", matcher.get_error())
     return " ".join(message.split()).rpartition("failed to compile JSON schema: ")[2]
 
 
 def _grammar(alternatives: tuple[OutputFormat, ...], control_tokens: ControlTokens) -> str:
-    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by its content."""
+    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by
+    its content.
+    """
     numbers = range(len(alternatives))
     lines = ["start: " + " | ".join(f"form{n}" for n in numbers)]
     for n, alternative in zip(numbers, alternatives, strict=True):
@@ -125,22 +148,40 @@ def _content(alternative: OutputFormat) -> str:
     if not isinstance(schema, dict):
         raise ValueError("the JSON schema must be an object")
     schema = closed(schema)
-    options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+    options = {
+        "whitespace_flexible": True,
+        "whitespace_pattern": _WHITESPACE,
+        "coerce_one_of": True,
+    }
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
 # Keywords with an object of schemas by name, and with a list of schemas.
-_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NAMED_SCHEMAS: Final = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)
 _LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "prefixItems")
 # Keywords that say which other properties an object may have.
-_OPENING: Final = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
+_OPENING: Final = (
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "allOf",
+    "$ref",
+)
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names, unless it says otherwise.
+    """Return a schema whose objects have no properties but those that it names, unless it says
+    otherwise.
 
-    XGrammar, which vLLM and TensorRT-LLM use, has this rule by default (`strict_mode`). Without it, a model may add
-    properties until it reaches max_tokens. Schemas within `allOf` stay open: each names a part of the properties.
+    XGrammar, which vLLM and TensorRT-LLM use, has this rule by default (`strict_mode`). Without it,
+    a model may add properties until it reaches max_tokens. Schemas within `allOf` stay open: each
+    names a part of the properties.
     """
     if not isinstance(schema, dict):
         return schema
@@ -163,7 +204,10 @@ def closed(schema: Any) -> Any:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Escape a slash or a line break for a regular expression in Lark syntax. An escaped character stays as it is."""
+    """Escape a slash or a line break for a regular expression in Lark syntax.
+
+    An escaped character stays as it is.
+    """
     text = found.group()
     return {"/": r"\/", "\n": r"\n"}.get(text, text)
 
@@ -200,7 +244,7 @@ class ControlTokens:
         return json.dumps(part) if token_id is None else f"<[{token_id}]>"
 
 
-# --- tokenizer ---------------------------------------------------------------------------------------------
+# --- tokenizer ------------------------------------------------------------------------------------
 
 
 class _Model(msgspec.Struct):
@@ -229,33 +273,47 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+    def __init__(
+        self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int
+    ) -> None:
         self.tokens = tokens
         self.special_token_ids = special_token_ids
         self.eos_token_id = eos_token_id
         self.tokenizer: LLTokenizer | None = None
 
     def __call__(self, text: bytes) -> list[int]:
-        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text.decode(errors="replace"))
+        return (
+            []
+            if self.tokenizer is None
+            else self.tokenizer.greedy_tokenize(text.decode(errors="replace"))
+        )
 
 
-def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, dict[str, int]]:
+def _tokenizer(
+    path: Path, size: int, eos_token_ids: tuple[int, ...]
+) -> tuple[LLTokenizer, dict[str, int]]:
     """Return llguidance's tokenizer, and the ids of the control tokens by text.
 
-    Byte-level vocabularies, which most models have, are passed as bytes. For gpt-oss this takes 1.1 s and 150 MB at its
-    peak; llguidance's own reader takes 2.2 s and 380 MB. Other vocabularies use that reader.
+    Byte-level vocabularies, which most models have, are passed as bytes. For gpt-oss this takes 1.1
+    s and 150 MB at its peak; llguidance's own reader takes 2.2 s and 380 MB. Other vocabularies use
+    that reader.
     """
     import llguidance
 
     try:
         specials, tokens = _read(path, size)
         if tokens is None:
-            return llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)), specials
+            return (
+                llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)),
+                specials,
+            )
     except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
         raise RequestRejected(f"guided decoding can't read the tokenizer {path}: {exc}") from exc
     vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
     wrapper = llguidance.TokenizerWrapper(vocabulary)
-    vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
+    vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(
+        wrapper, n_vocab=size, eos_token=list(eos_token_ids)
+    )
     vocabulary.tokens = wrapper.tokens = []  # llguidance has copied them
     return tokenizer, specials
 
@@ -268,7 +326,9 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
     data = path.read_bytes()
     file = msgspec.json.decode(data, type=_File)
     del data  # 28 MB for gpt-oss, and the worker's memory use peaks here
-    specials = {token.content: token.id for token in file.added_tokens if token.special and token.id < size}
+    specials = {
+        token.content: token.id for token in file.added_tokens if token.special and token.id < size
+    }
     vocab = file.model.vocab
     if isinstance(vocab, list) or (file.decoder or {}).get("type") != "ByteLevel":
         return specials, None

@@ -1,7 +1,8 @@
-"""Constrain output to a format: the state of one request's format, and the tokens that it allows next.
+"""Constrain output to a format: the state of one request's format, and the tokens that it allows
+next.
 
-The state depends on the output tokens alone. A decode worker rebuilds it from the first token, which is in the KV
-transfer parameters.
+The state depends on the output tokens alone. A decode worker rebuilds it from the first token,
+which is in the KV transfer parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.format_compiler import Triggered
 
-LEFT_FORMAT: Final = "the output does not follow this format, which may be too complex; simplify it, or try again"
+LEFT_FORMAT: Final = (
+    "the output does not follow this format, which may be too complex; simplify it, or try again"
+)
 
 
 class GrammarMatcher:
@@ -60,10 +63,14 @@ class GrammarMatcher:
                     self._matcher, self._free = matcher, None
                     return
         elif token_id not in self._stop_ids and not self._matcher.consume_token(token_id):
-            self._fail(self._matcher.get_error() or f"token {token_id} is not allowed by the grammar")
+            self._fail(
+                self._matcher.get_error() or f"token {token_id} is not allowed by the grammar"
+            )
 
     def apply_mask(self, logits: Tensor) -> None:
-        """Set the logits, [vocabulary], of tokens that the grammar does not allow next to -inf, in place."""
+        """Set the logits, [vocabulary], of tokens that the grammar does not allow next to -inf, in
+        place.
+        """
         if self._free is not None:
             if self._unfinished_ids:
                 logits[self._unfinished_ids] = -torch.inf

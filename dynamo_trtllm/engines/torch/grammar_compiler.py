@@ -1,4 +1,5 @@
-"""Compile the output formats of requests: on trial in a process that may crash, then in the worker; cache the results.
+"""Compile the output formats of requests: on trial in a process that may crash, then in the worker;
+cache the results.
 
 `trial_process.py` has the limits of a trial.
 """
@@ -18,13 +19,21 @@ from typing import Final
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, Triggered
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.engines.torch.trial_process import STARTED, TrialResult, encode_request
-from dynamo_trtllm.errors import BadFrame, EngineNotReady, FormatTooComplex, Overloaded, RequestRejected, from_code
+from dynamo_trtllm.errors import (
+    BadFrame,
+    EngineNotReady,
+    FormatTooComplex,
+    Overloaded,
+    RequestRejected,
+    from_code,
+)
 from dynamo_trtllm.messages import StructuredOutput, decode
 from dynamo_trtllm.subprocesses import Child, spawn
 
 log = logging.getLogger(__name__)
 
-# Trials that run at once. They share the CPU, so formats that take seconds hardly delay one that takes 50 ms.
+# Trials that run at once. They share the CPU, so formats that take seconds hardly delay one that
+# takes 50 ms.
 MAX_TRIALS: Final = 16
 # The trial itself limits its CPU time. This limits the wait for a trial that gets no CPU time.
 TRIAL_TIMEOUT_S: Final = 60.0
@@ -32,16 +41,16 @@ CACHED_FORMATS: Final = 256
 CACHED_BYTES: Final = 256 << 20  # of compiled formats, as measured in their trials
 _STOP_TIMEOUT_S: Final = 1.0  # the trial process normally ends at once
 CRASHED: Final = (
-    "compiling the output format ended the process that compiles it: it takes too much time, memory or stack; "
-    "simplify it"
+    "compiling the output format ended the process that compiles it: it takes too much time, memory"
+    " or stack; simplify it"
 )
 
 
 class CompiledFormat:
     """The compiled format of a request. Each request gets a copy, which takes microseconds.
 
-    The copies share the states that their matchers compute, and the limit of these. So after one copy has failed,
-    `is_usable` is False, and the format is compiled again.
+    The copies share the states that their matchers compute, and the limit of these. So after one
+    copy has failed, `is_usable` is False, and the format is compiled again.
     """
 
     def __init__(self, parts: tuple[Triggered, ...], memory_bytes: int) -> None:
@@ -59,7 +68,10 @@ class CompiledFormat:
 
 
 class TrialProcess:
-    """The process in which formats are compiled on trial. It starts with the first trial, and again after its end."""
+    """The process in which formats are compiled on trial.
+
+    It starts with the first trial, and again after its end.
+    """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
@@ -87,12 +99,17 @@ class TrialProcess:
                         await loop.sock_sendall(ours, request)
                         data = await _read_all(loop, ours)
                 except TimeoutError:
-                    text = f"the output format was not compiled within {TRIAL_TIMEOUT_S:g} s, because the CPU is busy"
+                    text = (
+                        f"the output format was not compiled within {TRIAL_TIMEOUT_S:g} s, because"
+                        " the CPU is busy"
+                    )
                     raise Overloaded(f"{text}; try again later", field="guided") from None
                 except ConnectionError:  # the process has ended
                     data = b""
         if not data.startswith(STARTED):
-            raise EngineNotReady("the process that compiles output formats did not start; see the worker's log")
+            raise EngineNotReady(
+                "the process that compiles output formats did not start; see the worker's log"
+            )
         try:
             return decode(data.removeprefix(STARTED), TrialResult)
         except BadFrame:
@@ -131,7 +148,10 @@ async def _read_all(loop: asyncio.AbstractEventLoop, source: socket.socket) -> b
 
 
 class _Compilation:
-    """The compilation of one format, for all requests that wait for it. It is cancelled when the last one leaves."""
+    """The compilation of one format, for all requests that wait for it.
+
+    It is cancelled when the last one leaves.
+    """
 
     def __init__(self, task: asyncio.Task[CompiledFormat]) -> None:
         self.task = task
@@ -169,7 +189,13 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         ids = map(str, (vocab_size, *eos_token_ids))
-        program = [sys.executable, "-m", "dynamo_trtllm.engines.torch.trial_process", str(tokenizer), *ids]
+        program = [
+            sys.executable,
+            "-m",
+            "dynamo_trtllm.engines.torch.trial_process",
+            str(tokenizer),
+            *ids,
+        ]
         self._trials = TrialProcess(program if trial_argv is None else trial_argv)
         self._loading = asyncio.Lock()
         self._compiler: FormatCompiler | None = None
@@ -178,7 +204,9 @@ class GrammarCompiler:
         self._cache: OrderedDict[bytes, CompiledFormat | RequestRejected] = OrderedDict()
 
     async def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
-        """Return the matcher of a request. Cancelling this ends the compilation if no other request waits for it.
+        """Return the matcher of a request.
+
+        Cancelling this ends the compilation if no other request waits for it.
 
         Raises:
             RequestRejected: The format can't be compiled, or the request has no stop token.
@@ -186,7 +214,8 @@ class GrammarCompiler:
         """
         if not stop_ids:
             raise RequestRejected(
-                "guided decoding needs a stop token, and this request has none; set ignore_eos to false",
+                "guided decoding needs a stop token, and this request has none; set ignore_eos to"
+                " false",
                 field="ignore_eos",
             )
         key = encode_request(guided)
@@ -195,7 +224,9 @@ class GrammarCompiler:
             compiled = await self._compilation(key, guided).result()
         # On a thread, because a step of another copy may hold the state that copies share.
         parts = await asyncio.to_thread(compiled.copy)
-        return GrammarMatcher(parts, stop_ids, guided.unfinished_ids, self._vocab_size, on_failure=compiled.on_failure)
+        return GrammarMatcher(
+            parts, stop_ids, guided.unfinished_ids, self._vocab_size, on_failure=compiled.on_failure
+        )
 
     def _cached(self, key: bytes) -> CompiledFormat | None:
         found = self._cache.get(key)
@@ -241,15 +272,23 @@ class GrammarCompiler:
             if self._compiler is None:
                 began = time.monotonic()
                 self._compiler = await asyncio.to_thread(
-                    FormatCompiler, self._path, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                    FormatCompiler,
+                    self._path,
+                    vocab_size=self._vocab_size,
+                    eos_token_ids=self._eos_token_ids,
                 )
-                log.info("loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began)
+                log.info(
+                    "loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began
+                )
             return self._compiler
 
     def _store(self, key: bytes, result: CompiledFormat | RequestRejected) -> None:
-        """Add a result to the cache, which loses the results that were not used for the longest time."""
+        """Add a result to the cache, which loses the results that were not used for the longest
+        time.
+        """
         if isinstance(result, RequestRejected):
-            result = type(result)(result.message, field=result.field)  # without the traceback, which holds memory
+            # without the traceback, which holds memory
+            result = type(result)(result.message, field=result.field)
         self._cache[key] = result
         self._cache.move_to_end(key)
         used_bytes = sum(map(_memory_bytes, self._cache.values()))

@@ -1,11 +1,12 @@
-"""Hold the KV cache of one engine in a pool of blocks, with paged attention over it for transformers models.
+"""Hold the KV cache of one engine in a pool of blocks, with paged attention over it for
+transformers models.
 
-Every layer stores all tokens of a sequence. A layer with sliding-window attention reads only its window, so only the
-blocks of that window are transferred. The scheduler's thread owns the pool.
+Every layer stores all tokens of a sequence. A layer with sliding-window attention reads only its
+window, so only the blocks of that window are transferred. The scheduler's thread owns the pool.
 
-`paged_attention` is registered as NAME with transformers' attention interface, and takes one packed row of tokens per
-step. The plan of the step arrives as the keyword `step`. Under this name transformers builds no masks and keeps no KV
-cache of its own.
+`paged_attention` is registered as NAME with transformers' attention interface, and takes one packed
+row of tokens per step. The plan of the step arrives as the keyword `step`. Under this name
+transformers builds no masks and keeps no KV cache of its own.
 """
 
 from __future__ import annotations
@@ -23,21 +24,25 @@ from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.messages import KvLayout
 
 NAME = "dynamo_paged"
-# Elements of one attention matrix, to bound the memory of a long prompt: in float32 8 MB on CPU and 128 MB on a GPU,
-# where each further matrix costs kernel launches.
+# Elements of one attention matrix, to bound the memory of a long prompt: in float32 8 MB on CPU and
+# 128 MB on a GPU, where each further matrix costs kernel launches.
 MAX_SCORE_ELEMENTS = {"cpu": 2 << 20, "cuda": 32 << 20}
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's part of a step: `count` new tokens, of which the first has position `start`."""
+    """One sequence's part of a step: `count` new tokens, of which the first has position
+    `start`.
+    """
 
     blocks: Tensor  # int64 [blocks]: block numbers of the sequence, in order
     start: int
     count: int
 
     def partial_blocks(self, block_tokens: int) -> Tensor | None:
-        """Return the number of the block that this slice begins to fill but does not complete, int64 [1], or None."""
+        """Return the number of the block that this slice begins to fill but does not complete,
+        int64 [1], or None.
+        """
         end = self.start + self.count
         last = (end - 1) // block_tokens
         is_entered = end % block_tokens > 0 and self.start <= last * block_tokens
@@ -53,15 +58,19 @@ class _View(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The plan of one forward pass: first all slices of one token (decode), then the prompt chunks."""
+    """The plan of one forward pass: first all slices of one token (decode), then the prompt
+    chunks.
+    """
 
     keys: Tensor  # [layers, blocks, block_tokens, kv_heads, head_dim]
     values: Tensor  # as keys
     decodes: list[SequenceSlice]
     chunks: list[SequenceSlice]
-    slots: Tensor = field(init=False)  # int64 [tokens]: where KV goes, block * block_tokens + offset
+    # int64 [tokens]: where KV goes, block * block_tokens + offset
+    slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)  # int64 [tokens]
-    # Blocks to zero before the pass, each int64 [1]: attention needs finite KV in masked positions too.
+    # Blocks to zero before the pass, each int64 [1]: attention needs finite KV in masked positions
+    # too.
     partial_blocks: list[Tensor] = field(init=False)
     _views: dict[int | None, _View] = field(default_factory=dict)
 
@@ -78,25 +87,37 @@ class ForwardBatch:
 
     def measured(self, seconds: float) -> StepSample:
         """Return what the pass computed, with its time."""
-        context, tokens = sum(span.start + 1 for span in self.decodes), sum(span.count for span in self.chunks)
+        context, tokens = (
+            sum(span.start + 1 for span in self.decodes),
+            sum(span.count for span in self.chunks),
+        )
         pairs = sum(span.count * (span.start + span.count / 2) for span in self.chunks)
         return StepSample(seconds, len(self.decodes), context, tokens, pairs)
 
     def decode_view(self, window: int | None) -> _View:
-        """Return the block tables and the bias of the decode tokens, for all layers with this window in tokens."""
+        """Return the block tables and the bias of the decode tokens, for all layers with this
+        window in tokens.
+        """
         if window in self._views:
             return self._views[window]
         block, device = self.keys.shape[2], self.keys.device
         firsts = [first_block(span.start, window, block) for span in self.decodes]
         needed = [
-            span.blocks[first : span.start // block + 1] for span, first in zip(self.decodes, firsts, strict=True)
+            span.blocks[first : span.start // block + 1]
+            for span, first in zip(self.decodes, firsts, strict=True)
         ]
-        # Padding is masked, but 0 * NaN is NaN. Pad each sequence with its own first block, which holds finite KV.
+        # Padding is masked, but 0 * NaN is NaN. Pad each sequence with its own first block, which
+        # holds finite KV.
         padded = torch.nn.utils.rnn.pad_sequence(needed, batch_first=True, padding_value=-1)
         tables = torch.where(padded < 0, padded[:, :1], padded)
-        at = torch.arange(tables.shape[1] * block, device=device) + torch.tensor(firsts, device=device)[:, None] * block
+        at = (
+            torch.arange(tables.shape[1] * block, device=device)
+            + torch.tensor(firsts, device=device)[:, None] * block
+        )
         now = torch.tensor([span.start for span in self.decodes], device=device)[:, None]
-        self._views[window] = _View(tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :])
+        self._views[window] = _View(
+            tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :]
+        )
         return self._views[window]
 
 
@@ -120,20 +141,29 @@ def _bias(at: Tensor, now: Tensor, window: int | None, dtype: torch.dtype) -> Te
     hidden = at > now
     if window is not None:
         hidden |= at <= now - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=at.device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return torch.zeros(hidden.shape, dtype=dtype, device=at.device).masked_fill_(
+        hidden, torch.finfo(dtype).min
+    )
 
 
 def paged_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write the new KV into the pool and return the attention output, as a transformers attention layer expects it.
+    """Write the new KV into the pool and return the attention output, as a transformers attention
+    layer expects it.
 
     Args:
         module: The attention layer; `layer_idx` selects its part of the pool.
         query: [1, heads, tokens, head_dim].
         key: [1, kv_heads, tokens, head_dim].
         value: As `key`.
-        kwargs: `step` (ForwardBatch) and `scaling`; optionally `sliding_window` in tokens, `softcap`, `s_aux` (sinks).
+        kwargs: `step` (ForwardBatch) and `scaling`; optionally `sliding_window` in tokens,
+            `softcap`, `s_aux` (sinks).
 
     Returns:
         [1, tokens, heads, head_dim], and None in place of the attention weights.
@@ -145,14 +175,17 @@ def paged_attention(
     keys.view(-1, *keys.shape[2:])[step.slots] = key[0].transpose(0, 1)
     values.view(-1, *values.shape[2:])[step.slots] = value[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
-    rows = query[0].reshape(key.shape[1], groups, -1, query.shape[3])  # [kv_heads, groups, rows, head_dim]
+    # [kv_heads, groups, rows, head_dim]
+    rows = query[0].reshape(key.shape[1], groups, -1, query.shape[3])
     attend = _Attend(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
     out = []
     begin = len(step.decodes)
     if begin:
         view = step.decode_view(window)
         mine = rows[:, :, :begin].permute(2, 0, 1, 3).unsqueeze(3)
-        got = attend(mine, keys[view.tables].flatten(1, 2), values[view.tables].flatten(1, 2), view.bias)
+        got = attend(
+            mine, keys[view.tables].flatten(1, 2), values[view.tables].flatten(1, 2), view.bias
+        )
         out.append(got.flatten(1))
     for span in step.chunks:
         out += _chunk(attend, rows[:, :, begin : begin + span.count], (keys, values), span, window)
@@ -161,7 +194,11 @@ def paged_attention(
 
 
 def _chunk(
-    attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], span: SequenceSlice, window: int | None
+    attend: _Attend,
+    rows: Tensor,
+    pool: tuple[Tensor, Tensor],
+    span: SequenceSlice,
+    window: int | None,
 ) -> list[Tensor]:
     """Compute the attention of one prompt chunk in parts of at most MAX_SCORE_ELEMENTS scores.
 
@@ -183,7 +220,12 @@ def _chunk(
         at = torch.arange(first * block, (first + len(blocks)) * block, device=blocks.device)
         now = torch.arange(begin, begin + count, device=blocks.device)[:, None]
         keys, values = (half[blocks].flatten(0, 1).unsqueeze(0) for half in pool)
-        got = attend(rows[None, :, :, offset : offset + count], keys, values, _bias(at, now, window, keys.dtype))
+        got = attend(
+            rows[None, :, :, offset : offset + count],
+            keys,
+            values,
+            _bias(at, now, window, keys.dtype),
+        )
         out.append(got[0].permute(2, 0, 1, 3).flatten(1))
     return out
 
@@ -213,28 +255,44 @@ class _Attend(NamedTuple):
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
         else:
             sinks = self.sinks.view(1, query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-            weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
-        return torch.matmul(weights.to(values.dtype).flatten(2, 3), values.permute(0, 2, 1, 3)).view(
-            *query.shape[:4], values.shape[3]
-        )
+            weights = torch.softmax(
+                torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32
+            )[..., :-1]
+        return torch.matmul(
+            weights.to(values.dtype).flatten(2, 3), values.permute(0, 2, 1, 3)
+        ).view(*query.shape[:4], values.shape[3])
 
 
 _CHECKED_BYTES = 64 << 20  # upper bound of what `is_finite` copies at once
-_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # 16 bytes down to 1
+# 16 bytes down to 1
+_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class KvPool:
     """The KV blocks of one engine, in one tensor.
 
-    Its shape is [layers, 2, blocks, block_tokens, kv_heads, head_dim]; the second dimension has keys at index 0 and
-    values at index 1. A row is one block of the keys, or of the values, of one layer: `row_bytes` bytes. `all_rows`
-    views the same memory as [layers * 2 * blocks, elements], with elements of type `width`.
+    Its shape is [layers, 2, blocks, block_tokens, kv_heads, head_dim]; the second dimension has
+    keys at index 0 and values at index 1. A row is one block of the keys, or of the values, of one
+    layer: `row_bytes` bytes. `all_rows` views the same memory as [layers * 2 * blocks, elements],
+    with elements of type `width`.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, *, windows: Sequence[int | None], device: torch.device
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        *,
+        windows: Sequence[int | None],
+        device: torch.device,
     ) -> None:
-        shape = (layout.num_layers, 2, num_blocks, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+        shape = (
+            layout.num_layers,
+            2,
+            num_blocks,
+            layout.block_tokens,
+            layout.num_kv_heads,
+            layout.head_dim,
+        )
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         memory = zeros(math.prod(shape) * self.dtype.itemsize, device)
         self._pool = memory.view(self.dtype).view(shape)
@@ -244,7 +302,8 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
         self.row_bytes: int = math.prod(shape[3:]) * self.dtype.itemsize
-        # The widest dtype that divides a row. Narrower elements make `index_select` slower than the memory.
+        # The widest dtype that divides a row. Narrower elements make `index_select` slower than the
+        # memory.
         self.width = next(wide for wide in _WIDTHS if self.row_bytes % wide.itemsize == 0)
         self.all_rows = memory.view(self.width).view(-1, self.row_bytes // self.width.itemsize)
         self._groups = _groups(windows, num_blocks, device)
@@ -258,7 +317,9 @@ class KvPool:
         self._pool.index_fill_(2, blocks, 0)
 
     def is_finite(self, blocks: Tensor, tokens: int) -> bool:
-        """Return whether all KV that the next token can see is finite. Blocks until the device has computed it.
+        """Return whether all KV that the next token can see is finite.
+
+        Blocks until the device has computed it.
 
         Args:
             blocks: The block numbers of the sequence, int64 [blocks].
@@ -269,9 +330,12 @@ class KvPool:
         return bool(torch.stack(ends).isfinite().all())
 
     def finite_keys(self, slots: Tensor) -> Tensor:
-        """Return for each slot whether its keys are finite in all layers. Does not wait for the device.
+        """Return for each slot whether its keys are finite in all layers.
 
-        The logits do not reveal every infinite key: the score of such a token may be -inf, and attention then skips it.
+        Does not wait for the device.
+
+        The logits do not reveal every infinite key: the score of such a token may be -inf, and
+        attention then skips it.
 
         Args:
             slots: Token slots, int64 [tokens]: block number * block_tokens + offset in the block.
@@ -282,7 +346,9 @@ class KvPool:
         return self.keys.flatten(1, 2)[:, slots].flatten(2).abs().amax(dim=(0, 2)).isfinite()
 
     def keys_are_finite(self, blocks: Tensor) -> Tensor:
-        """Return whether all keys of full blocks, int64 [blocks], are finite. Does not wait for the device.
+        """Return whether all keys of full blocks, int64 [blocks], are finite.
+
+        Does not wait for the device.
 
         Returns:
             bool [1], on the device.
@@ -296,11 +362,17 @@ class KvPool:
         return sum(len(bases) * self._span(window, tokens)[1] for window, bases in self._groups)
 
     def holds_all(self, tokens: int) -> bool:
-        """Return whether the rows of a prompt of `tokens` tokens are all that its blocks have. Thread-safe."""
+        """Return whether the rows of a prompt of `tokens` tokens are all that its blocks have.
+
+        Thread-safe.
+        """
         return self.num_rows(tokens) == 2 * len(self.keys) * self.blocks_for(tokens)
 
     def moved_bytes(self, tokens: int) -> int:
-        """Return how many bytes of KV are transferred for a prompt of `tokens` tokens. Thread-safe."""
+        """Return how many bytes of KV are transferred for a prompt of `tokens` tokens.
+
+        Thread-safe.
+        """
         return self.num_rows(tokens) * self.row_bytes
 
     def rows(self, blocks: Tensor, tokens: int) -> Tensor:
@@ -322,16 +394,21 @@ class KvPool:
         return torch.cat(parts)
 
     def _span(self, window: int | None, tokens: int) -> tuple[int, int]:
-        """Return the index of the first visible block of a sequence, and the number of visible blocks."""
+        """Return the index of the first visible block of a sequence, and the number of visible
+        blocks.
+        """
         first = first_block(tokens, window, self.block_tokens)
         return first, self.blocks_for(tokens) - first
 
 
-def _groups(windows: Sequence[int | None], num_blocks: int, device: torch.device) -> list[tuple[int | None, Tensor]]:
+def _groups(
+    windows: Sequence[int | None], num_blocks: int, device: torch.device
+) -> list[tuple[int | None, Tensor]]:
     """Group the layers by window, in order of appearance.
 
     Returns:
-        For each group its window in tokens (None: full attention), and the row of block 0 for the keys and the values
+        For each group its window in tokens (None: full attention), and the row of block 0 for the
+            keys and the values
         of each of its layers, int64 [2 * layers of the group].
     """
     groups = []
@@ -353,14 +430,17 @@ def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> 
     """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
     block = layout.block_tokens
     whole = -(-tokens // block)
-    blocks = sum(whole if window is None else min(whole, -(-window // block) + 1) for window in windows)
+    blocks = sum(
+        whole if window is None else min(whole, -(-window // block) + 1) for window in windows
+    )
     return blocks * block_bytes(layout) // layout.num_layers
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
     """Return `num_bytes` zero bytes, uint8 [num_bytes].
 
-    On CPU they take no physical memory until they are written. torch.zeros (torch 2.13) would write all of them.
+    On CPU they take no physical memory until they are written. torch.zeros (torch 2.13) would write
+    all of them.
     """
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

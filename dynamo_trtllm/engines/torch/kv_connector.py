@@ -1,6 +1,8 @@
-"""Export and import KV between engines: the torch engine's side of a KV transfer, on the event loop.
+"""Export and import KV between engines: the torch engine's side of a KV transfer, on the event
+loop.
 
-Each exported prompt occupies space in the transfer buffer until its KV was fetched or rejected, or has expired.
+Each exported prompt occupies space in the transfer buffer until its KV was fetched or rejected, or
+has expired.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class TorchState(msgspec.Struct, frozen=True):
 class KvConnector(KvTransfers):
     """The KV transfers of one engine, whose KV goes through the transfer buffer."""
 
-    def __init__(self, backend: TransferBackend, config: WorkerConfig, *, instance_id: int, layout: KvLayout) -> None:
+    def __init__(
+        self, backend: TransferBackend, config: WorkerConfig, *, instance_id: int, layout: KvLayout
+    ) -> None:
         super().__init__(backend, config, engine="torch", instance_id=instance_id, layout=layout)
         self._copying = ThreadPoolExecutor(1, "torch-copied")
 
@@ -64,9 +68,15 @@ class KvConnector(KvTransfers):
             log.warning("KV transfer uses pinned host memory, which is slower: %s", exc.message)
             await asyncio.to_thread(transfer_buffer.move_to_host)
             await self.backend.register(_region(transfer_buffer.memory))
-        log.info("KV transfer over %s: transfer buffer of %d MiB", self.backend.name, transfer_buffer.num_bytes >> 20)
+        log.info(
+            "KV transfer over %s: transfer buffer of %d MiB",
+            self.backend.name,
+            transfer_buffer.num_bytes >> 20,
+        )
 
-    async def export_kv(self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event]) -> Chunk:
+    async def export_kv(
+        self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event]
+    ) -> Chunk:
         """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
 
         The sequence is retired once its memory is no longer published, also if the call fails.
@@ -96,7 +106,8 @@ class KvConnector(KvTransfers):
             self._copying.submit(follow).add_done_callback(_log_copy_error)
 
     def engine_state(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
-        """Check the request's KV transfer parameters against this engine, and return the engine's part of them.
+        """Check the request's KV transfer parameters against this engine, and return the engine's
+        part of them.
 
         Raises:
             TransferMismatch: They do not fit this engine or the request. The error names the field.
@@ -108,16 +119,24 @@ class KvConnector(KvTransfers):
             engine_state = decode(kv_params.engine_state, TorchState)
         except BadFrame as exc:
             raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id} was not created by a torch engine", field="opaque"
+                f"KV transfer {kv_params.transfer_id} was not created by a torch engine",
+                field="opaque",
             ) from exc
         if not 0 < engine_state.region_bytes <= max(REGION_BYTES.values()):
             raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id} has regions of {engine_state.region_bytes} bytes", field="opaque"
+                f"KV transfer {kv_params.transfer_id} has regions of {engine_state.region_bytes}"
+                " bytes",
+                field="opaque",
             )
         return engine_state
 
-    async def import_kv(self, seq: TorchSequence, allocation: Allocation, on_region: Callable[[int], None]) -> None:
-        """Read the KV of a prompt into `allocation`. See `fetch` and, for `on_region`, `TransferBackend.read`."""
+    async def import_kv(
+        self, seq: TorchSequence, allocation: Allocation, on_region: Callable[[int], None]
+    ) -> None:
+        """Read the KV of a prompt into `allocation`.
+
+        See `fetch` and, for `on_region`, `TransferBackend.read`.
+        """
         to = Destination([_region(region) for region in allocation.regions], on_region)
         await self.fetch(seq.request, seq.offer, to)
 

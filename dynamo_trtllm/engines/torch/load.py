@@ -17,13 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.checkpoint import TOKENIZER, model_file, read_eos_token_ids, renderer_of, served_files
+from dynamo_trtllm.engines.checkpoint import (
+    TOKENIZER,
+    model_file,
+    read_eos_token_ids,
+    renderer_of,
+    served_files,
+)
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention
@@ -74,10 +85,14 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         if args.load_format == "dummy":
             module: Any = _dummy_weights(config, device, options)
         else:
-            module = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **options)
+            module = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, local_files_only=True, **options
+            )
         module = module.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
-        raise ConfigError(f"loading model folder {folder} failed: {exc}", field="model_path") from exc
+        raise ConfigError(
+            f"loading model folder {folder} failed: {exc}", field="model_path"
+        ) from exc
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
     log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
@@ -91,9 +106,13 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     )
     info = EngineInfo(
         engine="torch",
-        context_length=min(text.max_position_embeddings, args.max_seq_len or text.max_position_embeddings),
+        context_length=min(
+            text.max_position_embeddings, args.max_seq_len or text.max_position_embeddings
+        ),
         vocab_size=text.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size),
+        eos_token_ids=read_eos_token_ids(
+            folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size
+        ),
         renderer=renderer_of(config.model_type),
         layout=layout,
         limits=Limits(max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens),
@@ -102,13 +121,18 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         can_aggregate=True,
     )
     tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
-    return LoadedModel(module=module, device=device, windows=windows, tokenizer=tokenizer, info=info)
+    return LoadedModel(
+        module=module, device=device, windows=windows, tokenizer=tokenizer, info=info
+    )
 
 
 def _dummy_weights(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
-    """Return a model with random weights, which are the same in every process on the same kind of device."""
+    """Return a model with random weights, which are the same in every process on the same kind of
+    device.
+    """
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # dummy weights have the engine's dtype, not that of the files
+        # dummy weights have the engine's dtype, not that of the files
+        del config.quantization_config
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
@@ -119,16 +143,20 @@ def _device(wanted: str) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         requested = process_environment().get(VISIBLE, "")
         names = [word.strip() for word in requested.split(",")]
-        if wanted == "cpu" and any(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names):
+        if wanted == "cpu" and any(
+            name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names
+        ):
             raise ConfigError(
-                f"{VISIBLE} requests GPUs {requested}, but torch {torch.__version__} can use none; install a build of "
-                f"torch for CUDA, or set {VISIBLE} to an empty value to run on the CPU",
+                f"{VISIBLE} requests GPUs {requested}, but torch {torch.__version__} can use none;"
+                f" install a build of torch for CUDA, or set {VISIBLE} to an empty value to run on"
+                " the CPU",
                 field="device",
             )
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {wanted} does not exist: {torch.cuda.device_count()} GPUs are visible", field="device"
+            f"device {wanted} does not exist: {torch.cuda.device_count()} GPUs are visible",
+            field="device",
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
@@ -136,7 +164,8 @@ def _device(wanted: str) -> torch.device:
 def _converted(gguf: Path) -> Path:
     """Return the cache folder with this GGUF file as safetensors; convert it at first use.
 
-    One process converts the file, and others that need it wait. The lock is released when the converting process ends.
+    One process converts the file, and others that need it wait. The lock is released when the
+    converting process ends.
 
     Raises:
         ConfigError: The file can't be converted.
@@ -144,7 +173,9 @@ def _converted(gguf: Path) -> Path:
     """
     stat = gguf.stat()
     longest_s = max(_CONVERSION_S, stat.st_size / _BYTES_PER_S)
-    key = hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()
+    ).hexdigest()[:12]
     target = Path.home() / ".cache" / "dynamo_trtllm" / "models" / f"{gguf.stem}-{key}"
     if (target / "config.json").is_file():
         return target
@@ -161,30 +192,38 @@ def _converted(gguf: Path) -> Path:
                 _convert(gguf, target)
     except Timeout as exc:
         raise EngineFailed(
-            f"another process has not finished converting {gguf} after {longest_s:.0f} s; stop it and restart this "
-            "worker"
+            f"another process has not finished converting {gguf} after {longest_s:.0f} s; stop it"
+            " and restart this worker"
         ) from exc
     except OSError as exc:
-        raise ConfigError(f"{gguf} can't be converted into {target.parent}: {exc}", field="model_path") from exc
+        raise ConfigError(
+            f"{gguf} can't be converted into {target.parent}: {exc}", field="model_path"
+        ) from exc
     return target
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Write the converted model to a temporary folder, and rename the folder when it is complete."""
+    """Write the converted model to a temporary folder, and rename the folder when it is
+    complete.
+    """
     log.info(
-        "converting %s (%d MB) into %s, once; 4 MB take about a second", gguf.name, gguf.stat().st_size >> 20, target
+        "converting %s (%d MB) into %s, once; 4 MB take about a second",
+        gguf.name,
+        gguf.stat().st_size >> 20,
+        target,
     )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         model_folder = Path(scratch) / "model"
         try:
             _read_gguf(gguf).save_pretrained(model_folder)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(
-                model_folder
-            )
+            AutoTokenizer.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, local_files_only=True
+            ).save_pretrained(model_folder)
         except ImportError as exc:
             raise ConfigError(
-                "reading .gguf files needs the package gguf; run pip install gguf", field="model_path"
+                "reading .gguf files needs the package gguf; run pip install gguf",
+                field="model_path",
             ) from exc
         except (ValueError, LookupError, RuntimeError, struct.error) as exc:
             raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
@@ -215,20 +254,25 @@ def _read_gguf(gguf: Path) -> Any:
 def _windows(text: Any, folder: Path) -> tuple[int | None, ...]:
     """Return the attention window of each layer in tokens; None for full attention.
 
-    Without `layer_types` in the configuration every layer counts as full attention, and more KV is transferred.
+    Without `layer_types` in the configuration every layer counts as full attention, and more KV is
+    transferred.
 
     Raises:
         ConfigError: The engine does not support a type of layers.
     """
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     if odd := sorted(set(kinds) - _LAYER_TYPES):
-        raise ConfigError(f"{folder}: the engine does not support layers of type {', '.join(odd)}", field="model_path")
+        raise ConfigError(
+            f"{folder}: the engine does not support layers of type {', '.join(odd)}",
+            field="model_path",
+        )
     return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
 _CPU_KV_BYTES = 512 << 20
 _GPU_KV_FRACTION = 0.5
-# The transfer buffer has 1/8 of the KV blocks' memory, or space for the longest request if that is more.
+# The transfer buffer has 1/8 of the KV blocks' memory, or space for the longest request if that is
+# more.
 _TRANSFER_BUFFER_SHARE = 8
 
 
@@ -241,17 +285,21 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> MemoryPlan:
-    """Divide the KV memory into blocks and, on a GPU, the transfer buffer, which in host memory is beside it.
+    """Divide the KV memory into blocks and, on a GPU, the transfer buffer, which in host memory is
+    beside it.
 
     Raises:
-        ConfigError: The memory is too small for one block, or kv_staging_gib for the longest request, which would wait
-            forever.
+        ConfigError: The memory is too small for one block, or kv_staging_gib for the longest
+            request, which would wait forever.
     """
-    num_blocks = args.kv_cache_blocks or _fitting_blocks(model, args, has_transfer_buffer=has_transfer_buffer)
+    num_blocks = args.kv_cache_blocks or _fitting_blocks(
+        model, args, has_transfer_buffer=has_transfer_buffer
+    )
     pool_tokens = num_blocks * model.info.layout.block_tokens
     if pool_tokens < model.info.context_length:
         log.warning(
-            "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
+            "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib"
+            " or lower max_seq_len",
             pool_tokens,
             model.info.context_length,
         )
@@ -266,15 +314,17 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
     asked = int(args.kv_staging_gib * (1 << 30))
     if asked < least:
         raise ConfigError(
-            f"kv_staging_gib {args.kv_staging_gib:g} is {asked} bytes; one request of {context_length} tokens needs "
-            f"{least}; raise it or lower max_seq_len",
+            f"kv_staging_gib {args.kv_staging_gib:g} is {asked} bytes; one request of"
+            f" {context_length} tokens needs {least}; raise it or lower max_seq_len",
             field="kv_staging_gib",
         )
     return MemoryPlan(num_blocks, context_length, asked)
 
 
 def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> int:
-    """Return the number of KV blocks that fit into the KV memory, but at most those that requests can use."""
+    """Return the number of KV blocks that fit into the KV memory, but at most those that requests
+    can use.
+    """
     block = block_bytes(model.info.layout)
     if args.kv_cache_gib is not None:
         kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
@@ -286,7 +336,10 @@ def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer:
     fitting = kv_memory_bytes // block
     if has_transfer_buffer and model.device.type == "cuda":
         fitting = _beside_transfer_buffer(model, args, kv_memory_bytes)
-    blocks = min(fitting, args.max_batch_size * -(-model.info.context_length // model.info.layout.block_tokens))
+    blocks = min(
+        fitting,
+        args.max_batch_size * -(-model.info.context_length // model.info.layout.block_tokens),
+    )
     if blocks < 1:
         raise ConfigError(
             f"{kv_memory_bytes >> 20} MiB of KV memory has no space for one KV block of "
@@ -301,7 +354,13 @@ def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, kv_memory_bytes
     each = block_bytes(model.info.layout)
     if args.kv_staging_gib is not None:
         return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
-    whole = (kv_memory_bytes - most_bytes(model.info.layout, model.windows, model.info.context_length)) // each
-    # With fewer tokens than the longest request, the transfer buffer is at most as large as the blocks.
+    whole = (
+        kv_memory_bytes - most_bytes(model.info.layout, model.windows, model.info.context_length)
+    ) // each
+    # With fewer tokens than the longest request, the transfer buffer is at most as large as the
+    # blocks.
     short = kv_memory_bytes // (2 * each)
-    return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))
+    return min(
+        max(whole, short),
+        kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each),
+    )

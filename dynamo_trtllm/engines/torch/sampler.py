@@ -1,7 +1,7 @@
 """Sample the next token of every sequence of a step.
 
-A random draw is a function of the seed and the index of the token in the output. A decode worker therefore needs only
-the seed to continue the random sequence of a prefill worker.
+A random draw is a function of the seed and the index of the token in the output. A decode worker
+therefore needs only the seed to continue the random sequence of a prefill worker.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 class LogitsProcessor:
     """Penalties, logit bias and grammar of one request. Used on the scheduler's thread only."""
 
-    def __init__(self, sampling: Sampling, prompt: TokenIds, grammar_matcher: GrammarMatcher | None) -> None:
+    def __init__(
+        self, sampling: Sampling, prompt: TokenIds, grammar_matcher: GrammarMatcher | None
+    ) -> None:
         self._sampling = sampling
         self._grammar_matcher = grammar_matcher
         is_counted = sampling.frequency_penalty or sampling.presence_penalty
-        self._counts: Counter[int] | None = Counter() if is_counted else None  # of the output tokens
+        # of the output tokens
+        self._counts: Counter[int] | None = Counter() if is_counted else None
         self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
 
     @property
@@ -47,7 +50,8 @@ class LogitsProcessor:
     def apply(self, logits: Tensor) -> None:
         """Change `logits`, [vocabulary], in place.
 
-        The grammar's mask comes last, so a logit bias can't allow a token that the grammar excludes.
+        The grammar's mask comes last, so a logit bias can't allow a token that the grammar
+        excludes.
         """
         sampling = self._sampling
         if self._repeated:
@@ -55,7 +59,9 @@ class LogitsProcessor:
             values, penalty = logits[ids], sampling.repetition_penalty
             logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
         if self._counts:
-            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
+            counts = torch.tensor(
+                list(self._counts.values()), dtype=logits.dtype, device=logits.device
+            )
             penalties = counts * sampling.frequency_penalty + sampling.presence_penalty
             logits[_ids(self._counts, logits)] -= penalties
         if sampling.logit_bias:
@@ -66,10 +72,14 @@ class LogitsProcessor:
             self._grammar_matcher.apply_mask(logits)
 
 
-def logits_processor_for(request: GenerateRequest, grammar_matcher: GrammarMatcher | None) -> LogitsProcessor | None:
+def logits_processor_for(
+    request: GenerateRequest, grammar_matcher: GrammarMatcher | None
+) -> LogitsProcessor | None:
     """Return the request's processor, or None if its logits need no change."""
     sampling = request.sampling
-    penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
+    penalized = (
+        sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
+    )
     if not (penalized or sampling.logit_bias or grammar_matcher is not None):
         return None
     logits_processor = LogitsProcessor(sampling, request.token_ids, grammar_matcher)
@@ -93,7 +103,9 @@ class SampledToken(NamedTuple):
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return the random number in [0, 1) for output token `index` under `seed` (SplitMix64 over a mixed seed)."""
+    """Return the random number in [0, 1) for output token `index` under `seed` (SplitMix64 over a
+    mixed seed).
+    """
     return (split_mix(split_mix(seed & MASK_64) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
 
 
@@ -105,7 +117,9 @@ def split_mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def sample(logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None = None) -> list[SampledToken | None]:
+def sample(
+    logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None = None
+) -> list[SampledToken | None]:
     """Sample one token per row.
 
     Args:
@@ -114,7 +128,8 @@ def sample(logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None 
         finite: bool [rows]; a row with False gets no token. None: all rows may get one.
 
     Returns:
-        The token of each row, with log-probabilities of the unmodified logits. None for a row that `finite` excludes,
+        The token of each row, with log-probabilities of the unmodified logits. None for a row that
+            `finite` excludes,
         and for a row whose unmodified logits contain NaN or +inf or no finite number.
     """
     logits = logits.float()
@@ -122,9 +137,13 @@ def sample(logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None 
     highest, picked = logits.max(dim=-1)  # NaN where the row has one
     finite = highest.isfinite() if finite is None else highest.isfinite() & finite
     below_minimum = [
-        (n, row.stop_ids) for n, row in enumerate(rows) if row.num_output_tokens < row.request.sampling.min_tokens
+        (n, row.stop_ids)
+        for n, row in enumerate(rows)
+        if row.num_output_tokens < row.request.sampling.min_tokens
     ]
-    shaped = [(n, row.logits_processor) for n, row in enumerate(rows) if row.logits_processor is not None]
+    shaped = [
+        (n, row.logits_processor) for n, row in enumerate(rows) if row.logits_processor is not None
+    ]
     if below_minimum or shaped:
         logits = logits.clone()
         for n, logits_processor in shaped:
@@ -136,26 +155,39 @@ def sample(logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None 
     if drawn:
         picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
     ids = torch.where(finite, picked, -1).tolist()
-    wanted = [n for n, row in enumerate(rows) if row.request.sampling.logprobs is not None and ids[n] >= 0]
+    wanted = [
+        n for n, row in enumerate(rows) if row.request.sampling.logprobs is not None and ids[n] >= 0
+    ]
     logprobs: dict[int, TokenLogprob] = {}
     if wanted:
         tops = [rows[n].request.sampling.logprobs or 0 for n in wanted]
-        logprobs = dict(zip(wanted, score(raw[wanted], [ids[n] for n in wanted], tops), strict=True))
-    return [None if token < 0 else SampledToken(token, logprobs.get(n)) for n, token in enumerate(ids)]
+        logprobs = dict(
+            zip(wanted, score(raw[wanted], [ids[n] for n in wanted], tops), strict=True)
+        )
+    return [
+        None if token < 0 else SampledToken(token, logprobs.get(n)) for n, token in enumerate(ids)
+    ]
 
 
 def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
     device = logits.device
-    logits = logits / torch.tensor([row.request.sampling.temperature for row in rows], device=device)[:, None]
+    logits = (
+        logits
+        / torch.tensor([row.request.sampling.temperature for row in rows], device=device)[:, None]
+    )
     if any(row.request.sampling.min_p > 0 for row in rows):
         min_p = torch.tensor([row.request.sampling.min_p for row in rows], device=device)[:, None]
-        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
+        logits = logits.masked_fill(
+            logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf
+        )
     order: Tensor | None = None
     if any(row.request.sampling.top_k > 0 or row.request.sampling.top_p < 1 for row in rows):
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
         size = logits.shape[-1]
         ranks = torch.arange(size, device=device)
-        top_k = torch.tensor([row.request.sampling.top_k or size for row in rows], device=device)[:, None]
+        top_k = torch.tensor([row.request.sampling.top_k or size for row in rows], device=device)[
+            :, None
+        ]
         logits = logits.masked_fill(ranks >= top_k, -torch.inf)
         top_p = torch.tensor([row.request.sampling.top_p for row in rows], device=device)[:, None]
         weights = torch.softmax(logits, dim=-1)
@@ -163,11 +195,16 @@ def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
         logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
     cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draws = torch.tensor(
-        [uniform(row.seed, row.request.num_resumed_output_tokens + row.num_output_tokens) for row in rows],
+        [
+            uniform(row.seed, row.request.num_resumed_output_tokens + row.num_output_tokens)
+            for row in rows
+        ],
         dtype=torch.float64,
         device=device,
     )[:, None]
-    picked = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    picked = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(
+        max=logits.shape[-1] - 1
+    )
     return (picked if order is None else order.gather(1, picked)).squeeze(1)
 
 
@@ -181,9 +218,15 @@ def score(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Token
     """
     logs = torch.log_softmax(logits.float(), dim=-1)
     likeliest = logs.topk(min(max(tops, default=0), logs.shape[-1]))
-    own = logs.gather(1, torch.tensor(ids, dtype=torch.long, device=logs.device)[:, None]).squeeze(1).tolist()
+    own = (
+        logs.gather(1, torch.tensor(ids, dtype=torch.long, device=logs.device)[:, None])
+        .squeeze(1)
+        .tolist()
+    )
     alternatives = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return [
         TokenLogprob(token_id, logprob, tuple(zip(top_ids[:top], values[:top], strict=True)))
-        for token_id, logprob, top, (top_ids, values) in zip(ids, own, tops, alternatives, strict=True)
+        for token_id, logprob, top, (top_ids, values) in zip(
+            ids, own, tops, alternatives, strict=True
+        )
     ]

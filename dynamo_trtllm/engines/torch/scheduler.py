@@ -1,7 +1,8 @@
 """Run the model in one thread that owns the KV pool and every sequence: one forward pass per step.
 
-The event loop posts closures (`post`). All events of a step return in one call of `deliver`. A sequence reserves its
-blocks for prompt and output before it starts, so a running sequence is never preempted.
+The event loop posts closures (`post`). All events of a step return in one call of `deliver`. A
+sequence reserves its blocks for prompt and output before it starts, so a running sequence is never
+preempted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
-from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, BlockAllocator, Delivery, SchedulerLoad, TorchSequence
+from dynamo_trtllm.engines.torch.sequence import (
+    AwaitingFetch,
+    BlockAllocator,
+    Delivery,
+    SchedulerLoad,
+    TorchSequence,
+)
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.engines.waiting import enqueue, promote_overdue
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
@@ -36,12 +43,16 @@ from dynamo_trtllm.streams import QueueClock
 log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
-_MOST_SCORED = 256  # prompt tokens per step whose log-probabilities are requested: each takes logits of its own
+# prompt tokens per step whose log-probabilities are requested: each takes logits of its own
+_MOST_SCORED = 256
 
 
 @dataclass(eq=False)
 class Scheduler:
-    """The thread that runs the model. The first methods may be called from outside, all others run on the thread."""
+    """The thread that runs the model.
+
+    The first methods may be called from outside, all others run on the thread.
+    """
 
     module: Any
     pool: KvPool
@@ -49,7 +60,8 @@ class Scheduler:
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
-    on_freed: Callable[[TorchSequence], None]  # an event: the sequence was dropped, and its blocks are free
+    # an event: the sequence was dropped, and its blocks are free
+    on_freed: Callable[[TorchSequence], None]
     on_end: Callable[[EngineFailed], None]  # called on the thread with why no step follows
 
     def __post_init__(self) -> None:
@@ -60,7 +72,13 @@ class Scheduler:
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
         self._awaiting_buffer: deque[TorchSequence] = deque()  # prefilled, no buffer space yet
-        self._stages = [self._waiting, self._reserved, self._prefilling, self._decoding, self._awaiting_buffer]
+        self._stages = [
+            self._waiting,
+            self._reserved,
+            self._prefilling,
+            self._decoding,
+            self._awaiting_buffer,
+        ]
         self._awaiting_fetch = AwaitingFetch()
         self._queue_clock = QueueClock()
         self._events: Delivery = []
@@ -69,7 +87,7 @@ class Scheduler:
         self.load = SchedulerLoad(self._take_stats())
         self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
-    # --- called from outside ---------------------------------------------------------------------------
+    # --- called from outside ----------------------------------------------------------------------
 
     def join(self) -> None:
         if self.thread.ident is not None:
@@ -84,7 +102,7 @@ class Scheduler:
         self.load.submit(seq)
         self.post(partial(self._take, seq))
 
-    # --- messages: run on the thread -------------------------------------------------------------------
+    # --- messages: run on the thread --------------------------------------------------------------
 
     def _take(self, seq: TorchSequence) -> None:
         self.load.take(seq)
@@ -103,7 +121,10 @@ class Scheduler:
         if not self.pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._drop(seq)
             worker = kv_params.prefill_instance_id
-            text = f"KV transfer {kv_params.transfer_id}: the KV has NaN or infinity; check prefill worker {worker:x}"
+            text = (
+                f"KV transfer {kv_params.transfer_id}: the KV has NaN or infinity; check prefill"
+                f" worker {worker:x}"
+            )
             self._events.append(partial(seq.emit, NonFiniteKv(text)))
             return
         self._reserved.remove(seq)
@@ -116,7 +137,9 @@ class Scheduler:
                 seq.logits_processor.accept_token(token_id)
         seq.phases.end("handoff")
         first = Chunk(
-            token_ids=kv_params.first_token_ids, logprobs=kv_params.first_logprobs, stats=seq.phases.timings()
+            token_ids=kv_params.first_token_ids,
+            logprobs=kv_params.first_logprobs,
+            stats=seq.phases.timings(),
         )
         if seq.num_output_tokens < seq.max_new_tokens:
             seq.awaits_step = True
@@ -127,7 +150,10 @@ class Scheduler:
         self._events.append(partial(seq.emit, first))
 
     def retire(self, seq: TorchSequence) -> None:
-        """End a sequence in any state, free its blocks and call `on_freed` with it. Repeated calls are allowed."""
+        """End a sequence in any state, free its blocks and call `on_freed` with it.
+
+        Repeated calls are allowed.
+        """
         self._drop(seq)
         self._events.append(partial(self.on_freed, seq))
 
@@ -149,7 +175,7 @@ class Scheduler:
     def stop(self) -> None:
         self._stopping = True
 
-    # --- the thread ------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         reason = EngineFailed("the engine was closed")
@@ -204,12 +230,16 @@ class Scheduler:
             kv_blocks_total=self.pool.num_blocks,
             tickets_held=len(self._awaiting_fetch.sequences),
             ticket_kv_blocks=len(self._awaiting_fetch.blocks),
-            queued_prefill_tokens=sum(seq.prefill_left for seq in (*self._waiting, *self._prefilling)),
+            queued_prefill_tokens=sum(
+                seq.prefill_left for seq in (*self._waiting, *self._prefilling)
+            ),
             context_tokens=sum(seq.num_computed_tokens for seq in self._decoding),
         )
 
     def _admit(self) -> None:
-        """Start queued sequences in their order, while there is space in the batch and the KV pool."""
+        """Start queued sequences in their order, while there is space in the batch and the KV
+        pool.
+        """
         lacking = ""
         while self._waiting:
             promote_overdue(self._waiting)
@@ -230,7 +260,10 @@ class Scheduler:
             self._waiting[0].phases.lack(lacking)
 
     def _lacking(self, seq: TorchSequence) -> str:
-        """Allocate what the first waiting sequence needs. Return what is lacking; "" if it can start."""
+        """Allocate what the first waiting sequence needs.
+
+        Return what is lacking; "" if it can start.
+        """
         if self._running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
@@ -240,19 +273,28 @@ class Scheduler:
         return "" if self.blocks.reserve(seq) else "kv_blocks"
 
     def _running(self) -> int:
-        return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
+        return (
+            len(self._reserved)
+            + len(self._prefilling)
+            + len(self._decoding)
+            + len(self._awaiting_buffer)
+        )
 
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
         while self._awaiting_buffer:
             seq = self._awaiting_buffer[0]
-            seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, REGION_BYTES[self.pool.device.type])
+            seq.allocation = self.transfer_buffer.allocate(
+                seq.prompt_tokens, REGION_BYTES[self.pool.device.type]
+            )
             if seq.allocation is None:
                 return
             self._awaiting_buffer.popleft()
             seq.phases.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
-            copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens))
+            copied = self.transfer_buffer.gather(
+                seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens)
+            )
             self._events.append(partial(seq.on_prefilled, seq.allocation, copied))
 
     def _step(self) -> None:
@@ -264,13 +306,18 @@ class Scheduler:
             ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
         parts = [*((seq, 1) for seq in decoding), *chunks]
         slices = [SequenceSlice(seq.blocks, seq.num_computed_tokens, count) for seq, count in parts]
-        step = ForwardBatch(self.pool.keys, self.pool.values, slices[: len(decoding)], slices[len(decoding) :])
+        step = ForwardBatch(
+            self.pool.keys, self.pool.values, slices[: len(decoding)], slices[len(decoding) :]
+        )
         if step.partial_blocks:
             self.pool.scrub(torch.cat(step.partial_blocks))
         for seq, count in parts:
             seq.num_computed_tokens += count
         sampled, rows, at = list(decoding), list(range(len(decoding))), len(decoding)
-        scored, scored_rows = [(seq, count) for seq, count in chunks if seq.scores_prompt], list[int]()
+        scored, scored_rows = (
+            [(seq, count) for seq, count in chunks if seq.scores_prompt],
+            list[int](),
+        )
         for seq, count in chunks:
             if seq.scores_prompt:
                 scored_rows += range(at, at + count)
@@ -288,9 +335,14 @@ class Scheduler:
         self.load.measured(step, time.monotonic() - begun_s, is_awaited=bool(sampled))
 
     def _finite(
-        self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
+        self,
+        step: ForwardBatch,
+        decoding: list[TorchSequence],
+        chunks: list[tuple[TorchSequence, int]],
     ) -> Tensor:
-        """Return for each sequence that is sampled whether its keys are finite, bool [rows] on the device."""
+        """Return for each sequence that is sampled whether its keys are finite, bool [rows] on the
+        device.
+        """
         written = self.pool.finite_keys(step.slots)
         rows, at = [written[: len(decoding)]], len(decoding)
         for seq, count in chunks:
@@ -304,7 +356,9 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned, scored = [], _MOST_SCORED
         for seq in self._prefilling:
-            count = min(budget, self.args.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
+            count = min(
+                budget, self.args.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens
+            )
             if seq.scores_prompt:
                 count = min(count, scored)
                 scored -= count
@@ -315,7 +369,10 @@ class Scheduler:
         return planned
 
     def _forward(self, ids: list[int], step: ForwardBatch, rows: list[int]) -> Tensor:
-        """Return the logits of the given rows, [rows, vocabulary]. An unfinished prompt needs none."""
+        """Return the logits of the given rows, [rows, vocabulary].
+
+        An unfinished prompt needs none.
+        """
         device = step.keys.device
         output = self.module(
             input_ids=torch.tensor([ids], device=device),
@@ -327,7 +384,9 @@ class Scheduler:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _update_from_output(self, sampled: list[TorchSequence], choices: list[SampledToken | None]) -> None:
+    def _update_from_output(
+        self, sampled: list[TorchSequence], choices: list[SampledToken | None]
+    ) -> None:
         for seq, choice in zip(sampled, choices, strict=True):
             if seq in self._prefilling:
                 seq.phases.end("prefill")
@@ -341,15 +400,22 @@ class Scheduler:
             self._emit(seq, choice)
         if len(self._non_finite) >= _MOST_NON_FINITE:
             raise EngineFailed(
-                f"the model's output was NaN or infinite in {len(self._non_finite)} requests within {_NON_FINITE_S:g} s"
+                f"the model's output was NaN or infinite in {len(self._non_finite)} requests within"
+                f" {_NON_FINITE_S:g} s"
             )
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
-        log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
+        log.error(
+            "request %s: the model's output is NaN or infinite; ending the request",
+            seq.request.request_id,
+        )
         self.blocks.manager.forget(seq.block_table)
         self._decoding.remove(seq)
         self._drop(seq)
-        text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"
+        text = (
+            "the model's output for this request is NaN or infinite; if it repeats, check weights,"
+            " dtype and GPU"
+        )
         self._events.append(partial(seq.emit, NonFinite(text)))
         now = time.monotonic()
         recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
@@ -363,7 +429,9 @@ class Scheduler:
         if seq.logits_processor is not None:
             seq.logits_processor.accept_token(choice.token_id)
             if (failure := seq.logits_processor.failure) is not None:
-                log.warning("request %s: structured output failed: %s", seq.request.request_id, failure)
+                log.warning(
+                    "request %s: structured output failed: %s", seq.request.request_id, failure
+                )
                 self._events.append(partial(seq.emit, RequestRejected(LEFT_FORMAT, field="guided")))
                 self._drop(seq)
                 return

@@ -1,11 +1,13 @@
-"""Hold KV that is sent or received in one bounded buffer, copy it from and to the KV pool, and compute its checksums.
+"""Hold KV that is sent or received in one bounded buffer, copy it from and to the KV pool, and
+compute its checksums.
 
-A transfer backend registers the buffer once. Prefilled KV is copied into it for two reasons. A prompt's KV is scattered
-over thousands of rows in the pool, and each costs a transfer backend 5 to 7 microseconds, while a GPU copies terabytes
-per second. A copy per layer during prefill would save at most a hundredth of the prefill's time.
+A transfer backend registers the buffer once. Prefilled KV is copied into it for two reasons. A
+prompt's KV is scattered over thousands of rows in the pool, and each costs a transfer backend 5 to
+7 microseconds, while a GPU copies terabytes per second. A copy per layer during prefill would save
+at most a hundredth of the prefill's time.
 
-All copies run on the device's default stream after the step that wrote the KV, so the scheduler does not wait for them.
-An event per region reports when its copy is done.
+All copies run on the device's default stream after the step that wrote the KV, so the scheduler
+does not wait for them. An event per region reports when its copy is done.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _ROWS_AT_ONCE = 512  # 16 MiB: these rows and their products fit into the L2 cac
 
 
 def checksum(memory: Tensor) -> int:
-    """Return the checksum of `memory`, uint8 [bytes], contiguous. Waits for the current stream of its device."""
+    """Return the checksum of `memory`, uint8 [bytes], contiguous.
+
+    Waits for the current stream of its device.
+    """
     words = _words(memory)
     while True:
         words = _row_sums(words)
@@ -47,10 +52,15 @@ def _words(memory: Tensor) -> Tensor:
 
 
 def _row_sums(words: Tensor) -> Tensor:
-    """Return the weighted sum of each row of _COLUMNS words, int64 [rows]; the last row may be shorter."""
+    """Return the weighted sum of each row of _COLUMNS words, int64 [rows]; the last row may be
+    shorter.
+    """
     factors = _factors(words.device)
     whole = len(words) // _COLUMNS * _COLUMNS
-    sums = [(some * factors).sum(1) for some in torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE)]
+    sums = [
+        (some * factors).sum(1)
+        for some in torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE)
+    ]
     if whole < len(words):
         sums.append((words[whole:] * factors[: len(words) - whole]).sum().view(1))
     return torch.cat(sums)
@@ -58,13 +68,16 @@ def _row_sums(words: Tensor) -> Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers (SplitMix64), the same in every process, int64 [_COLUMNS]."""
+    """Return odd pseudo-random numbers (SplitMix64), the same in every process, int64
+    [_COLUMNS].
+    """
     odd = (split_mix(number * 0x9E3779B97F4A7C15) | 1 for number in range(_COLUMNS))
     factors = [factor - (1 << 64) if factor >> 63 else factor for factor in odd]
     return torch.tensor(factors, dtype=torch.int64).to(device)
 
 
-REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # amortizes the cost per region, and divides a prompt into several
+# amortizes the cost per region, and divides a prompt into several
+REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 _ALIGNED_BYTES = 4096
 
 
@@ -85,10 +98,12 @@ class TransferBuffer:
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool
         self._used: list[Allocation] = []  # in the order of the buffer
-        self._leaving: deque[tuple[Allocation, torch.cuda.Event]] = deque()  # freed, but used by a copy until the event
+        # freed, but used by a copy until the event
+        self._leaving: deque[tuple[Allocation, torch.cuda.Event]] = deque()
         self.num_bytes = num_bytes
         self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
-        self._bounce: Tensor | None = None  # staging memory on the GPU, if the buffer is in host memory
+        # staging memory on the GPU, if the buffer is in host memory
+        self._bounce: Tensor | None = None
         self._checking: torch.cuda.Stream | None = None  # for checksums, parallel to the steps
         self._bouncing = threading.Lock()  # copies through `_bounce` are queued one after the other
 
@@ -101,7 +116,9 @@ class TransferBuffer:
         torch.cuda.empty_cache()
         self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
         self._bounce = torch.empty(
-            max(REGION_BYTES["cuda"], self._pool.row_bytes), dtype=torch.uint8, device=self._pool.device
+            max(REGION_BYTES["cuda"], self._pool.row_bytes),
+            dtype=torch.uint8,
+            device=self._pool.device,
         )
 
     def use_device(self) -> None:
@@ -110,14 +127,15 @@ class TransferBuffer:
             torch.cuda.set_device(self._pool.device)
             torch.cuda.synchronize()  # creates the thread's context, which libraries look up
 
-    # --- places ----------------------------------------------------------------------------------------
+    # --- places -----------------------------------------------------------------------------------
 
     def allocate(self, tokens: int, region_bytes: int) -> Allocation | None:
         """Allocate space for the KV of a prompt.
 
         Args:
             tokens: The length of the prompt.
-            region_bytes: The size of a region in bytes. It is rounded down to whole rows, but is at least one row.
+            region_bytes: The size of a region in bytes. It is rounded down to whole rows, but is at
+                least one row.
 
         Returns:
             The space, or None while too little is free.
@@ -130,13 +148,18 @@ class TransferBuffer:
                 return None
             self._reap(wait=True)
         row = self._pool.row_bytes
-        regions = torch.split(self.memory[begin : begin + wanted], max(1, region_bytes // row) * row)
+        regions = torch.split(
+            self.memory[begin : begin + wanted], max(1, region_bytes // row) * row
+        )
         allocation = Allocation(begin, aligned, regions)
         insort(self._used, allocation, key=lambda used: used.begin)
         return allocation
 
     def free(self, allocation: Allocation) -> None:
-        """Free the space. It can be allocated again once the copies that are queued so far are done."""
+        """Free the space.
+
+        It can be allocated again once the copies that are queued so far are done.
+        """
         if (event := self.mark()) is None:
             self._used.remove(allocation)
         else:
@@ -151,7 +174,9 @@ class TransferBuffer:
             self._used.remove(freed)
 
     def _first_gap(self, num_bytes: int) -> int | None:
-        """Return the offset of the first free range that fits, so that unused memory stays unmapped."""
+        """Return the offset of the first free range that fits, so that unused memory stays
+        unmapped.
+        """
         begin = 0
         for used in self._used:
             if used.begin - begin >= num_bytes:
@@ -159,7 +184,7 @@ class TransferBuffer:
             begin = used.begin + used.num_bytes
         return begin if self.num_bytes - begin >= num_bytes else None
 
-    # --- copies ----------------------------------------------------------------------------------------
+    # --- copies -----------------------------------------------------------------------------------
 
     def gather(self, allocation: Allocation, rows: Tensor) -> list[torch.cuda.Event]:
         """Queue copies of rows of the pool into the regions of an allocation.
@@ -168,11 +193,15 @@ class TransferBuffer:
             rows: Indices into `KvPool.all_rows`, int64 [rows], in the order of the regions.
 
         Returns:
-            On a GPU one event per region, which reports that its copy is done. On CPU an empty list: copies are done.
+            On a GPU one event per region, which reports that its copy is done. On CPU an empty
+                list: copies are done.
         """
         events = []
-        rows_per_region = len(allocation.regions[0]) // self._pool.row_bytes  # only the last region may be smaller
-        for region, some in zip(allocation.regions, torch.split(rows, rows_per_region), strict=True):
+        # only the last region may be smaller
+        rows_per_region = len(allocation.regions[0]) // self._pool.row_bytes
+        for region, some in zip(
+            allocation.regions, torch.split(rows, rows_per_region), strict=True
+        ):
             self._gather(region, some)
             if (event := self.mark()) is not None:
                 events.append(event)
@@ -194,7 +223,8 @@ class TransferBuffer:
             rows: The rows of the whole allocation: indices into `KvPool.all_rows`, int64 [rows].
         """
         region = allocation.regions[index]
-        begin = index * (len(allocation.regions[0]) // self._pool.row_bytes)  # only the last region may be smaller
+        # only the last region may be smaller
+        begin = index * (len(allocation.regions[0]) // self._pool.row_bytes)
         some = rows[begin : begin + len(region) // self._pool.row_bytes]
         if self._bounce is None:
             self._pool.all_rows.index_copy_(0, some, self._as_rows(region))

@@ -1,13 +1,15 @@
 """Compile output formats on trial, each in a forked process: `python -m … TOKENIZER SIZE EOS_ID…`.
 
-llguidance compiles in the process that uses the result, because the result can't be sent to another process. So each
-format is compiled twice: first here, with limits of time, memory and stack, and in the worker only if that succeeds.
+llguidance compiles in the process that uses the result, because the result can't be sent to another
+process. So each format is compiled twice: first here, with limits of time, memory and stack, and in
+the worker only if that succeeds.
 
-1. This process loads the tokenizer once. Its standard input is a socket on which the worker passes it one socket for
-   each trial.
-2. For each trial, it forks. So a trial begins within milliseconds, and a crash ends only this trial.
-3. The trial reads a `StructuredOutput` from its socket, compiles it, and writes a `TrialResult`. It also ends when the
-   worker closes the socket or dies.
+1. This process loads the tokenizer once. Its standard input is a socket on which the worker passes
+   it one socket for each trial.
+2. For each trial, it forks. So a trial begins within milliseconds, and a crash ends only this
+   trial.
+3. The trial reads a `StructuredOutput` from its socket, compiles it, and writes a `TrialResult`. It
+   also ends when the worker closes the socket or dies.
 
 This process ends when its standard input is closed.
 """
@@ -33,14 +35,16 @@ from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, LarkForm
 from dynamo_trtllm.errors import DynamoError, FormatTooComplex, InternalError, RequestRejected
 from dynamo_trtllm.messages import StructuredOutput, decode, encode
 
-# This is CPU time, so that a busy machine accepts the same formats as an idle one. The slowest format that real clients
-# send within the limits of the API (512 strict tools with 400 kB of schemas) takes 0.5 s.
+# This is CPU time, so that a busy machine accepts the same formats as an idle one. The slowest
+# format that real clients send within the limits of the API (512 strict tools with 400 kB of
+# schemas) takes 0.5 s.
 CPU_S: Final = 3
 MEMORY_BYTES: Final = 256 << 20  # more than this process has; real formats take up to 40 MiB
 STEPS: Final = 8  # tokens that are generated on trial
-# CPU time of one of these tokens. In the worker, it delays the tokens of all requests, because it is spent on the
-# scheduler's thread. Real formats take at most 0.02 s. Later tokens may take longer, until llguidance's own limits end
-# the request: up to 2 s with the worst format that was found.
+# CPU time of one of these tokens. In the worker, it delays the tokens of all requests, because it
+# is spent on the scheduler's thread. Real formats take at most 0.02 s. Later tokens may take
+# longer, until llguidance's own limits end the request: up to 2 s with the worst format that was
+# found.
 STEP_CPU_S: Final = 0.25
 NICE: Final = 5  # trials yield to the engine and to the event loop
 _FALLBACK_STACK: Final = 8 << 20
@@ -66,7 +70,9 @@ def encode_request(guided: StructuredOutput) -> bytes:
 def main(argv: list[str]) -> int:
     """Load the tokenizer, and fork a process for each trial until standard input is closed."""
     tokenizer, size, *eos_token_ids = argv
-    compiler = FormatCompiler(Path(tokenizer), vocab_size=int(size), eos_token_ids=tuple(map(int, eos_token_ids)))
+    compiler = FormatCompiler(
+        Path(tokenizer), vocab_size=int(size), eos_token_ids=tuple(map(int, eos_token_ids))
+    )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the trials
     gc.collect()
@@ -83,7 +89,10 @@ def main(argv: list[str]) -> int:
 
 
 def _fork() -> int:
-    """Return 0 in the new process. Return -1 if there is none, for lack of memory or process ids."""
+    """Return 0 in the new process.
+
+    Return -1 if there is none, for lack of memory or process ids.
+    """
     try:
         return os.fork()
     except OSError:  # the worker sees that the socket of the trial is closed
@@ -91,7 +100,9 @@ def _fork() -> int:
 
 
 def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
-    """Run one trial in the forked process: a thread with a small stack compiles, and this one watches the worker."""
+    """Run one trial in the forked process: a thread with a small stack compiles, and this one
+    watches the worker.
+    """
     trial.sendall(STARTED)
     _set_limits()
     signal.signal(signal.SIGXCPU, partial(_end_late, trial))
@@ -107,27 +118,37 @@ def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
 
 
 def _set_limits() -> None:
-    """Limit CPU time and memory of this process, and let the system end it first when memory runs out."""
+    """Limit CPU time and memory of this process, and let the system end it first when memory runs
+    out.
+    """
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        used_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
+        used_kib = next(
+            int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")
+        )
         limit = (used_kib << 10) + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stderr.fileno())  # otherwise a crash of the library would write to the worker's log
+    # otherwise a crash of the library would write to the worker's log
+    os.dup2(null, sys.stderr.fileno())
 
 
 def _stack_bytes() -> int:
-    """Return half of the stack of the worker's threads, so that what compiles here does not overflow theirs."""
+    """Return half of the stack of the worker's threads, so that what compiles here does not
+    overflow theirs.
+    """
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     return (_FALLBACK_STACK if stack == resource.RLIM_INFINITY else stack) // 2
 
 
 def _read(trial: socket.socket, count: int) -> bytes:
-    """Return so many bytes from the worker. End this process if the worker has closed the socket."""
+    """Return so many bytes from the worker.
+
+    End this process if the worker has closed the socket.
+    """
     data = b""
     while len(data) < count:
         received = trial.recv(count - len(data))
@@ -149,7 +170,10 @@ def _compile(trial: socket.socket, compiler: FormatCompiler, guided: StructuredO
     except DynamoError as exc:
         result = TrialResult(code=exc.code, message=exc.message)
     except MemoryError:
-        text = f"compiling the output format takes more than {MEMORY_BYTES >> 20} MiB of memory; simplify it"
+        text = (
+            f"compiling the output format takes more than {MEMORY_BYTES >> 20} MiB of memory;"
+            " simplify it"
+        )
         result = TrialResult(code=FormatTooComplex.code, message=text)
     except Exception as exc:  # noqa: BLE001 - a bug; without a result, the request would wait for its time limit
         text = f"compiling the output format failed: {type(exc).__name__}: {exc}"
@@ -178,7 +202,9 @@ def _generate(triggered: Triggered) -> None:
             token_id = (allowed & -allowed).bit_length() - 1  # the lowest bit
         matcher.consume_token(token_id)
         if time.thread_time() - began > STEP_CPU_S:
-            raise FormatTooComplex(f"a token of the output format takes more than {STEP_CPU_S} s; simplify it")
+            raise FormatTooComplex(
+                f"a token of the output format takes more than {STEP_CPU_S} s; simplify it"
+            )
     if matcher.is_error():
         reason = " ".join(matcher.get_error().partition("<state>")[0].split())
         raise FormatTooComplex(f"the output format is too complex: {reason}; simplify it")

@@ -1,1 +1,4 @@
-"""Engine for TensorRT-LLM's `LLM` with the PyTorch backend. Only its `bindings` module imports `tensorrt_llm`."""
+"""Engine for TensorRT-LLM's `LLM` with the PyTorch backend.
+
+Only its `bindings` module imports `tensorrt_llm`.
+"""

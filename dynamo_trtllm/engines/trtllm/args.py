@@ -1,7 +1,8 @@
 """Merge the arguments of `LLM`: kernels profile < YAML < environment < flag < override JSON.
 
-Deprecated keys are translated, and all arguments are checked against the installed release before anything loads. The
-kernel profile for the GPU architecture, a file of `kernels_config/`, also has environment variables.
+Deprecated keys are translated, and all arguments are checked against the installed release before
+anything loads. The kernel profile for the GPU architecture, a file of `kernels_config/`, also has
+environment variables.
 """
 
 from __future__ import annotations
@@ -71,11 +72,14 @@ def choose_profile(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
     if len(names) > 1:
         kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
         raise ConfigError(
-            f"The visible GPUs need different kernel profiles ({kinds}). Hide some with CUDA_VISIBLE_DEVICES, or "
-            f"choose one with --kernels-profile: {', '.join(sorted(names))}.",
+            f"The visible GPUs need different kernel profiles ({kinds}). Hide some with"
+            " CUDA_VISIBLE_DEVICES, or choose one with --kernels-profile:"
+            f" {', '.join(sorted(names))}.",
             field="kernels_profile",
         )
-    return next((profile for profile in fitting.values() if profile), None) or load_profile(FALLBACK)
+    return next((profile for profile in fitting.values() if profile), None) or load_profile(
+        FALLBACK
+    )
 
 
 def load_profile(name: str) -> KernelProfile:
@@ -93,7 +97,8 @@ def load_profile(name: str) -> KernelProfile:
     if is_name and not found.exists():
         known = ", ".join((*BY_GPU, FALLBACK))
         raise ConfigError(
-            f"Unknown --kernels-profile {name}. Choose one of {known}, or pass a YAML file.", field="kernels_profile"
+            f"Unknown --kernels-profile {name}. Choose one of {known}, or pass a YAML file.",
+            field="kernels_profile",
         )
     data = layers.read_yaml(found)
     layers.check_keys(data, KernelProfile.model_fields.keys() - {"name"}, str(path))
@@ -101,10 +106,17 @@ def load_profile(name: str) -> KernelProfile:
         return KernelProfile(name=path.stem, **data)
     except ValidationError as exc:
         first = exc.errors()[0]
-        expected = first["msg"].replace("Input should be a valid", "expected a").replace("a integer", "an integer")
+        expected = (
+            first["msg"]
+            .replace("Input should be a valid", "expected a")
+            .replace("a integer", "an integer")
+        )
         fix = ". Put it in quotes." if first["type"] == "string_type" else ""
-        key = ".".join(str(part) for part in first["loc"] if part != "[key]")  # pydantic's mark of a wrong key
-        raise ConfigError(f"{path}: {key} is {first['input']!r}: {expected}{fix}", field=str(first["loc"][0])) from exc
+        # pydantic's mark of a wrong key
+        key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        raise ConfigError(
+            f"{path}: {key} is {first['input']!r}: {expected}{fix}", field=str(first["loc"][0])
+        ) from exc
 
 
 def apply_profile(profile: KernelProfile) -> None:
@@ -118,7 +130,8 @@ def apply_profile(profile: KernelProfile) -> None:
 
 
 def rank_environment(config: WorkerConfig) -> tuple[KernelProfile, dict[str, str]]:
-    """Return the kernel profile of this host, and the variables that each rank reads: its own and the caches'.
+    """Return the kernel profile of this host, and the variables that each rank reads: its own and
+    the caches'.
 
     The ranks of an engine on several nodes read them when they start, which is before this package
     runs on rank 0: there it is too late to set them. TensorRT-LLM need not be installed.
@@ -151,7 +164,9 @@ def translate(layer: Source, notes: list[str]) -> Source:
     if isinstance(work.values.get(_LIFTED), Mapping):
         for key, value in work.values.pop(_LIFTED).items():
             if not isinstance(key, str):
-                raise ConfigError(f"{layer.source}: key {key!r} of {_LIFTED} is not text; quote it", field=_LIFTED)
+                raise ConfigError(
+                    f"{layer.source}: key {key!r} of {_LIFTED} is not text; quote it", field=_LIFTED
+                )
             work.put(f"{_LIFTED}.{key}", key, value)
     for old, new in LIBRARY.moved.items():
         work.move(old, new)
@@ -178,7 +193,9 @@ class _Work(NamedTuple):
             self.put(old, new, level.pop(last))
 
     def graphs(self) -> None:
-        """Translate `use_cuda_graph`: false becomes `cuda_graph_config: null`; true is the default."""
+        """Translate `use_cuda_graph`: false becomes `cuda_graph_config: null`; true is the
+        default.
+        """
         is_on = self.pop_flag("use_cuda_graph")
         if is_on:
             current = self.values.setdefault("cuda_graph_config", {})
@@ -213,22 +230,30 @@ class _Work(NamedTuple):
                 level[parent] = {}
             level = level[parent]
             if not isinstance(level, dict):
-                raise ConfigError(f"{self.where}: {parent} is {level!r}: expected a mapping (key: value)", field=parent)
+                raise ConfigError(
+                    f"{self.where}: {parent} is {level!r}: expected a mapping (key: value)",
+                    field=parent,
+                )
         self._agree(old, new, last not in level or level[last] == value)
         level[last] = value
-        self._note(old, f"{new}: {'true' if value is True else 'false' if value is False else value}")
+        self._note(
+            old, f"{new}: {'true' if value is True else 'false' if value is False else value}"
+        )
 
     def _agree(self, old: str, new: str, agrees: bool) -> None:
         if not agrees:
-            raise ConfigError(f"{self.where}: {old} and {new} have different values. Remove {old}.", field=old)
+            raise ConfigError(
+                f"{self.where}: {old} and {new} have different values. Remove {old}.", field=old
+            )
 
     def _note(self, old: str, new: str) -> None:
         self.notes.append(f"{self.where}: {old} is deprecated; use {new}")
 
 
 ADAPTER = "the trtllm engine"  # name of the source
-# KV events that are buffered between two polls; more are lost. As Dynamo sets it (DEFAULT_KV_EVENT_BUFFER_MAX_SIZE in
-# dynamo/trtllm/workers/llm_worker.py of 1.7): a long prompt that evicts others has thousands.
+# KV events that are buffered between two polls; more are lost. As Dynamo sets it
+# (DEFAULT_KV_EVENT_BUFFER_MAX_SIZE in dynamo/trtllm/workers/llm_worker.py of 1.7): a long prompt
+# that evicts others has thousands.
 BUFFER_EVENTS = 100_000
 _TIMEOUT_MARGIN = 1.1
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
@@ -245,7 +270,9 @@ class TrtllmArgs(arguments.LibraryArgs):
     profile: KernelProfile  # applied before TensorRT-LLM is imported
 
 
-def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] | None = None) -> TrtllmArgs:
+def trtllm_args(
+    config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] | None = None
+) -> TrtllmArgs:
     """Return the merged and checked arguments.
 
     Args:
@@ -261,14 +288,19 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     given = [translate(layer, notes) for layer in arguments.given_sources(config, LIBRARY.flags)]
     unchecked = [note for layer in given for note in arguments.check_source(layer, release)]
     mxfp4_args = profile.mxfp4_args if _is_mxfp4(config.model_path) else {}
-    wanted = layers.merge([Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)])
+    wanted = layers.merge(
+        [Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)]
+    )
     own = _without_defaults(_own(config, given, release), given, release)
     merged = layers.merge([own, _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
     runtime = merged.leaves.get(f"{_TRANSCEIVER}.{_RUNTIME}")
     if runtime is not None and runtime.source == ADAPTER:
         backend = merged.leaves[f"{_TRANSCEIVER}.backend"].value
-        notes.append(f"{_TRANSCEIVER}.{_RUNTIME} was set to {runtime.value}: the Python transceiver has no {backend}")
+        notes.append(
+            f"{_TRANSCEIVER}.{_RUNTIME} was set to {runtime.value}: the Python transceiver has no"
+            f" {backend}"
+        )
     _check_together({key: leaf.value for key, leaf in merged.leaves.items()})
     return TrtllmArgs(
         release=release,
@@ -293,20 +325,22 @@ _STATISTICS = "enable_iter_perf_stats"
 def statistics_note(args: TrtllmArgs) -> str:
     """Return what the executor's statistics cost or, if they are switched off, what is lost.
 
-    Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py and publisher.py of
-    1.7). TensorRT-LLM's default is off, too. They could not be measured without the real package.
+    Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py
+    and publisher.py of 1.7). TensorRT-LLM's default is off, too. They could not be measured without
+    the real package.
     """
     leaf = args.leaves.get(_STATISTICS)
-    source = leaf.source if leaf is not None else "the release's default"  # a value that equals it is not passed on
+    # a value that equals it is not passed on
+    source = leaf.source if leaf is not None else "the release's default"
     if args.get(_STATISTICS):
         return (
-            f"{_STATISTICS} is true ({source}): it costs time in each step; KV metrics, the cost model and the "
-            "detection of a stalled executor need it"
+            f"{_STATISTICS} is true ({source}): it costs time in each step; KV metrics, the cost"
+            " model and the detection of a stalled executor need it"
         )
     return (
-        f"{_STATISTICS} is false ({source}): this worker reports no KV blocks and no waiting requests, learns no "
-        "cost model, does not notice a stalled executor, and can't apply --max-ticket-kv-fraction and "
-        "--max-leaked-kv-fraction"
+        f"{_STATISTICS} is false ({source}): this worker reports no KV blocks and no waiting"
+        " requests, learns no cost model, does not notice a stalled executor, and can't apply"
+        " --max-ticket-kv-fraction and --max-leaked-kv-fraction"
     )
 
 
@@ -320,18 +354,26 @@ def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) ->
     return Source(values, ADAPTER)
 
 
-def _own_transceiver(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> dict[str, Any]:
-    """Return defaults for the cache transceiver; {} without one. Also an aggregated engine creates a given one.
+def _own_transceiver(
+    config: WorkerConfig, given: Sequence[Source], release: ApiManifest
+) -> dict[str, Any]:
+    """Return defaults for the cache transceiver; {} without one.
 
-    The Python transceiver supports NIXL only, and newer builds choose it for every model: with another backend they
-    fail when they create it (create_kv_cache_transceiver in _torch/pyexecutor/kv_cache_transceiver.py, main).
-    Nothing but the timeout frees KV that no decode worker fetches, or ends a fetch of KV that never comes. It is longer
-    than --ticket-ttl-s, because it starts before the lifetime of KV transfer parameters does.
+    Also an aggregated engine creates a given one.
+
+    The Python transceiver supports NIXL only, and newer builds choose it for every model: with
+    another backend they fail when they create it (create_kv_cache_transceiver in
+    _torch/pyexecutor/kv_cache_transceiver.py, main). Nothing but the timeout frees KV that no
+    decode worker fetches, or ends a fetch of KV that never comes. It is longer than --ticket-ttl-s,
+    because it starts before the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
     if backend is None or backend.value is None:
         return {}
-    has = {name: release.presence("CacheTransceiverConfig", name) is Presence.PRESENT for name in (_TIMEOUT, _RUNTIME)}
+    has = {
+        name: release.presence("CacheTransceiverConfig", name) is Presence.PRESENT
+        for name in (_TIMEOUT, _RUNTIME)
+    }
     values: dict[str, Any] = {}
     if has[_TIMEOUT] and config.disaggregation_mode is not Role.AGGREGATED:
         values[_TIMEOUT] = math.ceil(config.ticket_ttl_s * _TIMEOUT_MARGIN * 1000)
@@ -344,25 +386,35 @@ def _without_defaults(own: Source, given: Sequence[Source], release: ApiManifest
     """Return the engine's own arguments, without those that equal the release's default."""
     decided = layers.nested(layers.merge(given).leaves)
     leaves = layers.merge([own]).leaves
-    kept = {key: leaf for key, leaf in leaves.items() if not _is_default(release, key, leaf.value, decided)}
+    kept = {
+        key: leaf
+        for key, leaf in leaves.items()
+        if not _is_default(release, key, leaf.value, decided)
+    }
     return own._replace(values=layers.nested(kept))
 
 
 def _is_default(release: ApiManifest, key: str, value: Any, given: Mapping[str, Any]) -> bool:
     """Return True if a value equals the release's default, so that it must not be passed on.
 
-    A model class of newer builds has defaults of its own. They apply to the arguments that were not set explicitly,
-    also not to the release's default (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026).
+    A model class of newer builds has defaults of its own. They apply to the arguments that were not
+    set explicitly, also not to the release's default (`apply_model_defaults_to_llm_args` in
+    llmapi/llm_utils.py, main of 2026).
     """
     default = schema.default(release, key, given)
     return default is not None and type(default) is type(value) and default == value
 
 
 def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -> None:
-    """Disable postprocessing workers: they replace the results whose tokens and KV transfer parameters are read."""
+    """Disable postprocessing workers: they replace the results whose tokens and KV transfer
+    parameters are read.
+    """
     leaf = leaves.get("num_postprocess_workers")
     if leaf is not None and leaf.value:
-        notes.append(f"num_postprocess_workers {leaf.value} ({leaf.source}) was changed to 0: the frontend detokenizes")
+        notes.append(
+            f"num_postprocess_workers {leaf.value} ({leaf.source}) was changed to 0: the frontend"
+            " detokenizes"
+        )
         leaves["num_postprocess_workers"] = SourcedValue(0, ADAPTER)
 
 
@@ -375,24 +427,30 @@ def _check_together(get: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: two arguments conflict.
     """
-    sizes, largest = get.get("cuda_graph_config.batch_sizes"), get.get("cuda_graph_config.max_batch_size")
+    sizes, largest = (
+        get.get("cuda_graph_config.batch_sizes"),
+        get.get("cuda_graph_config.max_batch_size"),
+    )
     if sizes and largest and max(sizes) != largest:
         raise ConfigError(
-            f"cuda_graph_config.batch_sizes ends at {max(sizes)}, but cuda_graph_config.max_batch_size is {largest}. "
-            "Set only one of them.",
+            f"cuda_graph_config.batch_sizes ends at {max(sizes)}, but"
+            f" cuda_graph_config.max_batch_size is {largest}. Set only one of them.",
             field="cuda_graph_config.batch_sizes",
         )
     if get.get("attention_dp_config.enable_balance"):
         for name in ("timeout_iters", "batching_wait_iters"):
             key = f"attention_dp_config.{name}"
             if (get.get(key) or 0) < 0:
-                raise ConfigError(f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key)
+                raise ConfigError(
+                    f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key
+                )
 
 
 def _is_mxfp4(model_path: str) -> bool:
     """Return True if a profile's MXFP4 arguments apply, also if the model folder can't be read.
 
-    The MoE backends of the profiles are chosen for MXFP4; for other models the release's default is better.
+    The MoE backends of the profiles are chosen for MXFP4; for other models the release's default is
+    better.
     """
     try:
         return read_checkpoint(Path(model_path)).quantization == "mxfp4"
@@ -401,19 +459,27 @@ def _is_mxfp4(model_path: str) -> bool:
 
 
 def _advice(
-    wanted: Mapping[str, SourcedValue], given: Sequence[Source], release: ApiManifest, notes: list[str]
+    wanted: Mapping[str, SourcedValue],
+    given: Sequence[Source],
+    release: ApiManifest,
+    notes: list[str],
 ) -> Source:
     """Return a profile's arguments, as far as they apply and change something.
 
-    Left out are those that the release lacks or has by default, and those that another source sets by another key.
+    Left out are those that the release lacks or has by default, and those that another source sets
+    by another key.
     """
     decided = layers.merge(given).leaves
     decided_values = layers.nested(decided)
     applied: dict[str, SourcedValue] = {}
     source = next((leaf.source for leaf in wanted.values()), "")
     for key, leaf in wanted.items():
-        if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(release.library, key):
-            notes.append(f"{source}: {key} is dropped: TensorRT-LLM {release.title} has no such argument")
+        if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(
+            release.library, key
+        ):
+            notes.append(
+                f"{source}: {key} is dropped: TensorRT-LLM {release.title} has no such argument"
+            )
             continue
         try:
             schema.check(layers.nested({key: leaf}), release, source)
@@ -424,12 +490,19 @@ def _advice(
                 notes.append(f"{exc.message}; dropped")
             continue
         if leaf.value == "TRITON" and schema.default(release, key, {}) == "AUTO":
-            # pull request 19035 of TensorRT-LLM, and ModelConfig.resolve_moe_backend in _torch/model_config.py
-            notes.append(f"{source}: {key} TRITON is dropped: 1.3 deprecates it, and AUTO takes it while it exists")
+            # pull request 19035 of TensorRT-LLM, and ModelConfig.resolve_moe_backend in
+            # _torch/model_config.py
+            notes.append(
+                f"{source}: {key} TRITON is dropped: 1.3 deprecates it, and AUTO takes it while it"
+                " exists"
+            )
             continue
         if _is_default(release, key, leaf.value, decided_values):
             if key not in decided:
-                default = f"the default of TensorRT-LLM {release.title}, which a model may replace with its own"
+                default = (
+                    f"the default of TensorRT-LLM {release.title}, which a model may replace with"
+                    " its own"
+                )
                 notes.append(f"{source}: {key} {leaf.value} is not passed on: it is {default}")
             continue
         if _EITHER.get(key) not in decided:

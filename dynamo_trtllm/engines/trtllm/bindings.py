@@ -1,4 +1,5 @@
-"""Import `tensorrt_llm` and bind the names that the engine uses, with the differences between releases.
+"""Import `tensorrt_llm` and bind the names that the engine uses, with the differences between
+releases.
 
 Importing this module does not import TensorRT-LLM; `TrtllmBindings` does.
 """
@@ -28,11 +29,14 @@ PACKAGE = LibraryPackage(
     releases="1.1.0 or newer",
     module="tensorrt_llm",
     distributions=("tensorrt_llm",),
-    install="pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container",
+    install=(
+        "pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM"
+        " container"
+    ),
 )
 
-# Each class of a parameter of `generate_async` that not all releases have, and its module (executor/request.py and
-# llmapi/llm.py, main at 00043967).
+# Each class of a parameter of `generate_async` that not all releases have, and its module
+# (executor/request.py and llmapi/llm.py, main at 00043967).
 _PARAMS: Mapping[str, tuple[str, str]] = {
     "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
@@ -41,14 +45,16 @@ _PARAMS: Mapping[str, tuple[str, str]] = {
 _READ_S = 0.3  # length of a read of 1.1, which queues its reports at about this interval
 _NEVER_S = 1e6
 
-# Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
-# dictionary with it fails, and without it the first class that fits is taken (DecodingBaseConfig and
-# BaseSparseAttentionConfig in llmapi/llm_args.py of 1.2).
+# Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their
+# class is a ClassVar: a dictionary with it fails, and without it the first class that fits is taken
+# (DecodingBaseConfig and BaseSparseAttentionConfig in llmapi/llm_args.py of 1.2).
 _OBJECTS = ("speculative_config", "sparse_attention_config")
 
 
 class TrtllmBindings:
-    """The bound classes, untyped because the package may not be installed for type checks, and what they can do."""
+    """The bound classes, untyped because the package may not be installed for type checks, and what
+    they can do.
+    """
 
     def __init__(self) -> None:
         """Import the package, which takes seconds. Environment variables must be set before.
@@ -58,13 +64,19 @@ class TrtllmBindings:
         """
         self.version = str(PACKAGE.load().__version__)
         # By name; None for one that the release lacks.
-        self.classes = {name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()}
-        has = {owner: _names(owner, self.classes) for owner in {**LIBRARY.needed, **LIBRARY.optional}}
+        self.classes = {
+            name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()
+        }
+        has = {
+            owner: _names(owner, self.classes) for owner in {**LIBRARY.needed, **LIBRARY.optional}
+        }
         check_needed(has, self.version)
         self.parameters = has["LLM.generate_async"]
         self.has_kv_cache_capacity = "get_kv_cache_capacity" in has["LLM"]
         for name, (parameter, module) in _PARAMS.items():
-            self.classes[name] = PACKAGE.find_optional(name, module) if parameter in self.parameters else None
+            self.classes[name] = (
+                PACKAGE.find_optional(name, module) if parameter in self.parameters else None
+            )
         self.classes["Logprob"] = PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result")
         used = {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]}
         self.disagg_fields = has["DisaggregatedParams"] & used
@@ -78,15 +90,19 @@ class TrtllmBindings:
 
     def healthy(self, llm: Any) -> bool:
         """Return False if the executor is shut down. True does not prove that it responds."""
-        return bool(llm._check_health()) if hasattr(llm, "_check_health") else True  # trtllm-serve uses it
+        # trtllm-serve uses it
+        return bool(llm._check_health()) if hasattr(llm, "_check_health") else True
 
     def recorded_failure(self, llm: Any) -> str:
-        """Return the error with which the executor has died, as text; "" if none is recorded. Does not block.
+        """Return the error with which the executor has died, as text; "" if none is recorded.
 
-        `healthy` can't be asked for this: it shuts an executor down that has failed, in the caller's thread, and sends
-        to its ranks. The 1.3 candidates record the error in `_fatal_error` (pull request 12718 of TensorRT-LLM; Dynamo
-        reads it, too). Releases before put the errors of their threads and ranks into a queue, which the next call
-        reads (`mpi_done_callback` in executor/proxy.py, 1.0 to 1.2). There, only such errors are in it.
+        Does not block.
+
+        `healthy` can't be asked for this: it shuts an executor down that has failed, in the
+        caller's thread, and sends to its ranks. The 1.3 candidates record the error in
+        `_fatal_error` (pull request 12718 of TensorRT-LLM; Dynamo reads it, too). Releases before
+        put the errors of their threads and ranks into a queue, which the next call reads
+        (`mpi_done_callback` in executor/proxy.py, 1.0 to 1.2). There, only such errors are in it.
         """
         executor = getattr(llm, "_executor", None)
         if executor is None:
@@ -103,7 +119,8 @@ class TrtllmBindings:
         return ""
 
     def has_argument(self, config: str, name: str) -> bool:
-        """Return True if the installed package has an argument in a configuration class, such as `KvCacheConfig`.
+        """Return True if the installed package has an argument in a configuration class, such as
+        `KvCacheConfig`.
 
         For arguments that only some candidates of one release have: no manifest can tell.
         """
@@ -113,16 +130,17 @@ class TrtllmBindings:
     def create_llm(self, values: Mapping[str, Any]) -> Any:
         """Return an LLM whose shutdown does not block an event loop.
 
-        When a result or a call brings an error of the executor, TensorRT-LLM shuts it down in the thread that asked,
-        which here is the event loop's: it waits for all ranks, and a lost rank can make it wait for ever
-        (`GenerationExecutor._handle_background_error` in executor/executor.py, `shutdown` in executor/proxy.py, 1.1 to
-        main).
+        When a result or a call brings an error of the executor, TensorRT-LLM shuts it down in the
+        thread that asked, which here is the event loop's: it waits for all ranks, and a lost rank
+        can make it wait for ever (`GenerationExecutor._handle_background_error` in
+        executor/executor.py, `shutdown` in executor/proxy.py, 1.1 to main).
 
         Args:
             values: arguments of `LLM`.
         """
         llm = self.classes["LLM"](**values)
-        executor = getattr(llm, "_executor", None)  # of all releases; LLM._check_health asks it, too
+        # of all releases; LLM._check_health asks it, too
+        executor = getattr(llm, "_executor", None)
         if executor is not None:
             executor.shutdown = _off_event_loop(executor.shutdown)
         return llm
@@ -130,11 +148,13 @@ class TrtllmBindings:
     def reader(self, llm: Any, name: str) -> Callable[..., Sequence[Mapping[str, Any]]]:
         """Return a blocking function that reads what the LLM has reported since the last call.
 
-        The functions of 1.1 read until nothing comes within the timeout, so they do not return under load. When
-        they return, they lose what they read: their queue then returns None, which is parsed as JSON (`get_results` in
-        executor/result.py and `_SyncQueue.get` in llmapi/utils.py). So their asynchronous forms are read for a limited
-        time. The others are never called, because the queue would then refuse the asynchronous ones (`AsyncQueue.get`).
-        The own timeout of these must not pass: after it, they return nothing until the next request is submitted.
+        The functions of 1.1 read until nothing comes within the timeout, so they do not return
+        under load. When they return, they lose what they read: their queue then returns None, which
+        is parsed as JSON (`get_results` in executor/result.py and `_SyncQueue.get` in
+        llmapi/utils.py). So their asynchronous forms are read for a limited time. The others are
+        never called, because the queue would then refuse the asynchronous ones (`AsyncQueue.get`).
+        The own timeout of these must not pass: after it, they return nothing until the next request
+        is submitted.
 
         Args:
             llm: the LLM, whose calls are made on the running event loop.
@@ -151,22 +171,29 @@ class TrtllmBindings:
                 async with asyncio.timeout(min(timeout, _READ_S)) as limit:
                     async for row in iterate(timeout=_NEVER_S):
                         found.append(row)
-                        if limit.expired():  # `wait_for` of Python 3.11, in the queue, drops a cancel if a row comes
+                        # `wait_for` of Python 3.11, in the queue, drops a cancel if a row comes
+                        if limit.expired():
                             break
-                        await asyncio.sleep(0)  # rows that are there do not wait, and others need the event loop, too
+                        # rows that are there do not wait, and others need the event loop, too
+                        await asyncio.sleep(0)
             return found
 
         return lambda timeout: asyncio.run_coroutine_threadsafe(rows(timeout), loop).result()
 
     def engine_arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `LLM`, with objects in place of dictionaries that the release can't take.
+        """Return the arguments of `LLM`, with objects in place of dictionaries that the release
+        can't take.
 
         TensorRT-LLM's own conversion makes them, as for trtllm-serve and Dynamo.
 
         Raises:
             ConfigError: TensorRT-LLM rejected a dictionary.
         """
-        given = {name: copy.deepcopy(values[name]) for name in _OBJECTS if isinstance(values.get(name), Mapping)}
+        given = {
+            name: copy.deepcopy(values[name])
+            for name in _OBJECTS
+            if isinstance(values.get(name), Mapping)
+        }
         if not given or self.is_since_1_3:
             return dict(values)
         modules = ("tensorrt_llm.llmapi.llm_utils", "tensorrt_llm.llmapi.llm_args")
@@ -175,10 +202,15 @@ class TrtllmBindings:
             return {**values, **convert({}, given)}
         except (ValueError, TypeError, KeyError, AssertionError) as exc:
             names = ", ".join(given)
-            raise ConfigError(f"TensorRT-LLM {self.version} rejected {names}: {exc}", field=next(iter(given))) from exc
+            raise ConfigError(
+                f"TensorRT-LLM {self.version} rejected {names}: {exc}", field=next(iter(given))
+            ) from exc
 
-    def arguments(self, call: TrtllmRequest, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
-        """Return keyword arguments of `generate_async`; its positional order depends on the release.
+    def arguments(
+        self, call: TrtllmRequest, disagg: Mapping[str, Any] | None, *, vocab_size: int
+    ) -> dict[str, Any]:
+        """Return keyword arguments of `generate_async`; its positional order depends on the
+        release.
 
         Args:
             call: the call, without library objects.
@@ -219,7 +251,12 @@ def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:
     Raises:
         ConfigError: lists the missing names.
     """
-    lacking = [f"{owner}.{name}" for owner, names in LIBRARY.needed.items() for name in names if name not in has[owner]]
+    lacking = [
+        f"{owner}.{name}"
+        for owner, names in LIBRARY.needed.items()
+        for name in names
+        if name not in has[owner]
+    ]
     if lacking:
         raise ConfigError(
             f"TensorRT-LLM {version} lacks names that the engine needs: {', '.join(lacking)}; "
@@ -229,7 +266,9 @@ def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:
 
 
 def release_line(version: str) -> str:
-    """Return the minor line of a release ("1.2" for "1.2.1"), or the full version of a pre-release."""
+    """Return the minor line of a release ("1.2" for "1.2.1"), or the full version of a
+    pre-release.
+    """
     version = version.partition("+")[0]
     major, minor, *rest = version.split(".")
     final = all(part.isdigit() for part in rest)
@@ -237,16 +276,22 @@ def release_line(version: str) -> str:
 
 
 def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:
-    """Log optional names for which the installed package differs from the manifest. The package decides."""
+    """Log optional names for which the installed package differs from the manifest.
+
+    The package decides.
+    """
     for owner, names in LIBRARY.optional.items():
         if release.is_in_part(owner):  # what is known of it is of another release
             continue
         for name in names:
             read = release.presence(owner, name)
-            if read is not Presence.NOT_READ and (name in has[owner]) is not (read is Presence.PRESENT):
+            if read is not Presence.NOT_READ and (name in has[owner]) is not (
+                read is Presence.PRESENT
+            ):
                 state = "has" if name in has[owner] else "lacks"
                 _log.warning(
-                    "TensorRT-LLM %s %s %s.%s, unlike the published release; check the installation",
+                    "TensorRT-LLM %s %s %s.%s, unlike the published release; check the"
+                    " installation",
                     release.name,
                     state,
                     owner,
@@ -255,7 +300,9 @@ def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -
 
 
 def _off_event_loop(shutdown: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that runs `shutdown` in the caller's thread, or in one of its own for an event loop."""
+    """Return a function that runs `shutdown` in the caller's thread, or in one of its own for an
+    event loop.
+    """
     lock = threading.Lock()
 
     def run() -> None:
@@ -274,7 +321,9 @@ def _off_event_loop(shutdown: Callable[[], None]) -> Callable[[], None]:
         except RuntimeError:
             run()
         else:
-            threading.Thread(target=run_in_thread, name="trtllm-error-shutdown", daemon=True).start()
+            threading.Thread(
+                target=run_in_thread, name="trtllm-error-shutdown", daemon=True
+            ).start()
 
     return guarded
 
@@ -289,7 +338,9 @@ def _bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> Any:
 
 
 def _names(owner: str, found: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters of a method, or the constructor parameters and attributes of a class."""
+    """Return the parameters of a method, or the constructor parameters and attributes of a
+    class.
+    """
     cls, _, method = owner.partition(".")
     if method:
         return frozenset(inspect.signature(getattr(found[cls], method)).parameters)

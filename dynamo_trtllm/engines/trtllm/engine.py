@@ -1,7 +1,9 @@
-"""Implement `Engine` with TensorRT-LLM's `LLM`: check the arguments, build the LLM on a thread, shut it down.
+"""Implement `Engine` with TensorRT-LLM's `LLM`: check the arguments, build the LLM on a thread,
+shut it down.
 
-TensorRT-LLM's executor computes the tokens, and its cache transceiver transfers the KV. Limits, compatibility values
-and unsupported features are derived from the arguments, the release and the checkpoint.
+TensorRT-LLM's executor computes the tokens, and its cache transceiver transfers the KV. Limits,
+compatibility values and unsupported features are derived from the arguments, the release and the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +32,22 @@ from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, statistics_note, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import (
+    TrtllmArgs,
+    apply_profile,
+    statistics_note,
+    trtllm_args,
+)
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, check_block_size
-from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller, check_kv_events, with_hash_algorithm
+from dynamo_trtllm.engines.trtllm.reports.kv_events import (
+    KvEventPoller,
+    check_kv_events,
+    with_hash_algorithm,
+)
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.transfers import check_retries
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
@@ -47,13 +58,16 @@ from dynamo_trtllm.messages import Instance, Limits, Phase, Role
 
 _log = logging.getLogger(__name__)
 
-# Errors of the preflight command with which a worker starts all the same: it restarts when too much KV has leaked.
+# Errors of the preflight command with which a worker starts all the same: it restarts when too much
+# KV has leaked.
 _TOLERATED = frozenset({"unfetched-kv-leaks"})
 _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
-_ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded for another number of ranks
+# default attention backend; only its KV can be resharded for another number of ranks
+_ATTENTION = "TRTLLM"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# The first candidate of 1.3 that surely has them; the changes were merged one to three candidates before.
+# The first candidate of 1.3 that surely has them; the changes were merged one to three candidates
+# before.
 _PENALTIES_SINCE = 24
 _SEED_SINCE = 27
 
@@ -71,7 +85,8 @@ class TrtllmEngine(ExternalEngine):
             instance_id: id of the worker, part of its KV transfer parameters.
 
         Raises:
-            ConfigError: TensorRT-LLM is not installed, an argument is invalid, or the folder has no model.
+            ConfigError: TensorRT-LLM is not installed, an argument is invalid, or the folder has no
+                model.
         """
         super().__init__(config, engine="trtllm", library="TensorRT-LLM", instance_id=instance_id)
         version = PACKAGE.version()
@@ -98,16 +113,22 @@ class TrtllmEngine(ExternalEngine):
         self._kv_events: KvEventPoller | None = None  # once they are read
         if config.publish_kv_events:
             check_kv_events(self._facts)
-        self._cache_folders = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
+        self._cache_folders = (
+            {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
+        )
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `Engine.preflight`."""
         facts = self._facts
         sizes = {peer.layout.block_tokens for peer in peers if peer.engine == "trtllm"}
         if len(sizes) == 1 and not facts.is_given(BLOCK_SIZE):
-            facts = replace(facts, running_block_tokens=sizes.pop())  # the model chooses the same size here
+            # the model chooses the same size here
+            facts = replace(facts, running_block_tokens=sizes.pop())
         findings = [*check_role(self._facts), *check_peers(facts, peers, self._kv_compat)]
-        return [replace(each, severity="warning") if each.rule in _TOLERATED else each for each in findings]
+        return [
+            replace(each, severity="warning") if each.rule in _TOLERATED else each
+            for each in findings
+        ]
 
     @property
     def sleep_obstacle(self) -> str:
@@ -133,7 +154,11 @@ class TrtllmEngine(ExternalEngine):
 
     def _memory_tags(self) -> list[Any]:
         """Return the kinds of GPU memory to release, of those that the release has."""
-        modules = ("tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
+        modules = (
+            "tensorrt_llm.llmapi",
+            "tensorrt_llm.llmapi.llm_args",
+            "tensorrt_llm._torch.virtual_memory",
+        )
         kinds = PACKAGE.find_optional("ExecutorMemoryType", *modules) or ()
         return [kind for kind in kinds if str(kind) in _MEMORY_TAGS]
 
@@ -150,16 +175,22 @@ class TrtllmEngine(ExternalEngine):
         if self._kv_events is None:
             return found
         converter = self._kv_events.converter
-        return replace(found, kv_event_gaps=converter.num_gaps, kv_events_unreadable=converter.num_unreadable)
+        return replace(
+            found, kv_event_gaps=converter.num_gaps, kv_events_unreadable=converter.num_unreadable
+        )
 
-    # --- start and stop ------------------------------------------------------------------------------------------
+    # --- start and stop ---------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """See `Engine.start`. From then on, this process ends if TensorRT-LLM blocks the event loop for good."""
-        bindings = await self._load(self._build, self._args, self._checkpoint)  # which sets self._llm
+        """See `Engine.start`.
+
+        From then on, this process ends if TensorRT-LLM blocks the event loop for good.
+        """
+        # which sets self._llm
+        bindings = await self._load(self._build, self._args, self._checkpoint)
         info, library = self._serve(bindings)
-        # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's own dummy requests,
-        # which have no salt (health_check.py of Dynamo 1.7).
+        # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's
+        # own dummy requests, which have no salt (health_check.py of Dynamo 1.7).
         await self._warm_up(info, cache_salt=secrets.token_hex(8))
         if self._args.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
@@ -167,7 +198,9 @@ class TrtllmEngine(ExternalEngine):
             _log.warning("%s", statistics_note(self._args))
         return self._with_kv_cache(info, library, await library.kv_cache_size())
 
-    def _with_kv_cache(self, info: EngineInfo, library: TrtllmLibrary, reported: KvCacheSize) -> EngineInfo:
+    def _with_kv_cache(
+        self, info: EngineInfo, library: TrtllmLibrary, reported: KvCacheSize
+    ) -> EngineInfo:
         """Return the properties to register, with the KV cache of the running engine.
 
         Raises:
@@ -178,11 +211,20 @@ class TrtllmEngine(ExternalEngine):
         layout = msgspec.structs.replace(info.layout, block_tokens=block_tokens)
         self.transfers.identity = self.transfers.identity._replace(layout=layout)
         if reported.blocks:
-            _log.info("KV cache: %d blocks of %d tokens on each rank", reported.blocks, block_tokens)
-        return replace(info, layout=layout, limits=msgspec.structs.replace(info.limits, kv_blocks=reported.blocks))
+            _log.info(
+                "KV cache: %d blocks of %d tokens on each rank", reported.blocks, block_tokens
+            )
+        return replace(
+            info,
+            layout=layout,
+            limits=msgspec.structs.replace(info.limits, kv_blocks=reported.blocks),
+        )
 
     async def aclose(self) -> None:
-        """See `Engine.aclose`. The watchdog ends last, because the calls of a shutdown can block, too."""
+        """See `Engine.aclose`.
+
+        The watchdog ends last, because the calls of a shutdown can block, too.
+        """
         try:
             await super().aclose()
         finally:
@@ -190,9 +232,13 @@ class TrtllmEngine(ExternalEngine):
                 self._watchdog.stop()
 
     def _watch(self, library: TrtllmLibrary) -> None:
-        """Start the thread that ends this process if TensorRT-LLM blocks the event loop for good."""
+        """Start the thread that ends this process if TensorRT-LLM blocks the event loop for
+        good.
+        """
         failure = partial(library.bindings.recorded_failure, self._llm)
-        detector = HangDetector(asyncio.get_running_loop(), library.calls, failure, lambda: library.iterated_at)
+        detector = HangDetector(
+            asyncio.get_running_loop(), library.calls, failure, lambda: library.iterated_at
+        )
         self._watchdog = Watchdog(detector)
         self._watchdog.start()
 
@@ -202,25 +248,38 @@ class TrtllmEngine(ExternalEngine):
         return self._steps
 
     def _step_reader(self) -> StepReader | None:
-        """Return a reader of steps. None: the stages of a pipeline compute different steps at the same time."""
+        """Return a reader of steps.
+
+        None: the stages of a pipeline compute different steps at the same time.
+        """
         if self._facts.size("pipeline_parallel_size") > 1:
             return None
         return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, self._full_step)
 
     def _full_step(self) -> int:
-        """Return the tokens from which a step cuts its last prompt, at a whole block; 0: prompts are not cut."""
+        """Return the tokens from which a step cuts its last prompt, at a whole block; 0: prompts
+        are not cut.
+        """
         if not self._facts.on("enable_chunked_prefill"):
             return 0
         return self._facts.max_num_tokens - self._facts.block_tokens + 1
 
     def _running(self) -> tuple[float, int]:
-        """Return the mean context of the requests in the batch, and the longest prompt. Called on a thread."""
+        """Return the mean context of the requests in the batch, and the longest prompt.
+
+        Called on a thread.
+        """
         calls = list(self._inflight)
         contexts = [tokens for call in calls if (tokens := call.tokens[1])]
-        return sum(contexts) / max(1, len(contexts)), max((sum(call.tokens) for call in calls), default=0)
+        return sum(contexts) / max(1, len(contexts)), max(
+            (sum(call.tokens) for call in calls), default=0
+        )
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
-        """Build the LLM; called on a thread. TensorRT-LLM reads the environment when it is imported."""
+        """Build the LLM; called on a thread.
+
+        TensorRT-LLM reads the environment when it is imported.
+        """
         apply_profile(self._args.profile)
         for name, value in self._cache_folders.items():
             environ.export(name, value, wanted_by="--compile-cache")
@@ -232,7 +291,9 @@ class TrtllmEngine(ExternalEngine):
         try:
             llm = bindings.create_llm(values)
         except (ValueError, TypeError) as exc:
-            raise ConfigError(f"TensorRT-LLM {bindings.version} rejected the engine arguments: {exc}") from exc
+            raise ConfigError(
+                f"TensorRT-LLM {bindings.version} rejected the engine arguments: {exc}"
+            ) from exc
         except Exception as exc:
             raise EngineFailed(f"TensorRT-LLM failed to start: {error_text(exc)}") from exc
         return bindings, llm
@@ -270,7 +331,8 @@ class TrtllmEngine(ExternalEngine):
         self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
         limit = limits.prompt_limits[Phase[facts.role.name]]
         _log.info(
-            "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens (%s)",
+            "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens"
+            " (%s)",
             bindings.version,
             self._release.title,
             info.context_length,
@@ -281,7 +343,10 @@ class TrtllmEngine(ExternalEngine):
 
 
 def has_torch_sampler(args: TrtllmArgs) -> bool:
-    """Return True if the PyTorch sampler runs, and not the TRTLLM sampler. From 1.3 on it is the only one."""
+    """Return True if the PyTorch sampler runs, and not the TRTLLM sampler.
+
+    From 1.3 on it is the only one.
+    """
     if args.release.presence("TorchLlmArgs", "sampler_type") is not Presence.PRESENT:
         return True
     return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
@@ -292,20 +357,20 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
     args, release = facts.args, facts.args.release
     features = [] if args.get("guided_decoding_backend") else ["guided"]
     if has_torch_sampler(args):
-        # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of TensorRT-LLM), and
-        # the seed (pull request 17172).
+        # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of
+        # TensorRT-LLM), and the seed (pull request 17172).
         if not facts.is_at_least_candidate(_PENALTIES_SINCE):
             features += [*_PENALTIES, "min_p"]
         if not facts.is_at_least_candidate(_SEED_SINCE):
             features.append("seed")
     if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:
-        # The first token of a decode call has no entry, and the call fails: its result asserts one per token
-        # (executor/result.py of 1.2; pull request 11727 transfers the entry).
+        # The first token of a decode call has no entry, and the call fails: its result asserts one
+        # per token (executor/result.py of 1.2; pull request 11727 transfers the entry).
         features.append("logprobs")
     if features:
         _log.info(
-            "Requests with %s will be rejected. To support them, set guided_decoding_backend or sampler_type: "
-            "TRTLLMSampler, if TensorRT-LLM %s has these arguments",
+            "Requests with %s will be rejected. To support them, set guided_decoding_backend or"
+            " sampler_type: TRTLLMSampler, if TensorRT-LLM %s has these arguments",
             ", ".join(features),
             release.title,
         )
@@ -313,18 +378,30 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
 
 
 def dp_ranks(facts: RoleFacts) -> int:
-    """Return the number of attention-DP ranks among which requests can choose; 0 without attention DP."""
+    """Return the number of attention-DP ranks among which requests can choose; 0 without attention
+    DP.
+    """
     return facts.tensor_parallel if facts.on("enable_attention_dp") else 0
 
 
 def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
     """Return "priority" and "dp_rank", if requests may have them.
 
-    Priorities have an effect only if the executor orders its queue by them. Its default policy is fcfs.
+    Priorities have an effect only if the executor orders its queue by them. Its default policy is
+    fcfs.
     """
     policy = str(facts.args.get("scheduler_config.waiting_queue_policy")).rpartition(".")[2]
-    features = ["priority"] if "priority" in bindings.parameters and policy.lower() == "priority" else []
-    return (*features, *(["dp_rank"] if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None else []))
+    features = (
+        ["priority"] if "priority" in bindings.parameters and policy.lower() == "priority" else []
+    )
+    return (
+        *features,
+        *(
+            ["dp_rank"]
+            if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None
+            else []
+        ),
+    )
 
 
 def sleep_obstacle(facts: RoleFacts) -> str:
@@ -332,17 +409,24 @@ def sleep_obstacle(facts: RoleFacts) -> str:
     if not facts.section("sleep_config"):
         return "set sleep_config in the engine file to allow it (TensorRT-LLM 1.3)"
     if facts.is_disaggregated:
-        return "only aggregated workers can sleep: the transceiver of others has registered the KV memory"
+        return (
+            "only aggregated workers can sleep: the transceiver of others has registered the KV"
+            " memory"
+        )
     if facts.args.get(_BLOCK_REUSE) is not False:
-        return f"set {_BLOCK_REUSE}: false to allow it, because KV is lost and would be reused afterwards"
+        return (
+            f"set {_BLOCK_REUSE}: false to allow it, because KV is lost and would be reused"
+            " afterwards"
+        )
     return ""
 
 
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
-    """Return the values, besides the layout, that must be equal in prefill and decode; {} for aggregated workers.
+    """Return the values, besides the layout, that must be equal in prefill and decode; {} for
+    aggregated workers.
 
-    The tensor-parallel size is one of them unless the attention backend supports resharding. Python transceivers
-    exchange unversioned data, so with them both sides need the same build.
+    The tensor-parallel size is one of them unless the attention backend supports resharding. Python
+    transceivers exchange unversioned data, so with them both sides need the same build.
 
     Args:
         facts: the worker's arguments.
@@ -361,7 +445,8 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
 
 
 def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
-    """Return the lifetime of a KV transfer in seconds, limited by TensorRT-LLM's own transfer timeout.
+    """Return the lifetime of a KV transfer in seconds, limited by TensorRT-LLM's own transfer
+    timeout.
 
     Args:
         facts: the worker's arguments.
@@ -370,28 +455,42 @@ def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     timeout_ms = facts.number(TIMEOUT)
     if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= requested_s:
         return requested_s
-    _log.warning("Reduced --ticket-ttl-s from %g to %g; raise %s to keep it", requested_s, timeout_ms / 1000, TIMEOUT)
+    _log.warning(
+        "Reduced --ticket-ttl-s from %g to %g; raise %s to keep it",
+        requested_s,
+        timeout_ms / 1000,
+        TIMEOUT,
+    )
     return timeout_ms / 1000
 
 
 def transfer_hint(facts: RoleFacts) -> str:
-    """Return what else may be wrong if the KV of a prompt was not received, as the end of a sentence; "" if unknown.
+    """Return what else may be wrong if the KV of a prompt was not received, as the end of a
+    sentence; "" if unknown.
 
-    In some candidates of July 2026 the C++ transceiver takes the type of its buffers from the pool of recurrent states
-    (pull requests 16304 and 16505 of TensorRT-LLM). If KV has another type, the sender fails at the first request, and
-    the receiver waits until its time is over.
+    In some candidates of July 2026 the C++ transceiver takes the type of its buffers from the pool
+    of recurrent states (pull requests 16304 and 16505 of TensorRT-LLM). If KV has another type, the
+    sender fails at the first request, and the receiver waits until its time is over.
     """
     is_affected = facts.is_at_least_candidate(15) and not facts.is_at_least_candidate(24)
-    if not is_affected or facts.runtime == "PYTHON" or facts.model is None or not facts.model.has_recurrent_layers:
+    if (
+        not is_affected
+        or facts.runtime == "PYTHON"
+        or facts.model is None
+        or not facts.model.has_recurrent_layers
+    ):
         return ""
     return (
-        "; with models that have recurrent layers, TensorRT-LLM 1.3.0rc15 to rc23 may have transfer buffers of a wrong "
-        "type (pull request 16505): install a newer one, or set transceiver_runtime: PYTHON and backend: NIXL"
+        "; with models that have recurrent layers, TensorRT-LLM 1.3.0rc15 to rc23 may have transfer"
+        " buffers of a wrong type (pull request 16505): install a newer one, or set"
+        " transceiver_runtime: PYTHON and backend: NIXL"
     )
 
 
 def kv_timeout_s(facts: RoleFacts) -> float:
-    """Return the seconds after which TensorRT-LLM frees KV that was not fetched; infinity if it never does."""
+    """Return the seconds after which TensorRT-LLM frees KV that was not fetched; infinity if it
+    never does.
+    """
     timeout_ms = facts.number(TIMEOUT)
     return math.inf if timeout_ms is None else timeout_ms / 1000
 
@@ -403,7 +502,9 @@ def context_length(facts: RoleFacts) -> int:
         ConfigError: neither the arguments nor the model set it.
     """
     if not facts.max_seq_len:
-        raise ConfigError("config.json has no context length. Pass --max-seq-len.", field="max_seq_len")
+        raise ConfigError(
+            "config.json has no context length. Pass --max-seq-len.", field="max_seq_len"
+        )
     return facts.max_seq_len
 
 
@@ -412,10 +513,13 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     context = context_length(facts)
     candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
     buffer = facts.buffer
-    if buffer and phase is not Phase.AGGREGATED:  # longer prompts use a fallback that fails with NIXL
+    # longer prompts use a fallback that fails with NIXL
+    if buffer and phase is not Phase.AGGREGATED:
         candidates.append(PromptLimit(buffer, BUFFER))
     if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
-        candidates.append(PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill"))
+        candidates.append(
+            PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill")
+        )
     return min(candidates)
 
 
@@ -428,11 +532,21 @@ class TrtllmModelLimits:
         # Each leaves space for one output token in the context.
         self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
         # Supported by the guided-decoding backend, in the form {"format": …}.
-        self.structural_tags = facts.args.get("guided_decoding_backend") == "xgrammar" and bindings.is_since_1_2
+        self.structural_tags = (
+            facts.args.get("guided_decoding_backend") == "xgrammar" and bindings.is_since_1_2
+        )
         # The option min_tokens works for all prompts.
-        self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE)
-        self.dp_ranks = dp_ranks(facts)  # attention-DP ranks among which a request can choose; 0: it can't
+        self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(
+            _PENALTIES_SINCE
+        )
+        # attention-DP ranks among which a request can choose; 0: it can't
+        self.dp_ranks = dp_ranks(facts)
         # The executor looks at conversation ids to choose a rank or to keep KV blocks.
-        affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and self.dp_ranks > 0
-        keeps_blocks = facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+        affinity = (
+            facts.on("attention_dp_config.kv_cache_routing_conversation_affinity")
+            and self.dp_ranks > 0
+        )
+        keeps_blocks = (
+            facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+        )
         self.conversations = affinity or keeps_blocks

@@ -1,4 +1,6 @@
-"""Run calls with a built LLM: submit them, read their results, abort them; and poll the executor's statistics."""
+"""Run calls with a built LLM: submit them, read their results, abort them; and poll the executor's
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from dynamo_trtllm.engines.trtllm.requests import (
 )
 from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
 from dynamo_trtllm.engines.trtllm.watchdog import BlockingCalls
-from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
+from dynamo_trtllm.errors import (
+    DynamoError,
+    EngineFailed,
+    MigrationFailed,
+    RequestRejected,
+    TransferFailed,
+)
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
 from dynamo_trtllm.observability.logging import log_thread_stacks
 
@@ -37,19 +45,29 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What `generate_async` raises, besides RequestError, for a request that it does not accept. NotImplementedError is for
-# one that the release has no code for (request_handlers/handler_base.py of Dynamo 1.7 counts it as the client's, too).
+# What `generate_async` raises, besides RequestError, for a request that it does not accept.
+# NotImplementedError is for one that the release has no code for (request_handlers/handler_base.py
+# of Dynamo 1.7 counts it as the client's, too).
 _REJECTIONS = (ValueError, TypeError, AssertionError, NotImplementedError)
 
 
 def error_text(exc: BaseException) -> str:
-    """Return the class and text of an error of TensorRT-LLM, with a hint if its kind, or that of a cause, is known."""
+    """Return the class and text of an error of TensorRT-LLM, with a hint if its kind, or that of a
+    cause, is known.
+    """
     causes: list[str] = []
     cause: BaseException | None = exc
     while cause is not None:
         causes.append(f"{type(cause).__name__}: {cause}")
         cause = cause.__cause__ or cause.__context__
-    hint = next((hint for pattern, hint in LIBRARY.error_hints.items() if re.search(pattern, "\n".join(causes))), "")
+    hint = next(
+        (
+            hint
+            for pattern, hint in LIBRARY.error_hints.items()
+            if re.search(pattern, "\n".join(causes))
+        ),
+        "",
+    )
     return f"{causes[0]}; {hint}" if hint else causes[0]
 
 
@@ -69,20 +87,24 @@ class TrtllmLibrary:
     model_limits: TrtllmModelLimits
     instance_id: int  # of the worker
     ticket_ttl_s: float  # until a KV transfer expires
-    kv_timeout_s: float = math.inf  # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
-    runtime: str | None = None  # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
+    # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
+    kv_timeout_s: float = math.inf
+    # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
+    runtime: str | None = None
     transfer_hint: str = ""
     probe: EndpointProbe = field(default_factory=EndpointProbe)
     calls: BlockingCalls = field(default_factory=BlockingCalls)  # that are made on the event loop
     last_result_at: float = field(default_factory=time.monotonic)
-    block_tokens: int = 0  # tokens in a KV block, as this worker registers them; 0: not registered yet
+    # tokens in a KV block, as this worker registers them; 0: not registered yet
+    block_tokens: int = 0
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         # Attention-DP ranks have KV blocks of their own.
         num_kv_ranks = self.model_limits.dp_ranks or 1
         self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), num_kv_ranks)
-        self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)  # all KV blocks may belong to transfers
+        # all KV blocks may belong to transfers
+        self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)
 
     @property
     def iterated_at(self) -> float:
@@ -95,10 +117,12 @@ class TrtllmLibrary:
         self._stats_poller.start()
 
     async def kv_cache_size(self) -> KvCacheSize:
-        """Return the size of the KV cache of one rank, as the running engine reports it after its first request.
+        """Return the size of the KV cache of one rank, as the running engine reports it after its
+        first request.
 
-        The statistics have it. Where they do not tell, newer builds have `LLM.get_kv_cache_capacity`, which Dynamo 1.7
-        calls, too (dynamo/trtllm/engine.py). What is not reported within REPORT_S seconds is 0.
+        The statistics have it. Where they do not tell, newer builds have
+        `LLM.get_kv_cache_capacity`, which Dynamo 1.7 calls, too (dynamo/trtllm/engine.py). What is
+        not reported within REPORT_S seconds is 0.
         """
         size = KvCacheSize()
         if self._stats_poller.is_started:
@@ -107,7 +131,9 @@ class TrtllmLibrary:
             return size
         try:
             async with asyncio.timeout(REPORT_S):
-                capacity = await run_in_daemon_thread(self.llm.get_kv_cache_capacity, name="trtllm-capacity")
+                capacity = await run_in_daemon_thread(
+                    self.llm.get_kv_cache_capacity, name="trtllm-capacity"
+                )
         except Exception as exc:  # noqa: BLE001 - of any class, as for statistics; the size is assumed then
             _log.warning("no KV cache capacity from TensorRT-LLM: %s: %s", type(exc).__name__, exc)
             return size
@@ -119,15 +145,20 @@ class TrtllmLibrary:
         converted = TrtllmRequest(request, self.model_limits)
         disagg: dict[str, Any] | None = None
         if converted.exports_kv:
-            disagg = context_params(self.instance_id, next(self._numbers), known=self.bindings.disagg_fields)
+            disagg = context_params(
+                self.instance_id, next(self._numbers), known=self.bindings.disagg_fields
+            )
         elif kv_params is not None:
             if converted.max_tokens <= len(kv_params.first_token_ids):
                 raise RequestRejected(
-                    f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
+                    f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing"
+                    " is left to decode"
                 )
             known, logprob = self.bindings.disagg_fields, self.bindings.classes["Logprob"]
             vocab_size = self.model_limits.info.vocab_size
-            disagg = unpack(kv_params, known=known, logprob=logprob, vocab_size=vocab_size, runtime=self.runtime)
+            disagg = unpack(
+                kv_params, known=known, logprob=logprob, vocab_size=vocab_size, runtime=self.runtime
+            )
         return TrtllmCall(self, request, converted, disagg)
 
     def health(self, waiting_since: float | None) -> str:
@@ -135,14 +166,22 @@ class TrtllmLibrary:
         if not self._is_healthy():
             return "TensorRT-LLM's executor shut down after an error; see the worker's log"
         if self._stats_poller.has_reported and waiting_since is not None:
-            still_s = time.monotonic() - max(waiting_since, self.last_result_at, self._stats_poller.changed_at)
+            still_s = time.monotonic() - max(
+                waiting_since, self.last_result_at, self._stats_poller.changed_at
+            )
             if still_s > self._stall_s:
                 self._log_stall()
-                return f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
-        return size_change(self.block_tokens, self._stats_poller.kv_cache) if self.block_tokens else ""
+                return (
+                    f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
+                )
+        return (
+            size_change(self.block_tokens, self._stats_poller.kv_cache) if self.block_tokens else ""
+        )
 
     def _log_stall(self) -> None:
-        """Log what a report of a stalled executor needs, and what is lost when this process ends (issue 16300)."""
+        """Log what a report of a stalled executor needs, and what is lost when this process ends
+        (issue 16300).
+        """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
             _log.error(text)  # a value in a message would be shortened further
@@ -156,16 +195,21 @@ class TrtllmLibrary:
             return False
 
     def submit_error(self, exc: Exception) -> DynamoError:
-        """Convert an exception of `generate_async`, which checks a request in this process before it sends it."""
-        if self._is_healthy() and isinstance(exc, (self.bindings.classes["RequestError"], *_REJECTIONS)):
+        """Convert an exception of `generate_async`, which checks a request in this process before
+        it sends it.
+        """
+        if self._is_healthy() and isinstance(
+            exc, (self.bindings.classes["RequestError"], *_REJECTIONS)
+        ):
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
         return self._engine_error(exc)
 
     def result_error(self, exc: Exception, receiver: ExternalCall) -> DynamoError:
         """Convert an exception raised while a result was awaited.
 
-        RequestError belongs to one request, any other class to the executor, as Dynamo's handler has it
-        (request_handlers/handler_base.py). Remote calls and queues raise classes of their own, such as RPCError.
+        RequestError belongs to one request, any other class to the executor, as Dynamo's handler
+        has it (request_handlers/handler_base.py). Remote calls and queues raise classes of their
+        own, such as RPCError.
         """
         if self._is_healthy() and isinstance(exc, self.bindings.classes["RequestError"]):
             if receiver.is_fetching:
@@ -178,7 +222,10 @@ class TrtllmLibrary:
         return EngineFailed(f"{what}: {error_text(exc)}")
 
     def counts(self, *, is_idle: bool) -> Counts:
-        """See `Library.counts`. An idle engine has no iterations, so the used KV blocks of the last one don't count."""
+        """See `Library.counts`.
+
+        An idle engine has no iterations, so the used KV blocks of the last one don't count.
+        """
         counts = self._stats_poller.counts
         return counts._replace(kv_blocks_used=0) if is_idle else counts
 
@@ -188,10 +235,17 @@ class TrtllmLibrary:
 
 
 class TrtllmCall:
-    """One call of `generate_async`. Its result object must be read to its end, also after an abort."""
+    """One call of `generate_async`.
+
+    Its result object must be read to its end, also after an abort.
+    """
 
     def __init__(
-        self, library: TrtllmLibrary, request: GenerateRequest, converted: TrtllmRequest, disagg: dict[str, Any] | None
+        self,
+        library: TrtllmLibrary,
+        request: GenerateRequest,
+        converted: TrtllmRequest,
+        disagg: dict[str, Any] | None,
     ) -> None:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
@@ -204,7 +258,8 @@ class TrtllmCall:
         self._result: Any = None
         self._ended_at = math.inf
         self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
-        self._first = () if request.kv_params is None else request.kv_params.first_logprobs  # of the first tokens
+        # of the first tokens
+        self._first = () if request.kv_params is None else request.kv_params.first_logprobs
         self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
         self._last: int | None = None  # output token
 
@@ -223,7 +278,8 @@ class TrtllmCall:
         except Exception as exc:
             raise library.submit_error(exc) from exc
         if _log.isEnabledFor(logging.DEBUG):
-            known_as = getattr(result, "request_id", "unknown")  # not read in all releases; no request fails for a log
+            # not read in all releases; no request fails for a log
+            known_as = getattr(result, "request_id", "unknown")
             _log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, known_as)
         while result.outputs[0].finish_reason is None:
             try:
@@ -253,13 +309,15 @@ class TrtllmCall:
         self._last = new[-1] if new else self._last
         finish = output.finish_reason
         if finish == "length" and self._last in self.stop_ids:
-            # The samplers look for the length before they look for stop words (_handle_stop_criteria in
-            # _torch/pyexecutor/sampler.py, main at 00043967).
+            # The samplers look for the length before they look for stop words
+            # (_handle_stop_criteria in _torch/pyexecutor/sampler.py, main at 00043967).
             finish = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._alternatives is not None:
             reported = output.logprobs or ()
-            logprobs = tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
+            logprobs = tuple(
+                self._logprob(reported, start + n, token) for n, token in enumerate(new)
+            )
         return Chunk(token_ids=token_ids(new), logprobs=logprobs), finish
 
     def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
@@ -277,10 +335,15 @@ class TrtllmCall:
             return token_logprob("TensorRT-LLM", token, reported[index], self._alternatives or 0)
         if token in self.stop_ids:
             return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
-        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
+        raise RequestRejected(
+            "TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs"
+        )
 
     def phases(self, result: Any) -> dict[str, float]:
-        """See `LibraryCall.phases`. The executor reports its times if the argument `return_perf_metrics` is true."""
+        """See `LibraryCall.phases`.
+
+        The executor reports its times if the argument `return_perf_metrics` is true.
+        """
         metrics = getattr(result.outputs[0], "request_perf_metrics", None)
         times = getattr(metrics, "timing_metrics", None)
         return {} if times is None else reported_phases(times, fetches_kv=self._fetches_kv)
@@ -295,13 +358,23 @@ class TrtllmCall:
                 field="cache_transceiver_config.backend",
             )
         bindings = self._library.bindings
-        # Ids are 64-bit integers, the state is bytes. Not sent: request_type (each call sets its own), logits (never
-        # requested), schedule_style (context first is the default) and ctx_usage (the frontend counts tokens).
-        values = {name: getattr(params, name) for name in sorted(bindings.disagg_fields - {"request_type"})}
-        if not values.get("disagg_request_id") and self._disagg is not None:  # the id that this call was given
-            values |= {name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg}
+        # Ids are 64-bit integers, the state is bytes. Not sent: request_type (each call sets its
+        # own), logits (never requested), schedule_style (context first is the default) and
+        # ctx_usage (the frontend counts tokens).
+        values = {
+            name: getattr(params, name)
+            for name in sorted(bindings.disagg_fields - {"request_type"})
+        }
+        # the id that this call was given
+        if not values.get("disagg_request_id") and self._disagg is not None:
+            values |= {
+                name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg
+            }
         state = pack(values, release=bindings.release)
-        return Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=chunk.logprobs), state
+        return (
+            Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=chunk.logprobs),
+            state,
+        )
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A stopped executor is not an error."""
@@ -314,12 +387,17 @@ class TrtllmCall:
             _log.warning("TensorRT-LLM could not abort a request: %s", exc)
 
     def release_kv(self, *, has_expired: bool) -> float | None:
-        """See `LibraryCall.release_kv`. A context-only call keeps its KV only if it continues in decode.
+        """See `LibraryCall.release_kv`.
 
-        An abort of it would do nothing: when the final result is out, no release knows the request by the id of the
-        abort (`BaseWorker.abort_request` in executor/base_worker.py, main at 00043967; executor/worker.py before 1.2).
-        Only kv_transfer_timeout_ms frees such KV.
+        A context-only call keeps its KV only if it continues in decode.
+
+        An abort of it would do nothing: when the final result is out, no release knows the request
+        by the id of the abort (`BaseWorker.abort_request` in executor/base_worker.py, main at
+        00043967; executor/worker.py before 1.2). Only kv_transfer_timeout_ms frees such KV.
         """
-        if self._result is None or self._result.outputs[0].finish_reason not in ("length", "not_finished"):
+        if self._result is None or self._result.outputs[0].finish_reason not in (
+            "length",
+            "not_finished",
+        ):
             return None
         return self._ended_at + self._library.kv_timeout_s

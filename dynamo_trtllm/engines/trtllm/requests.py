@@ -31,20 +31,26 @@ class TrtllmRequest:
         _check(request, model_limits)
         sampling = request.sampling
         # Output limit of the request, over all phases.
-        self.max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
+        self.max_tokens = min(
+            sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)
+        )
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
-        # A context-only call, whose KV is transferred to a decode worker. A request for one token ends in prefill, so
-        # no KV may wait for one.
+        # A context-only call, whose KV is transferred to a decode worker. A request for one token
+        # ends in prefill, so no KV may wait for one.
         self.exports_kv = request.phase is Phase.PREFILL and self.max_tokens > 1
         max_tokens = 1 if self.exports_kv else self.max_tokens
-        self.sampling = _sampling(sampling, model_limits, self.stop_ids, max_tokens)  # arguments of SamplingParams
+        # arguments of SamplingParams
+        self.sampling = _sampling(sampling, model_limits, self.stop_ids, max_tokens)
         # Arguments of GuidedDecodingParams.
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.bias = sampling.logit_bias  # (token id, value); `bindings` converts it to a tensor
         self.dp_rank = _dp_rank(request, model_limits)  # arguments of SchedulingParams
         self.conversation_id = request.conversation_id if model_limits.conversations else None
-        # Headers for spans of TensorRT-LLM, which it sends if its argument `otlp_traces_endpoint` is set.
-        self.trace_headers = None if request.traceparent is None else {"traceparent": request.traceparent}
+        # Headers for spans of TensorRT-LLM, which it sends if its argument `otlp_traces_endpoint`
+        # is set.
+        self.trace_headers = (
+            None if request.traceparent is None else {"traceparent": request.traceparent}
+        )
         # Arguments that are plain values.
         self.keywords: dict[str, Any] = {
             "inputs": list(request.token_ids),
@@ -57,7 +63,8 @@ class TrtllmRequest:
 
 
 def _priority(priority: int) -> float:
-    """Convert a priority, of which lower values come first, to TensorRT-LLM's: 0.5 is its default, and 1 comes first.
+    """Convert a priority, of which lower values come first, to TensorRT-LLM's: 0.5 is its default,
+    and 1 comes first.
 
     The executor keeps it with 32 bits: 2**21 steps per unit stay distinct.
     """
@@ -68,8 +75,8 @@ def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[
     """Return the arguments of SchedulingParams; None if any attention-DP rank may run the request.
 
     A rank that does not exist would end the executor: its scheduler uses the number as an index
-    (`_can_process_attention_dp_request` in _torch/pyexecutor/executor_request_queue.py, 1.2). `attention_dp_relax` is
-    always given, because some releases fail for None (pull request 14276).
+    (`_can_process_attention_dp_request` in _torch/pyexecutor/executor_request_queue.py, 1.2).
+    `attention_dp_relax` is always given, because some releases fail for None (pull request 14276).
     """
     name = "prefill_dp_rank" if request.phase is Phase.PREFILL else "dp_rank"
     rank = getattr(request, name)
@@ -91,10 +98,16 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
         limit=model_limits.prompt_limits[request.phase],
         priority_argument="scheduler_config.waiting_queue_policy",
     )
-    if request.sampling.min_tokens and not request.sampling.ignore_eos and not model_limits.min_tokens:
-        # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and 12166).
+    if (
+        request.sampling.min_tokens
+        and not request.sampling.ignore_eos
+        and not model_limits.min_tokens
+    ):
+        # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and
+        # 12166).
         raise RequestRejected(
-            "min_tokens has no effect on this worker's TensorRT-LLM; omit it, or set ignore_eos", field="min_tokens"
+            "min_tokens has no effect on this worker's TensorRT-LLM; omit it, or set ignore_eos",
+            field="min_tokens",
         )
     if (
         request.sampling.guided is not None
@@ -102,7 +115,8 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
         and not model_limits.structural_tags
     ):
         raise RequestRejected(
-            "structured output for part of the answer needs TensorRT-LLM 1.2 with guided_decoding_backend: xgrammar",
+            "structured output for part of the answer needs TensorRT-LLM 1.2 with"
+            " guided_decoding_backend: xgrammar",
             field="guided",
         )
 
@@ -110,42 +124,54 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
 def _sampling(
     sampling: Sampling, model_limits: TrtllmModelLimits, stop_ids: frozenset[int], max_tokens: int
 ) -> dict[str, Any]:
-    # Without an end id TensorRT-LLM would look for a tokenizer, and some releases would add the checkpoint's stop
-    # tokens to this object.
+    # Without an end id TensorRT-LLM would look for a tokenizer, and some releases would add the
+    # checkpoint's stop tokens to this object.
     end_id = next(iter(model_limits.info.eos_token_ids), NO_END)
     values: dict[str, Any] = {
         "end_id": end_id,
         "ignore_eos": sampling.ignore_eos,
         "max_tokens": max_tokens,
         "stop_token_ids": sorted(stop_ids - {end_id}) or None,
-        "include_stop_str_in_output": True,  # the frontend needs the stop token: Harmony ends tool calls with one
+        # the frontend needs the stop token: Harmony ends tool calls with one
+        "include_stop_str_in_output": True,
         "detokenize": False,
         "seed": sampling.seed,
         # 0 means no log-probabilities to TensorRT-LLM; the cursor drops the extra alternative
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
     if sampling.ignore_eos and stop_ids:
-        # From 1.3 on, ignore_eos drops all stop tokens (`_enqueue_request` in executor/base_worker.py).
+        # From 1.3 on, ignore_eos drops all stop tokens (`_enqueue_request` in
+        # executor/base_worker.py).
         values |= {"end_id": NO_END, "ignore_eos": False}
     if sampling.min_tokens > 0 and not sampling.ignore_eos:
-        # It suppresses only the end id: other stop tokens still end the output, and without an end id nothing is left.
+        # It suppresses only the end id: other stop tokens still end the output, and without an end
+        # id nothing is left.
         values["min_tokens"] = sampling.min_tokens
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p
     if sampling.temperature == 0:
-        values["top_k"] = 1  # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release
+        # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release
+        values["top_k"] = 1
     else:  # all three are passed: without any of them TensorRT-LLM decodes greedily
-        values |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}
+        values |= {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or None,
+        }
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    return values | {name: value for name in neutral if (value := getattr(sampling, name)) != neutral[name]}
+    return values | {
+        name: value for name in neutral if (value := getattr(sampling, name)) != neutral[name]
+    }
 
 
 def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
-    """Return the seconds of each phase until the first token, by the executor's clock. Empty: they are incomplete.
+    """Return the seconds of each phase until the first token, by the executor's clock.
+
+    Empty: they are incomplete.
 
     Args:
-        times: a `TimingMetrics`. It is a C++ class that no manifest covers, so its names are not relied on
-            (perf_metrics of trtllm-serve, main at 00043967).
+        times: a `TimingMetrics`. It is a C++ class that no manifest covers, so its names are not
+            relied on (perf_metrics of trtllm-serve, main at 00043967).
         fetches_kv: the call is a decode call.
     """
     if fetches_kv:

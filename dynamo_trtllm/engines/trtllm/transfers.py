@@ -18,8 +18,9 @@ from dynamo_trtllm.number_types import MAX_DP_RANKS, Count, Number, TokenId
 ENGINE_STATE_VERSION = 1
 
 _NEEDED = ("first_gen_tokens", "ctx_request_id")
-# Where the KV is: a state of the C++ transceiver, or the address of the Python transceiver, which leaves the state None
-# (KvCacheTransceiverV2._finalize_send in _torch/disaggregation/transceiver.py, main).
+# Where the KV is: a state of the C++ transceiver, or the address of the Python transceiver, which
+# leaves the state None (KvCacheTransceiverV2._finalize_send in
+# _torch/disaggregation/transceiver.py, main).
 _PLACES = {"opaque_state": "CPP", "ctx_info_endpoint": "PYTHON"}
 # Minus infinity is the value of an excluded token. The bound excludes NaN and infinity.
 _LogProbability: TypeAlias = Annotated[float, Meta(le=1e3)]
@@ -36,14 +37,18 @@ class _Logprob(msgspec.Struct, frozen=True, kw_only=True):
 _PositionLogprobs: TypeAlias = _LogProbability | dict[TokenId, _Logprob]
 
 
-class _SentParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class _SentParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The fields of `DisaggregatedParams` that `library.yaml` names, without `request_type`.
 
-    The executor uses these numbers as ids and indices in C++, where one that is out of range may end the process.
+    The executor uses these numbers as ids and indices in C++, where one that is out of range may
+    end the process.
     """
 
     first_gen_tokens: Annotated[list[TokenId], Meta(min_length=1)]
-    first_gen_log_probs: list[_PositionLogprobs | list[_PositionLogprobs]] | None = None  # flat, or per sequence
+    # flat, or per sequence
+    first_gen_log_probs: list[_PositionLogprobs | list[_PositionLogprobs]] | None = None
     ctx_request_id: Number
     opaque_state: bytes | None = None
     draft_tokens: list[TokenId] | None = None
@@ -71,7 +76,8 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
         missing.append(" and no ".join(_PLACES))
     if missing:
         raise RequestRejected(
-            f"TensorRT-LLM's context-only result has no {', '.join(missing)}; set cache_transceiver_config.backend",
+            f"TensorRT-LLM's context-only result has no {', '.join(missing)}; set"
+            " cache_transceiver_config.backend",
             field="cache_transceiver_config.backend",
         )
     plain = {name: _plain(name, value) for name, value in params.items() if value is not None}
@@ -97,30 +103,37 @@ def unpack(
         runtime: transceiver of the decode worker, CPP or PYTHON; None: TensorRT-LLM chooses it.
 
     Raises:
-        TransferMismatch: names the field that is unknown, missing or out of range, or of another transceiver.
+        TransferMismatch: names the field that is unknown, missing or out of range, or of another
+            transceiver.
     """
     engine_state = decode_state(kv_params, _TrtllmState, ENGINE_STATE_VERSION)
-    params = {name: value for name, value in msgspec.structs.asdict(engine_state.params).items() if value is not None}
+    params = {
+        name: value
+        for name, value in msgspec.structs.asdict(engine_state.params).items()
+        if value is not None
+    }
     unknown = sorted(set(params) - set(known))
     if unknown:
         raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id}: the decode worker's DisaggregatedParams has no {unknown[0]}, which "
-            f"prefill's TensorRT-LLM {engine_state.release} sent; run one release on both",
+            f"KV transfer {kv_params.transfer_id}: the decode worker's DisaggregatedParams has no"
+            f" {unknown[0]}, which prefill's TensorRT-LLM {engine_state.release} sent; run one"
+            " release on both",
             field=unknown[0],
         )
     for name in ("first_gen_tokens", "draft_tokens"):
         largest = max(params.get(name, ()), default=0)
         if largest >= vocab_size:
             raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id}: token id {largest} in {name} is out of range: the vocabulary "
-                f"has {vocab_size} tokens; run one model on both sides",
+                f"KV transfer {kv_params.transfer_id}: token id {largest} in {name} is out of"
+                f" range: the vocabulary has {vocab_size} tokens; run one model on both sides",
                 field=name,
             )
     theirs = next((_PLACES[name] for name in _PLACES if params.get(name)), None)
     if theirs is None or runtime not in (None, theirs):
         raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id} is of the transceiver {theirs or 'none'}, and this worker's is "
-            f"{runtime or 'chosen by TensorRT-LLM'}; set the same cache_transceiver_config on both sides",
+            f"KV transfer {kv_params.transfer_id} is of the transceiver {theirs or 'none'}, and"
+            f" this worker's is {runtime or 'chosen by TensorRT-LLM'}; set the same"
+            " cache_transceiver_config on both sides",
             field="transceiver_runtime",
         )
     rebuilt = {name: _rebuilt(value, logprob) for name, value in params.items()}
@@ -128,7 +141,10 @@ def unpack(
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert a value to numbers, text, bytes, lists and mappings. A log-probability object becomes a mapping."""
+    """Convert a value to numbers, text, bytes, lists and mappings.
+
+    A log-probability object becomes a mapping.
+    """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple)):
@@ -138,7 +154,8 @@ def _plain(name: str, value: Any) -> Any:
     if hasattr(value, "logprob"):
         return {"logprob": float(value.logprob), "rank": value.rank}
     raise RequestRejected(
-        f"DisaggregatedParams.{name} contains a {type(value).__name__}, which cannot be sent", field=name
+        f"DisaggregatedParams.{name} contains a {type(value).__name__}, which cannot be sent",
+        field=name,
     )
 
 
@@ -152,8 +169,8 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
     return value
 
 
-# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ones are below 2**40
-# (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
+# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ones are
+# below 2**40 (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
 _GLOBAL = 1 << 62
 _COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id after twelve days
 _WORKER_BITS = 32  # of the random instance id
@@ -168,11 +185,12 @@ def forbids_retries(value: str) -> bool:
 
 
 def check_retries(variable: Callable[[str], str]) -> None:
-    """Check that TensorRT-LLM expects repeated prefill calls, which frontends send after a failed transfer.
+    """Check that TensorRT-LLM expects repeated prefill calls, which frontends send after a failed
+    transfer.
 
-    If the variable is on, a rank ends its process when a transfer is unfinished after twice its timeout, and prefill
-    calls must not be repeated (pull request 18163 of TensorRT-LLM; its deadlines are in
-    _torch/disaggregation/native/retirement.py).
+    If the variable is on, a rank ends its process when a transfer is unfinished after twice its
+    timeout, and prefill calls must not be repeated (pull request 18163 of TensorRT-LLM; its
+    deadlines are in _torch/disaggregation/native/retirement.py).
 
     Args:
         variable: returns an environment variable of the engine; "" if it is not set.
@@ -183,13 +201,15 @@ def check_retries(variable: Callable[[str], str]) -> None:
     value = variable(NO_RETRY)
     if forbids_retries(value):
         raise ConfigError(
-            f"{NO_RETRY} is {value!r}: with it, prefill calls must not be repeated, but frontends repeat them after a "
-            "failed KV transfer, and ranks end their process; unset it",
+            f"{NO_RETRY} is {value!r}: with it, prefill calls must not be repeated, but frontends"
+            " repeat them after a failed KV transfer, and ranks end their process; unset it",
             field=NO_RETRY,
         )
 
 
-def context_params(prefill_instance_id: int, number: int, *, known: Iterable[str]) -> dict[str, Any]:
+def context_params(
+    prefill_instance_id: int, number: int, *, known: Iterable[str]
+) -> dict[str, Any]:
     """Return the arguments of DisaggregatedParams of a context-only call.
 
     Args:
@@ -215,10 +235,11 @@ _SIGNATURE = (0xFF, 0x7F)  # its first and last byte
 class EndpointProbe:
     """Checks that Python transceivers of prefill workers are alive, before a decode call uses them.
 
-    A decode engine asks its peer for the KV on its executor's loop without a time limit: a peer that is gone stops the
-    whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes the endpoint for the same reason). The
-    endpoint is a ROUTER socket of ZeroMQ (_torch/disaggregation/native/messenger.py, 0825635c), which greets each
-    connection from a thread of its process: a frozen process accepts connections, but is silent. Discovery is not
+    A decode engine asks its peer for the KV on its executor's loop without a time limit: a peer
+    that is gone stops the whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes
+    the endpoint for the same reason). The endpoint is a ROUTER socket of ZeroMQ
+    (_torch/disaggregation/native/messenger.py, 0825635c), which greets each connection from a
+    thread of its process: a frozen process accepts connections, but is silent. Discovery is not
     asked, because a worker that drains is not registered, and its KV is still fetched.
     """
 
@@ -226,7 +247,8 @@ class EndpointProbe:
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def check(self, endpoint: str) -> None:
-        """Connect to an endpoint and wait for its greeting, unless that was done within the last second.
+        """Connect to an endpoint and wait for its greeting, unless that was done within the last
+        second.
 
         Raises:
             TransferFailed: the endpoint does not accept a connection, or does not greet.
@@ -236,13 +258,19 @@ class EndpointProbe:
             return  # not an address of TCP
         probe = self._probes.get(endpoint)
         if probe is None:
-            probe = self._probes[endpoint] = asyncio.create_task(_connect(address.hostname, address.port))
+            probe = self._probes[endpoint] = asyncio.create_task(
+                _connect(address.hostname, address.port)
+            )
             probe.add_done_callback(lambda _: self._forget_later(endpoint))
         try:
             await asyncio.shield(probe)
         except OSError as exc:
-            reason = f"no answer within {_PROBE_TIMEOUT_S:g} s" if isinstance(exc, TimeoutError) else exc
-            raise TransferFailed(f"the prefill worker's transceiver at {endpoint} is unreachable: {reason}") from exc
+            reason = (
+                f"no answer within {_PROBE_TIMEOUT_S:g} s" if isinstance(exc, TimeoutError) else exc
+            )
+            raise TransferFailed(
+                f"the prefill worker's transceiver at {endpoint} is unreachable: {reason}"
+            ) from exc
 
     def _forget_later(self, endpoint: str) -> None:
         asyncio.get_running_loop().call_later(_PROBE_VALID_S, self._probes.pop, endpoint, None)

@@ -1,9 +1,10 @@
 """End this process when a call of TensorRT-LLM blocks the event loop for good.
 
-`generate_async` and `abort` send over IPC in the caller's thread, which is the event loop's. If the rank at the other
-end has died, they can block for ever (`IpcQueue.put` in executor/ipc.py, called by `submit` and `abort_request` in
-executor/proxy.py, 1.0 to the 1.3 candidates). Nothing on the event loop notices that: neither the engine's own checks
-nor a signal. So a thread looks. Dynamo has one for the same reason (`_watch_fatal_error` in engine_monitor.py, 1.7).
+`generate_async` and `abort` send over IPC in the caller's thread, which is the event loop's. If the
+rank at the other end has died, they can block for ever (`IpcQueue.put` in executor/ipc.py, called
+by `submit` and `abort_request` in executor/proxy.py, 1.0 to the 1.3 candidates). Nothing on the
+event loop notices that: neither the engine's own checks nor a signal. So a thread looks. Dynamo has
+one for the same reason (`_watch_fatal_error` in engine_monitor.py, 1.7).
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ _log = logging.getLogger(__name__)
 
 THREAD: Final = "trtllm-watchdog"  # its name
 PERIOD_S: Final = 0.5  # between two looks
-# How long the event loop may stand still after the executor has died. A worker looks at its engine every 2 s and ends
-# by itself, so this is two looks that it has missed. No request can be answered any more.
+# How long the event loop may stand still after the executor has died. A worker looks at its engine
+# every 2 s and ends by itself, so this is two looks that it has missed. No request can be answered
+# any more.
 DEAD_S: Final = 5.0
-# How long one call of the library may block the event loop while the executor reports no iteration. Such a call only
-# passes a message to another process, which takes milliseconds. After this time, frontends have long given up all
-# streams of the worker (--stall-timeout-s), and its registration has expired (--lease-ttl-s).
+# How long one call of the library may block the event loop while the executor reports no iteration.
+# Such a call only passes a message to another process, which takes milliseconds. After this time,
+# frontends have long given up all streams of the worker (--stall-timeout-s), and its registration
+# has expired (--lease-ttl-s).
 BLOCKED_S: Final = 60.0
 _REPORT_S: Final = 3.0  # longest wait for the log: the program that reads stderr may have stopped
 EXIT_STATUS: Final = 1  # as after EngineFailed: supervisors restart the worker
@@ -62,14 +65,15 @@ class BlockingCalls:
 class HangDetector:
     """Decides from repeated looks whether the event loop hangs for good.
 
-    A busy event loop, or a thread that holds the GIL, is no hang: it counts only if the executor has died, or if the
-    event loop's thread is within one call of the library all the time. Time counts only while this process runs.
+    A busy event loop, or a thread that holds the GIL, is no hang: it counts only if the executor
+    has died, or if the event loop's thread is within one call of the library all the time. Time
+    counts only while this process runs.
 
     Args:
         loop: the event loop on which the library is called. Create the detector in its thread.
         calls: the calls of the library.
-        recorded_failure: returns the error with which the executor has died, as text; "" if it has not. It may not
-            block.
+        recorded_failure: returns the error with which the executor has died, as text; "" if it has
+            not. It may not block.
         iterated_at: returns when the executor last reported an iteration, of any clock.
     """
 
@@ -85,9 +89,11 @@ class HangDetector:
         self._calls = calls
         self._recorded_failure = recorded_failure
         self._iterated_at = iterated_at
-        self._turn: threading.Event | None = None  # set by the next turn of the event loop; None: it was not asked
+        # set by the next turn of the event loop; None: it was not asked
+        self._turn: threading.Event | None = None
         self._still_s = 0.0  # since it was asked
-        self._seen: tuple[BlockingCall | None, float] = (None, 0.0)  # the call and the last iteration, at the last look
+        # the call and the last iteration, at the last look
+        self._seen: tuple[BlockingCall | None, float] = (None, 0.0)
         self._blocked_s = 0.0  # since one of them has changed
 
     @property
@@ -96,7 +102,9 @@ class HangDetector:
         return self._loop.is_closed()
 
     def look(self, passed_s: float) -> str:
-        """Return why the process must end; "" if it need not. Call it regularly, in a thread of its own.
+        """Return why the process must end; "" if it need not.
+
+        Call it regularly, in a thread of its own.
 
         Args:
             passed_s: seconds since the last look during which this process ran.
@@ -106,12 +114,18 @@ class HangDetector:
             self._note_turn(passed_s)
             if self._still_s < DEAD_S or self._is_debugged():
                 return ""
-            return f"its executor has died ({failure}), and the event loop has not turned for {self._still_s:.0f} s"
+            return (
+                f"its executor has died ({failure}), and the event loop has not turned for"
+                f" {self._still_s:.0f} s"
+            )
         self._turn = None
         call = self._note_call(passed_s)
         if call is None or self._blocked_s < BLOCKED_S or self._is_debugged():
             return ""
-        return f"{call.name} has blocked the event loop for {self._blocked_s:.0f} s, and no iteration was reported"
+        return (
+            f"{call.name} has blocked the event loop for {self._blocked_s:.0f} s, and no iteration"
+            " was reported"
+        )
 
     def _note_turn(self, passed_s: float) -> None:
         """Count for how long the event loop has not turned, and ask it to turn."""
@@ -122,7 +136,10 @@ class HangDetector:
         self._loop.call_soon_threadsafe(self._turn.set)
 
     def _note_call(self, passed_s: float) -> BlockingCall | None:
-        """Return the call that the event loop's thread is in. Count for how long, without an iteration."""
+        """Return the call that the event loop's thread is in.
+
+        Count for how long, without an iteration.
+        """
         call, iterated_at = self._calls.current, self._iterated_at()
         if call is not None and (call, iterated_at) == self._seen:
             self._blocked_s += passed_s
@@ -144,8 +161,9 @@ class HangDetector:
 def seconds_of_running(since: float, now: float) -> float:
     """Return the seconds between two looks that count.
 
-    A longer time means that this process, or the watchdog's thread in it, did not run: it was stopped by a signal or a
-    debugger, the machine was suspended, or another thread held the GIL. Then the event loop could not run, either.
+    A longer time means that this process, or the watchdog's thread in it, did not run: it was
+    stopped by a signal or a debugger, the machine was suspended, or another thread held the GIL.
+    Then the event loop could not run, either.
     """
     return min(now - since, 2 * PERIOD_S)
 
@@ -153,8 +171,9 @@ def seconds_of_running(since: float, now: float) -> float:
 def end_process(reason: str) -> None:
     """Log the reason and what all threads do, and exit with EXIT_STATUS, without any cleanup.
 
-    TensorRT-LLM's own cleanup waits for its ranks, and uses sockets in which another thread is blocked. Also the log
-    may block, so it is written by another thread. `faulthandler` would hold the GIL while it writes.
+    TensorRT-LLM's own cleanup waits for its ranks, and uses sockets in which another thread is
+    blocked. Also the log may block, so it is written by another thread. `faulthandler` would hold
+    the GIL while it writes.
     """
 
     def report() -> None:

@@ -1,7 +1,8 @@
-"""Build and check the arguments of `AsyncEngineArgs` from a worker's configuration, before anything loads.
+"""Build and check the arguments of `AsyncEngineArgs` from a worker's configuration, before anything
+loads.
 
-Later sources win: YAML < environment < flag < override JSON. The arguments are checked against the installed release.
-vLLM is not imported.
+Later sources win: YAML < environment < flag < override JSON. The arguments are checked against the
+installed release. vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
 CONNECTOR = "dynamo_trtllm.engines.vllm.connector"
 SCHEDULER = "dynamo_trtllm.engines.vllm.steps.MeasuredScheduler"
-# NixlConnector reads each block of each layer as a piece of its own, and posts all pieces in the thread that launches
-# the steps, for which every running stream waits. On two H200 with the shape of gpt-oss-120b that took 62 ms for a
-# prompt of 8,192 tokens with vLLM's default of 16, and 9 ms with 128.
+# NixlConnector reads each block of each layer as a piece of its own, and posts all pieces in the
+# thread that launches the steps, for which every running stream waits. On two H200 with the shape
+# of gpt-oss-120b that took 62 ms for a prompt of 8,192 tokens with vLLM's default of 16, and 9 ms
+# with 128.
 TRANSFER_BLOCK_TOKENS = 128
-_LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
+# vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
+_LEASE_SPARE_S = 5
 
 
 def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryArgs:
@@ -44,12 +47,16 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
     """
     if config.kernels_profile is not None:
         raise ConfigError(
-            f"{config.source_of('kernels_profile')} {config.kernels_profile}: profiles are for the trtllm engine; "
-            "with vLLM, remove it or set moe_backend and attention_backend",
+            f"{config.source_of('kernels_profile')} {config.kernels_profile}: profiles are for the"
+            " trtllm engine; with vLLM, remove it or set moe_backend and attention_backend",
             field="kernels_profile",
         )
     # Flags for TensorRT-LLM's arguments are rejected with the same text as the arguments.
-    foreign = {name: name for name in arguments.ENGINE_FLAGS if name in LIBRARY.foreign.keys() - LIBRARY.flags.keys()}
+    foreign = {
+        name: name
+        for name in arguments.ENGINE_FLAGS
+        if name in LIBRARY.foreign.keys() - LIBRARY.flags.keys()
+    }
     given = arguments.given_sources(config, LIBRARY.flags | foreign)
     unchecked: list[str] = []
     for layer in given:
@@ -69,7 +76,8 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
 
 
 def described(config: WorkerConfig) -> arguments.Described:
-    """Return all arguments with their sources, defaults included: those of the installed release, else of the newest.
+    """Return all arguments with their sources, defaults included: those of the installed release,
+    else of the newest.
 
     Raises:
         ConfigError: See `vllm_args`.
@@ -78,15 +86,22 @@ def described(config: WorkerConfig) -> arguments.Described:
 
 
 def _own(config: WorkerConfig) -> Source:
-    """Return the engine's own arguments. A configuration may override those that are not in `engine_set`."""
+    """Return the engine's own arguments.
+
+    A configuration may override those that are not in `engine_set`.
+    """
     values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": EXTENSION}
     if config.disaggregation_mode is not Role.AGGREGATED:
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
             "kv_connector_module_path": CONNECTOR,
-            "kv_role": "kv_producer" if config.disaggregation_mode is Role.PREFILL else "kv_consumer",
+            "kv_role": (
+                "kv_producer" if config.disaggregation_mode is Role.PREFILL else "kv_consumer"
+            ),
             "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S},
+            "kv_connector_extra_config": {
+                "kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S
+            },
         }
     else:  # else the connector measures the scheduler's steps
         values["scheduler_cls"] = SCHEDULER
@@ -96,25 +111,36 @@ def _own(config: WorkerConfig) -> Source:
 
 
 def _defaults(config: WorkerConfig) -> list[Source]:
-    """Return this project's own defaults, which any setting of the user overrides. Their source says the reason."""
+    """Return this project's own defaults, which any setting of the user overrides.
+
+    Their source says the reason.
+    """
     if config.disaggregation_mode is Role.AGGREGATED:
         return []
-    return [Source({"block_size": TRANSFER_BLOCK_TOKENS}, f"{_ADAPTER}, so that KV is transferred in large pieces")]
+    return [
+        Source(
+            {"block_size": TRANSFER_BLOCK_TOKENS},
+            f"{_ADAPTER}, so that KV is transferred in large pieces",
+        )
+    ]
 
 
 def _check_supported(layer: Source) -> None:
-    """Raise ConfigError for an argument of TensorRT-LLM, and for one that needs several engines, drafts or adapters."""
+    """Raise ConfigError for an argument of TensorRT-LLM, and for one that needs several engines,
+    drafts or adapters.
+    """
     for key, value in layer.values.items():
         root = key.partition(".")[0]
         if root in LIBRARY.foreign:
             raise ConfigError(
-                f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use {LIBRARY.foreign[root]}",
+                f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use"
+                f" {LIBRARY.foreign[root]}",
                 field=root,
             )
         if key in LIBRARY.unsupported and value:
             raise ConfigError(
-                f"{layer.source}: {key} is {value!r}: a worker runs one engine on one machine, without "
-                "speculative decoding and LoRA; remove it",
+                f"{layer.source}: {key} is {value!r}: a worker runs one engine on one machine,"
+                " without speculative decoding and LoRA; remove it",
                 field=key,
             )
 
@@ -124,7 +150,8 @@ def _check_kv_events(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -
     caching = leaves["enable_prefix_caching"]
     if config.publish_kv_events and caching.value is False:
         raise ConfigError(
-            f"--publish-kv-events needs enable_prefix_caching, which is False ({caching.source}); set only one of them",
+            f"--publish-kv-events needs enable_prefix_caching, which is False ({caching.source});"
+            " set only one of them",
             field="enable_prefix_caching",
         )
 
@@ -146,14 +173,15 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
     if wanted not in (1, ranks):
         product = " times ".join(f"{key} {size}" for key, size in sizes.items())
         raise ConfigError(
-            f"{source} is {wanted}: vLLM distributes experts over all {ranks} ranks ({product}) or none; set it to "
-            f"{ranks} or 1",
+            f"{source} is {wanted}: vLLM distributes experts over all {ranks} ranks ({product}) or"
+            f" none; set it to {ranks} or 1",
             field="expert_parallel_size",
         )
     set_here = leaves.get("enable_expert_parallel")
     if set_here is not None and set_here.value is not (wanted > 1) and ranks > 1:
         raise ConfigError(
-            f"{source} is {wanted}, but enable_expert_parallel is {set_here.value} ({set_here.source}); set only one",
+            f"{source} is {wanted}, but enable_expert_parallel is {set_here.value}"
+            f" ({set_here.source}); set only one",
             field="expert_parallel_size",
         )
     return SourcedValue(wanted > 1, source)
@@ -165,14 +193,18 @@ _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 def _meanings(config: WorkerConfig) -> list[str]:
     """Return notes about settings that mean something else here than with other engines."""
     notes = []
-    if config.disaggregation_mode is Role.DECODE and config.source_of("disaggregation_mode") == DEFAULT_SOURCE:
+    if (
+        config.disaggregation_mode is Role.DECODE
+        and config.source_of("disaggregation_mode") == DEFAULT_SOURCE
+    ):
         notes.append(
-            "--disaggregation-mode is not set: this is a decode worker, as in Dynamo; for an aggregated worker set "
-            "--disaggregation-mode prefill_and_decode"
+            "--disaggregation-mode is not set: this is a decode worker, as in Dynamo; for an"
+            " aggregated worker set --disaggregation-mode prefill_and_decode"
         )
     if config.free_gpu_memory_fraction is not None:
         notes.append(
-            f"--free-gpu-memory-fraction {config.free_gpu_memory_fraction:g} sets vLLM's gpu_memory_utilization: a "
-            "fraction of all GPU memory, weights included, and not of the memory that is free after loading them"
+            f"--free-gpu-memory-fraction {config.free_gpu_memory_fraction:g} sets vLLM's"
+            " gpu_memory_utilization: a fraction of all GPU memory, weights included, and not of"
+            " the memory that is free after loading them"
         )
     return notes

@@ -1,6 +1,7 @@
 """Import vLLM and bind the names that the engine uses; build the engine, and explain failed starts.
 
-Importing this module does not import vLLM; `VllmBindings` does, so the environment must be set before it.
+Importing this module does not import vLLM; `VllmBindings` does, so the environment must be set
+before it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
-# What vLLM raises for invalid arguments and for a failed start. These errors have no common base class.
-_VLLM_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
+# What vLLM raises for invalid arguments and for a failed start. These errors have no common base
+# class.
+_VLLM_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    EOFError,
+)
 _GIB = 1 << 30
 _SHARE = "gpu_memory_utilization"
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -26,7 +37,9 @@ _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 FreeAndAll = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
 
 
-def explain_oom(values: Mapping[str, Any], release: ApiManifest, before: FreeAndAll, after: FreeAndAll) -> str | None:
+def explain_oom(
+    values: Mapping[str, Any], release: ApiManifest, before: FreeAndAll, after: FreeAndAll
+) -> str | None:
     """Return why an engine did not start, if a GPU had too little free memory.
 
     Args:
@@ -36,22 +49,31 @@ def explain_oom(values: Mapping[str, Any], release: ApiManifest, before: FreeAnd
         after: The same after it.
 
     Returns:
-        None if each GPU of the engine had enough free memory before or after the start: then the cause is another one.
+        None if each GPU of the engine had enough free memory before or after the start: then the
+            cause is another one.
     """
     share = values.get(_SHARE, schema.default(release, _SHARE, values))
     if not isinstance(share, (int, float)):
         return None
     ranks = math.prod(int(values.get(name) or 1) for name in _RANKS)
-    for number, ((was, total), (now, _)) in enumerate(zip(before[:ranks], after[:ranks], strict=False)):
+    for number, ((was, total), (now, _)) in enumerate(
+        zip(before[:ranks], after[:ranks], strict=False)
+    ):
         free = max(was, now)
         if free < share * total:
             fits = math.floor(100 * free / total) / 100
-            fix = f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that" if fits else ""
+            fix = (
+                f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that"
+                if fits
+                else ""
+            )
             return (
-                f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE} {share:g} needs "
-                f"{share * total / _GIB:.1f} GiB: another process uses the rest. If nvidia-smi lists none, a decode "
-                "worker that read KV from a dead prefill worker over CUDA IPC still maps that worker's memory "
-                "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + fix
+                f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE}"
+                f" {share:g} needs {share * total / _GIB:.1f} GiB: another process uses the rest."
+                " If nvidia-smi lists none, a decode worker that read KV from a dead prefill"
+                " worker over CUDA IPC still maps that worker's memory"
+                " (https://github.com/openucx/ucx/issues/11753): restart the decode workers of"
+                " this machine" + fix
             )
     return None
 
@@ -62,7 +84,10 @@ OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank
 
 
 class VllmBindings:
-    """The bound classes and functions of vLLM. Their type is Any, because vLLM is not a dependency of type checks."""
+    """The bound classes and functions of vLLM.
+
+    Their type is Any, because vLLM is not a dependency of type checks.
+    """
 
     def __init__(self, release: ApiManifest) -> None:
         """Import vLLM, which takes many seconds. Set the environment before.
@@ -80,8 +105,9 @@ class VllmBindings:
         self._config = PACKAGE.load("vllm.config")  # the module of configuration classes
         self.engine_args = find("AsyncEngineArgs", "vllm.engine.arg_utils")
         self.async_llm = find("AsyncLLM", "vllm.v1.engine.async_llm")
-        # vLLM's defaults depend on it. For servers on H100 and H200 they are 8,192 tokens in a step and 1,024 requests,
-        # and without a context 2,048 and 128 (`EngineArgs.get_batch_defaults`, 0.24 to 0.32).
+        # vLLM's defaults depend on it. For servers on H100 and H200 they are 8,192 tokens in a step
+        # and 1,024 requests, and without a context 2,048 and 128 (`EngineArgs.get_batch_defaults`,
+        # 0.24 to 0.32).
         self._usage = find("UsageContext", "vllm.usage.usage_lib").OPENAI_API_SERVER
         self._sampling_params = find("SamplingParams", "vllm.sampling_params")
         self._structured_outputs = find("StructuredOutputsParams", "vllm.sampling_params")
@@ -107,7 +133,8 @@ class VllmBindings:
                 config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
             )
         except _VLLM_ERRORS as exc:
-            # The reason is in the log of vLLM's engine process; this process gets only "initialization failed".
+            # The reason is in the log of vLLM's engine process; this process gets only
+            # "initialization failed".
             lack = explain_oom(values, self._release, before, gpu.memory_free_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
@@ -121,12 +148,17 @@ class VllmBindings:
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["structured_outputs"] = construct(PACKAGE.library, self._structured_outputs, call.guided)
+            sampling["structured_outputs"] = construct(
+                PACKAGE.library, self._structured_outputs, call.guided
+            )
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt}
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
         sampling["output_kind"] = self._delta
-        arguments = {"prompt": prompt, "params": construct(PACKAGE.library, self._sampling_params, sampling)}
+        arguments = {
+            "prompt": prompt,
+            "params": construct(PACKAGE.library, self._sampling_params, sampling),
+        }
         return arguments | {"priority": call.priority} if call.priority else arguments
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +170,11 @@ class VllmBindings:
         arguments = {}
         for name, value in values.items():
             field = schema.find(self._release, name).field
-            classes = schema.owners(self._release, field) if field is not None and isinstance(value, Mapping) else ()
+            classes = (
+                schema.owners(self._release, field)
+                if field is not None and isinstance(value, Mapping)
+                else ()
+            )
             try:
                 arguments[name] = getattr(self._config, classes[0])(**value) if classes else value
             except _VLLM_ERRORS as exc:
@@ -149,7 +185,9 @@ class VllmBindings:
         return ConfigError(f"vLLM {self.version} rejects the engine arguments: {_short(exc)}")
 
     def _logger(self, on_stats: OnStats) -> Any:
-        """Return a stat logger class that replaces the Prometheus one, which would export everything twice."""
+        """Return a stat logger class that replaces the Prometheus one, which would export
+        everything twice.
+        """
 
         class Statistics(self._logger_base):  # type: ignore[misc,name-defined]
             def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:

@@ -1,4 +1,6 @@
-"""Choose the folders of the kernels that are compiled for vLLM, the passes that compile them early, and count them."""
+"""Choose the folders of the kernels that are compiled for vLLM, the passes that compile them early,
+and count them.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +20,48 @@ _TRITON = "TRITON_CACHE_DIR"
 def cache_folders(compile_cache: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that name the folders of compiled kernels.
 
-    Triton's own default depends on whether torch.compile's cache was empty, so a restarted engine would use another
-    folder than the one that was filled.
+    Triton's own default depends on whether torch.compile's cache was empty, so a restarted engine
+    would use another folder than the one that was filled.
 
     Args:
-        compile_cache: the folder for all of them, or None: only Triton's is set, if it is not set yet.
+        compile_cache: the folder for all of them, or None: only Triton's is set, if it is not set
+            yet.
         environment: environment variables of this process.
     """
     if compile_cache is not None:
-        return {"VLLM_CACHE_ROOT": str(compile_cache / "vllm"), **warm_up.cache_folders(compile_cache)}
+        return {
+            "VLLM_CACHE_ROOT": str(compile_cache / "vllm"),
+            **warm_up.cache_folders(compile_cache),
+        }
     root = environment.get("VLLM_CACHE_ROOT") or str(Path("~/.cache/vllm").expanduser())
     return {} if environment.get(_TRITON) else {_TRITON: str(Path(root) / "triton")}
 
 
 def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
-    """Return the numbers of tokens of a step that a warm-up has to run, so that later steps compile no kernel.
+    """Return the numbers of tokens of a step that a warm-up has to run, so that later steps compile
+    no kernel.
 
-    Steps of up to the largest captured size are padded to a captured one. Triton compiles a kernel for each value of
-    its constants, and for whether an integer argument is divisible by 16; so few counts stand for all.
+    Steps of up to the largest captured size are padded to a captured one. Triton compiles a kernel
+    for each value of its constants, and for whether an integer argument is divisible by 16; so few
+    counts stand for all.
     """
     parallel = config.parallel_config
     if config.device_config.device_type != "cuda" or int(parallel.data_parallel_size) > 1:
-        return []  # the ranks of data parallelism step together, and a pass of one could wait for the others' requests
+        # the ranks of data parallelism step together, and a pass of one could wait for the others'
+        # requests
+        return []
     limit = int(config.scheduler_config.max_num_batched_tokens)
-    captured = () if config.model_config.enforce_eager else config.compilation_config.cudagraph_capture_sizes or ()
+    captured = (
+        ()
+        if config.model_config.enforce_eager
+        else config.compilation_config.cudagraph_capture_sizes or ()
+    )
     ranks = int(parallel.tensor_parallel_size) if parallel.enable_expert_parallel else 1
     experts = checkpoint.num_experts // ranks
     seen = {
-        kernel for tokens in (limit, *captured) for kernel in _kernels(tokens, experts, checkpoint.experts_per_token)
+        kernel
+        for tokens in (limit, *captured)
+        for kernel in _kernels(tokens, experts, checkpoint.experts_per_token)
     }
     counts = []
     for tokens in range(limit - 1, max(captured, default=0), -1):
@@ -59,14 +75,18 @@ def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
 def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
     """Return keys of the kernels that a step runs, as far as they depend on its number of tokens.
 
-    In general these are a power of two and whether the number is divisible by 16; with experts, also the arguments of
-    the OpenAI Triton kernels (triton_kernels 3.5.1: routing.py, matmul_ogs.py).
+    In general these are a power of two and whether the number is divisible by 16; with experts,
+    also the arguments of the OpenAI Triton kernels (triton_kernels 3.5.1: routing.py,
+    matmul_ogs.py).
     """
 
     def divisible(number: int) -> object:
         return number if number == 1 else number % 16 == 0
 
-    general: set[tuple[object, ...]] = {("size", tokens.bit_length()), ("tokens", divisible(tokens))}
+    general: set[tuple[object, ...]] = {
+        ("size", tokens.bit_length()),
+        ("tokens", divisible(tokens)),
+    }
     if not experts:
         return general
     rows = tokens * top_k

@@ -1,7 +1,9 @@
-"""Let one engine of a host run torch.compile, while others with the same model and arguments wait for its result.
+"""Let one engine of a host run torch.compile, while others with the same model and arguments wait
+for its result.
 
-The lock covers torch.compile only, which runs in the first pass of the model. An engine whose code was compiled by an
-earlier start does not take it. What follows, CUDA graphs and the warm-up, each engine does by itself at once.
+The lock covers torch.compile only, which runs in the first pass of the model. An engine whose code
+was compiled by an earlier start does not take it. What follows, CUDA graphs and the warm-up, each
+engine does by itself at once.
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ class CompileLock:
         except TimeoutError:
             start_progress.note(start_progress.WAITING)
             _log.info(
-                "waiting for another engine of this host, which compiles the same code (%s)", self._lock.lock_file
+                "waiting for another engine of this host, which compiles the same code (%s)",
+                self._lock.lock_file,
             )
             try:
                 self._lock.acquire(timeout=longest_s, poll_interval=_POLL_S)
             except TimeoutError:
                 _log.warning(
-                    "waited %g s for the engine that holds %s; compiling, too", longest_s, self._lock.lock_file
+                    "waited %g s for the engine that holds %s; compiling, too",
+                    longest_s,
+                    self._lock.lock_file,
                 )
                 return False
         if self._compiled.exists():
@@ -83,13 +88,15 @@ class CompileLock:
 
 
 def lock_first_pass(worker_class: Any) -> None:
-    """Make a class of vLLM's workers hold a `CompileLock` while it runs the model for the first time."""
+    """Make a class of vLLM's workers hold a `CompileLock` while it runs the model for the first
+    time.
+    """
     profile = worker_class.determine_available_memory  # the first method that runs the model
 
     @functools.wraps(profile)
     def determine_available_memory(self: Any) -> int:
-        # Another rank of the same engine would wait for this one, which may wait for that rank's lock. So with tensor
-        # parallelism the other ranks compile, too.
+        # Another rank of the same engine would wait for this one, which may wait for that rank's
+        # lock. So with tensor parallelism the other ranks compile, too.
         is_alone = self.rank == 0 and self.vllm_config.parallel_config.data_parallel_size == 1
         lock = _acquired(self.vllm_config) if is_alone else None
         if self.rank == 0:
@@ -109,9 +116,11 @@ def lock_first_pass(worker_class: Any) -> None:
 
 @contextmanager
 def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
-    """Release the lock as soon as vLLM has compiled and stored the code, if it says so; else the end of the pass does.
+    """Release the lock as soon as vLLM has compiled and stored the code, if it says so; else the
+    end of the pass does.
 
-    vLLM stores the code before it leaves `monitor_torch_compile` (0.24 to 0.33). The rest of the pass took 9 of 34 s.
+    vLLM stores the code before it leaves `monitor_torch_compile` (0.24 to 0.33). The rest of the
+    pass took 9 of 34 s.
     """
     decorators: Any = sys.modules.get("vllm.compilation.decorators")
     monitor = getattr(decorators, "monitor_torch_compile", None)
@@ -134,7 +143,8 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
 
 
 def _acquired(config: Any) -> CompileLock | None:
-    """Return the lock of an engine's compiled code, held if it must be compiled; None if there can be no lock.
+    """Return the lock of an engine's compiled code, held if it must be compiled; None if there can
+    be no lock.
 
     An engine that compiles nothing, as with `enforce_eager`, has none.
     """
@@ -142,12 +152,17 @@ def _acquired(config: Any) -> CompileLock | None:
         return None
     envs: Any = importlib.import_module("vllm.envs")
     platform = importlib.import_module("vllm.platforms").current_platform
-    parts = (config.compute_hash(), sorted(envs.compile_factors().items(), key=str), platform.get_device_name())
+    parts = (
+        config.compute_hash(),
+        sorted(envs.compile_factors().items(), key=str),
+        platform.get_device_name(),
+    )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     lock = CompileLock(Path(envs.VLLM_CACHE_ROOT) / "dynamo_trtllm", key)
     try:
         lock.acquire()
-    except (OSError, NotImplementedError) as exc:  # a read-only cache, or a file system without locks
+    # a read-only cache, or a file system without locks
+    except (OSError, NotImplementedError) as exc:
         _log.warning("can't wait for other engines that compile the same code: %s", exc)
         return None
     return lock

@@ -1,15 +1,17 @@
-"""Extend vLLM's NixlConnector and its scheduler: end requests whose KV was not read in time, and note times.
+"""Extend vLLM's NixlConnector and its scheduler: end requests whose KV was not read in time, and
+note times.
 
 vLLM loads this module by name in the processes of prefill and decode engines.
 
-Which faults of vLLM are mended, in which releases, is said in the package `patches`. Here are the hooks that they use.
+Which faults of vLLM are mended, in which releases, is said in the package `patches`. Here are the
+hooks that they use.
 
-Late reads: a read that ends after the KV transfer has expired counts as failed, because the blocks may hold another
-request's KV. The worker half reports failed reads with each step, and the scheduler ends their requests before anything
-is computed or cached from their blocks.
+Late reads: a read that ends after the KV transfer has expired counts as failed, because the blocks
+may hold another request's KV. The worker half reports failed reads with each step, and the
+scheduler ends their requests before anything is computed or cached from their blocks.
 
-Times: a read waits for several steps of the engine. Both halves note when, on the host's monotonic clock, and the last
-output of the request returns it.
+Times: a read waits for several steps of the engine. Both halves note when, on the host's monotonic
+clock, and the last output of the request returns it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from dynamo_trtllm.engines.vllm.transfers import listen_there
 
 _log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-_Base: Any = PACKAGE.find("NixlPullConnector", f"{_V1}.nixl.connector")  # of the engine that reads KV
+# of the engine that reads KV
+_Base: Any = PACKAGE.find("NixlPullConnector", f"{_V1}.nixl.connector")
 
 
 @dataclass
@@ -42,7 +45,8 @@ class EndedTransfers:
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # also in `received`; vLLM reports them from 0.30 on
+    # also in `received`; vLLM reports them from 0.30 on
+    failed: set[str] = field(default_factory=set)
 
     def add(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
         """Add the transfers of one report."""
@@ -61,13 +65,14 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             listen_there(self.connector_scheduler, vllm_config)
-        # Reads that have failed, until a step has reported their end; handshakes add to it on another thread. A step
-        # may say that a read has failed before vLLM counts it as ended.
+        # Reads that have failed, until a step has reported their end; handshakes add to it on
+        # another thread. A step may say that a read has failed before vLLM counts it as ended.
         self._failed: set[str] = set()
         self._reported_failed: set[str] = set()  # of those, those that a step has reported
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
-        self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended, until their end is reported
+        # of reads that have ended, until their end is reported
+        self._times: dict[str, tuple[float, float]] = {}
         self._ended = EndedTransfers()  # that no step has reported yet
         self._is_asked = False  # True once this process's scheduler has asked for ended reads
         self._left_to_steps: set[str] = set()  # ended reads that the scheduler did not want
@@ -80,34 +85,49 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def _note_posts(self, worker: Any) -> None:
         """Note when each read was posted.
 
-        With a release that lacks this method, `handoff.read` is 0, and ended reads are noticed a step later.
+        With a release that lacks this method, `handoff.read` is 0, and ended reads are noticed a
+        step later.
         """
         read = getattr(worker, "_read_blocks_for_req", None)
         if read is None:
-            _log.warning("this vLLM has no _read_blocks_for_req: reads are noticed later, and their times not known")
+            _log.warning(
+                "this vLLM has no _read_blocks_for_req: reads are noticed later, and their times"
+                " not known"
+            )
             return
 
         @functools.wraps(read)
         def posting(req_id: str, meta: Any, *args: Any, **keywords: Any) -> Any:
             result = read(req_id, meta, *args, **keywords)
-            if any(meta.local_block_ids):  # else the request was aborted, and only frees the KV at the prefill engine
+            # else the request was aborted, and only frees the KV at the prefill engine
+            if any(meta.local_block_ids):
                 self._posted[req_id] = time.monotonic()
             return result
 
         worker._read_blocks_for_req = posting
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in each step."""
+        """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in
+        each step.
+        """
         self._look(lambda: super(NixlConnector, self).get_finished(finished_req_ids))
         ended = self._take_ended()
         return ended.sent, ended.received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the same and the failed reads. From 0.30 on vLLM calls it in place of `get_finished`."""
-        results = self._look(lambda: super(NixlConnector, self).get_transfer_results(finished_req_ids))
+        """Return the same and the failed reads.
+
+        From 0.30 on vLLM calls it in place of `get_finished`.
+        """
+        results = self._look(
+            lambda: super(NixlConnector, self).get_transfer_results(finished_req_ids)
+        )
         ended = self._take_ended()
         return dataclasses.replace(
-            results, finished_sending=ended.sent, finished_recving=ended.received, failed_recving=ended.failed
+            results,
+            finished_sending=ended.sent,
+            finished_recving=ended.received,
+            failed_recving=ended.failed,
         )
 
     def _take_ended(self) -> EndedTransfers:
@@ -127,20 +147,30 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         return self._ended.received - self._ended.failed - self._failed - self._left_to_steps
 
     def _look(self, ask: Callable[[], Any]) -> Any:
-        """Ask vLLM's connector which transfers have ended, and add them to those that no step has reported yet."""
+        """Ask vLLM's connector which transfers have ended, and add them to those that no step has
+        reported yet.
+        """
         results = ask()
         now = time.monotonic()
         if isinstance(results, tuple):
             sent, received = results
             failed: set[str] = set()
         else:
-            sent, received, failed = results.finished_sending, results.finished_recving, results.failed_recving
+            sent, received, failed = (
+                results.finished_sending,
+                results.finished_recving,
+                results.failed_recving,
+            )
         self._ended.add(sent, received, failed)
-        self._times |= {request_id: (self._posted.pop(request_id, now), now) for request_id in received}
+        self._times |= {
+            request_id: (self._posted.pop(request_id, now), now) for request_id in received
+        }
         return results
 
     def take_well_received(self) -> dict[str, tuple[float, float]]:
-        """Ask vLLM's connector, and take the reads that have ended well, with their times. No step will report them.
+        """Ask vLLM's connector, and take the reads that have ended well, with their times.
+
+        No step will report them.
 
         vLLM's connector is asked only while a read is under way.
         """
@@ -169,32 +199,49 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         ended = self._reported_failed & self._reported
         self._failed -= ended
         self._reported_failed -= ended
-        times = {request_id: self._times.pop(request_id) for request_id in self._reported if request_id in self._times}
+        times = {
+            request_id: self._times.pop(request_id)
+            for request_id in self._reported
+            if request_id in self._times
+        }
         return EndedReads(frozenset(failed), times) if failed or times else None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note when the blocks for a read of KV were allocated; the read begins with the next step."""
+        """Note when the blocks for a read of KV were allocated; the read begins with the next
+        step.
+        """
         params = request.kv_transfer_params or {}
         if num_external_tokens and params.get("do_remote_prefill"):
             params[READ_TIMES] = [time.monotonic()]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether blocks stay for another engine, and what goes out with the request's last output."""
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether blocks stay for another engine, and what goes out with the request's last
+        output.
+        """
         stays, params = super().request_finished_all_groups(request, block_ids)
         times = (request.kv_transfer_params or {}).get(READ_TIMES)
         return stays, {READ_TIMES: times} if params is None and times else params
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens beyond those computed here are read, and whether they are read between steps."""
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Return how many tokens beyond those computed here are read, and whether they are read
+        between steps.
+        """
         count, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         params = request.kv_transfer_params or {}
         if not (between_steps and params.get("do_remote_prefill")):
             return count, between_steps
         wanted = num_remote_tokens(
-            num_computed_tokens + count, params.get("remote_num_tokens") or 0, self.connector_scheduler.block_size
+            num_computed_tokens + count,
+            params.get("remote_num_tokens") or 0,
+            self.connector_scheduler.block_size,
         )
-        # vLLM handles 0 tokens in another way. In that case read the last block as vLLM does; it is overwritten later.
+        # vLLM handles 0 tokens in another way. In that case read the last block as vLLM does; it is
+        # overwritten later.
         return max(wanted - num_computed_tokens, 0) or count, between_steps
 
 

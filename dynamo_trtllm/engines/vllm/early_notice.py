@@ -1,8 +1,9 @@
 """Tell vLLM's scheduler that the KV of a request was read, before it schedules the next step.
 
-vLLM looks for ended reads after it has launched a step, and its scheduler learns of them with that step's results, one
-to two steps later. Where an engine has one rank, whose worker runs in the engine's process, the scheduler looks itself.
-On two H200 with gpt-oss-120b's shape, `handoff.notice` was 10 of the 19 ms of a transfer of 8,192 tokens.
+vLLM looks for ended reads after it has launched a step, and its scheduler learns of them with that
+step's results, one to two steps later. Where an engine has one rank, whose worker runs in the
+engine's process, the scheduler looks itself. On two H200 with gpt-oss-120b's shape,
+`handoff.notice` was 10 of the 19 ms of a transfer of 8,192 tokens.
 
 With several ranks a read has ended when it has ended in all of them, and vLLM's own way stays.
 """
@@ -20,7 +21,8 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
 
 _log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
-_worker_half: list[Any] = []  # at most one: of the connector in this process, if the engine has one rank
+# at most one: of the connector in this process, if the engine has one rank
+_worker_half: list[Any] = []
 
 
 def found_worker_half(connector: Any, vllm_config: Any) -> None:
@@ -36,7 +38,11 @@ def install() -> None:
         output = PACKAGE.find("KVConnectorOutput", "vllm.v1.outputs")
         _look_before(scheduler, output)
     except MISFITS as exc:
-        _log.warning("ended reads of KV are noticed a step later, because this vLLM has another scheduler (%s)", exc)
+        _log.warning(
+            "ended reads of KV are noticed a step later, because this vLLM has another scheduler"
+            " (%s)",
+            exc,
+        )
 
 
 def _look_before(scheduler: Any, output: Any) -> None:
@@ -60,7 +66,9 @@ def _look_before(scheduler: Any, output: Any) -> None:
 
 
 def _received_in_time(requests: Any, half: Any) -> set[str]:
-    """Return the requests whose KV has been read before the KV transfer expired. A step reports the others.
+    """Return the requests whose KV has been read before the KV transfer expired.
+
+    A step reports the others.
 
     Args:
         requests: vLLM's requests by id.

@@ -53,7 +53,10 @@ class StepStats:
         usable = max(0, self.blocks_per_rank - 1)  # one is vLLM's null block, which no request gets
         return Counts(
             # Skipped requests wait for KV or for a compiled grammar.
-            waiting=sum(each.num_waiting_reqs + each.num_skipped_waiting_reqs for each in self._last.values()),
+            waiting=sum(
+                each.num_waiting_reqs + each.num_skipped_waiting_reqs
+                for each in self._last.values()
+            ),
             kv_blocks_used=sum(round(each.kv_cache_usage * usable) for each in self._last.values()),
             kv_blocks_total=usable * ranks,
         )
@@ -61,16 +64,18 @@ class StepStats:
 
 _log = logging.getLogger(__name__)
 
-KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"  # from 0.29 on: the order of blocks, heads, layers, tokens and channels
+# from 0.29 on: the order of blocks, heads, layers, tokens and channels
+KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _WANTED_BY = "the vllm engine"
-# Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a FlashInfer without its
-# matching cubin package.
+# Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a
+# FlashInfer without its matching cubin package.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "FLASHINFER_DISABLE_VERSION_CHECK": "1",
 }
-# Unless the user has set it. FlashInfer compiles its sampler with nvcc for 136 s on the first start with a type of GPU.
+# Unless the user has set it. FlashInfer compiles its sampler with nvcc for 136 s on the first start
+# with a type of GPU.
 _PREFERRED = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
@@ -94,7 +99,9 @@ class VllmEngine(ExternalEngine):
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
-        self._compile_cache = None if config.compile_cache is None else config.compile_cache.absolute()
+        self._compile_cache = (
+            None if config.compile_cache is None else config.compile_cache.absolute()
+        )
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
         self._facts = VllmFacts(
@@ -113,14 +120,16 @@ class VllmEngine(ExternalEngine):
         """Check this worker against `peers`, see `Engine.preflight`."""
         return findings(self._facts, peers)
 
-    # --- life ------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """Load the engine and run one request, see `Engine.start`."""
         self._start_progress = StartProgress()
         self._readers.append(self._start_progress.close)
         if self._publishes_kv_events:
-            self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), releases.PACKAGE.load("zmq"))
+            self._kv_events = KvEventSubscriber(
+                self._args.count("data_parallel_size"), releases.PACKAGE.load("zmq")
+            )
             self._readers.append(self._kv_events.close)
         info, library = self._serve(
             await self._load(self._build, self._args, self._checkpoint, self._start_progress.phase)
@@ -142,7 +151,10 @@ class VllmEngine(ExternalEngine):
         self._kv_events.start(int(self._llm.vllm_config.cache_config.block_size), on_events)
 
     def _build(self) -> tuple[VllmBindings, Any]:
-        """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
+        """Build the AsyncLLM, on a thread.
+
+        Sets the environment before it imports vLLM, which reads it.
+        """
         progress = self._start_progress
         assert progress is not None
         folders = compilation.cache_folders(self._compile_cache, process_environment())
@@ -150,11 +162,18 @@ class VllmEngine(ExternalEngine):
             environ.export(name, value, wanted_by=_WANTED_BY)
         environ.prefer(_PREFERRED)
         environ.replace(progress.environment)
-        values = {**self._args.values, "model": str(self._checkpoint.folder), "disable_log_stats": True}
-        values["skip_tokenizer_init"] = not self._has_tokenizer  # vLLM needs it for structured output only
+        values = {
+            **self._args.values,
+            "model": str(self._checkpoint.folder),
+            "disable_log_stats": True,
+        }
+        # vLLM needs it for structured output only
+        values["skip_tokenizer_init"] = not self._has_tokenizer
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
-            channel = transfers.choose_side_channel(self._kv_transfer_host, ranks, process_environment())
+            channel = transfers.choose_side_channel(
+                self._kv_transfer_host, ranks, process_environment()
+            )
             _log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())
             transfer = values["kv_transfer_config"]
             extra = transfer["kv_connector_extra_config"] | channel
@@ -169,7 +188,10 @@ class VllmEngine(ExternalEngine):
         config, checkpoint = self._llm.vllm_config, self._checkpoint
         num_blocks = self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
         if not self._has_tokenizer:
-            _log.info("structured output is not available, because %s has no tokenizer.json", checkpoint.folder)
+            _log.info(
+                "structured output is not available, because %s has no tokenizer.json",
+                checkpoint.folder,
+            )
         info = EngineInfo(
             engine="vllm",
             context_length=int(config.model_config.max_model_len),
@@ -184,12 +206,18 @@ class VllmEngine(ExternalEngine):
             ),
             kv_compat=_kv_compat(self._role, checkpoint, config, self._release.version),
             # vLLM would treat resumed tokens as prompt
-            unsupported_features=("resumed_tokens",) if self._has_tokenizer else ("guided", "resumed_tokens"),
-            supported_features=("priority",) if str(config.scheduler_config.policy) == "priority" else (),
+            unsupported_features=(
+                ("resumed_tokens",) if self._has_tokenizer else ("guided", "resumed_tokens")
+            ),
+            supported_features=(
+                ("priority",) if str(config.scheduler_config.policy) == "priority" else ()
+            ),
             can_aggregate=True,
             files=checkpoint.files,
         )
-        model_limits = VllmModelLimits(role=self._role, info=info, max_logprobs=int(config.model_config.max_logprobs))
+        model_limits = VllmModelLimits(
+            role=self._role, info=info, max_logprobs=int(config.model_config.max_logprobs)
+        )
         ranks = self._args.count("data_parallel_size")
         library = VllmLibrary(bindings, self._llm, model_limits, lambda: self._steps.counts(ranks))
         self._run(library, info, "vllm/nixl")
@@ -209,11 +237,16 @@ def _layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
     if dtype == "auto":
         dtype = str(config.model_config.dtype).removeprefix("torch.")
     ranks = int(config.parallel_config.tensor_parallel_size)
-    return checkpoint.kv_layout("fp8" if dtype.startswith("fp8") else dtype, int(config.cache_config.block_size), ranks)
+    return checkpoint.kv_layout(
+        "fp8" if dtype.startswith("fp8") else dtype, int(config.cache_config.block_size), ranks
+    )
 
 
 def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
-    """Return further values that must be equal at prefill and decode. NixlConnector's handshake compares them."""
+    """Return further values that must be equal at prefill and decode.
+
+    NixlConnector's handshake compares them.
+    """
     if role is Role.AGGREGATED:
         return {}
     layout = process_environment().get(KV_CACHE_LAYOUT)

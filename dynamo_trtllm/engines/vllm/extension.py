@@ -1,8 +1,9 @@
-"""Extend vLLM's worker processes: release unfetched KV, end with the worker, compile kernels early, load dummy weights.
+"""Extend vLLM's worker processes: release unfetched KV, end with the worker, compile kernels early,
+load dummy weights.
 
-vLLM loads this module by name (`worker_extension_cls`), and the engine calls it over `collective_rpc`. vLLM itself
-frees such KV only when its lease expires. The extension ends the lease early and uses the connector's own code for
-expired requests.
+vLLM loads this module by name (`worker_extension_cls`), and the engine calls it over
+`collective_rpc`. vLLM itself frees such KV only when its lease expires. The extension ends the
+lease early and uses the connector's own code for expired requests.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 from dynamo_trtllm.engines.vllm import compilation, compile_lock, start_progress
 from dynamo_trtllm.engines.vllm.patches import compile_key, decode_graphs, triton_constants
 
-_SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
-# MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is 2.9 if all values are
-# equally likely. 32 numbers share a scale: the exponent of two, plus 127.
+# scale of queries and keys, so that attention differs between tokens and each token matters
+_SHARPER = 1.7
+# MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is
+# 2.9 if all values are equally likely. 32 numbers share a scale: the exponent of two, plus 127.
 _FP4_DEVIATION = 2.9
 _EXPONENT_BIAS = 127
 
@@ -37,7 +39,10 @@ def fill_dummy(model: Any) -> int:
 
 
 def _fill(name: str, weight: Any) -> bool:
-    """Overwrite a weight with numbers that depend only on its name. Return False if it stays as it is."""
+    """Overwrite a weight with numbers that depend only on its name.
+
+    Return False if it stays as it is.
+    """
     import torch
 
     shape = weight.shape  # before kernels rearrange it
@@ -57,7 +62,9 @@ def _fill(name: str, weight: Any) -> bool:
     elif len(shape) < 2:
         return False
     else:
-        deviation = 1.0 if "embed" in name else (_SHARPER if "qkv" in name else 1.0) / math.sqrt(shape[-1])
+        deviation = (
+            1.0 if "embed" in name else (_SHARPER if "qkv" in name else 1.0) / math.sqrt(shape[-1])
+        )
         weight.normal_(0.0, deviation, generator=numbers)
     return True
 
@@ -81,7 +88,9 @@ class WorkerExtension:
     model_runner: Any  # of vLLM's worker
 
     def dynamo_run_pass(self, tokens: int) -> None:
-        """Run one pass of the model with this number of tokens, which compiles the kernels for it."""
+        """Run one pass of the model with this number of tokens, which compiles the kernels for
+        it.
+        """
         self.model_runner._dummy_run(tokens, skip_eplb=True)
 
     def dynamo_count_compilations(self, begins: bool) -> int:
@@ -105,14 +114,24 @@ class WorkerExtension:
         """
         from dynamo_trtllm.engines.vllm.bindings import kv_transfer_group
 
-        worker = getattr(kv_transfer_group(), "connector_worker", None)  # the worker half of NixlConnector
+        # the worker half of NixlConnector
+        worker = getattr(kv_transfer_group(), "connector_worker", None)
         if worker is None:
             return []
         wanted = set(request_ids)
-        ours = {leased: name for leased in worker._reqs_to_send if (name := leased.rpartition("-")[0]) in wanted}
+        ours = {
+            leased: name
+            for leased in worker._reqs_to_send
+            if (name := leased.rpartition("-")[0]) in wanted
+        }
         if ours:
-            rest = {leased: expiry for leased, expiry in worker._reqs_to_send.items() if leased not in ours}
-            # Up to 0.30 vLLM stops at the first lease that has not expired, so those that end come first.
+            rest = {
+                leased: expiry
+                for leased, expiry in worker._reqs_to_send.items()
+                if leased not in ours
+            }
+            # Up to 0.30 vLLM stops at the first lease that has not expired, so those that end come
+            # first.
             worker._reqs_to_send = {**dict.fromkeys(ours, 0.0), **rest}
         return sorted(ours.values())
 
@@ -125,7 +144,9 @@ class WorkerExtension:
         if not hasattr(os, "pidfd_open"):
             return False
         watched = os.pidfd_open(pid)
-        threading.Thread(target=_die_after, args=(watched, pid), name="dynamo-die-with", daemon=True).start()
+        threading.Thread(
+            target=_die_after, args=(watched, pid), name="dynamo-die-with", daemon=True
+        ).start()
         return True
 
 
@@ -149,6 +170,8 @@ if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this modu
     compile_key.install()
     for _module, _name in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
         if (_loaded := sys.modules.get(f"vllm.v1.worker.{_module}")) is not None:
-            start_progress.note_phases(getattr(_loaded, _name), start_progress.runner_of_flashinfer())
+            start_progress.note_phases(
+                getattr(_loaded, _name), start_progress.runner_of_flashinfer()
+            )
             compile_lock.lock_first_pass(getattr(_loaded, _name))
     decode_graphs.install()

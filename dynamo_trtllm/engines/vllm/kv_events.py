@@ -1,7 +1,9 @@
-"""Read the events of vLLM's prefix cache: subscribe to its publisher on a thread, and convert what it sends.
+"""Read the events of vLLM's prefix cache: subscribe to its publisher on a thread, and convert what
+it sends.
 
-vLLM's engine process publishes the changes of each step over ZeroMQ (vllm/distributed/kv_events.py), with one
-publisher per data-parallel rank. Its sockets are files in a folder that only this user can enter.
+vLLM's engine process publishes the changes of each step over ZeroMQ
+(vllm/distributed/kv_events.py), with one publisher per data-parallel rank. Its sockets are files in
+a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from dynamo_trtllm.messages import token_ids
 
 _log = logging.getLogger(__name__)
 
-# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times as many, but a step
-# of 16384 prompt tokens takes 80 kB per KV cache group.
+# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times
+# as many, but a step of 16384 prompt tokens takes 80 kB per KV cache group.
 _QUEUED_STEPS = 1000
 _REPLAY_S = 5.0
 # Kinds of layers whose prefix can be reused as long as it is cached: those that see all tokens.
@@ -39,7 +41,8 @@ _DEVICE = "GPU"  # vLLM's name of the engine's own KV pool, also on CPUs
 _END_OF_REPLAY: Final = (1 << 64) - 1  # -1 in 8 bytes
 
 BlockHash = int | bytes  # bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0
-Replay = Callable[[int, int], Iterable[tuple[int, bytes]]]  # rank, first number -> numbers and payloads from there
+# rank, first number -> numbers and payloads from there
+Replay = Callable[[int, int], Iterable[tuple[int, bytes]]]
 
 
 class VllmBlocksStored(msgspec.Struct, frozen=True, tag="BlockStored"):
@@ -50,7 +53,8 @@ class VllmBlocksStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     token_ids: list[int]
     block_size: int
     medium: str | None = None
-    extra_keys: list[list[Any] | None] | None = None  # per block, what its hash depends on besides tokens
+    # per block, what its hash depends on besides tokens
+    extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -85,8 +89,10 @@ class _CacheOfRank:
         self.next = 0  # number of the next batch
         self.ts = 0.0  # of the last batch
         self.group: int | None = None  # the KV cache group that is reported
-        self.copies: dict[int, int] = {}  # block -> number of its copies: requests may compute a prompt at once
-        self.salts: dict[int, str] = {}  # block -> cache salt; only the first block of a prompt says it
+        # block -> number of its copies: requests may compute a prompt at once
+        self.copies: dict[int, int] = {}
+        # block -> cache salt; only the first block of a prompt says it
+        self.salts: dict[int, str] = {}
 
     def forget(self) -> None:
         self.copies.clear()
@@ -94,10 +100,11 @@ class _CacheOfRank:
 
 
 class VllmEventConverter:
-    """Converts numbered batches of vLLM's events, asks for those that were lost, and drops those that it knows.
+    """Converts numbered batches of vLLM's events, asks for those that were lost, and drops those
+    that it knows.
 
-    Of several KV cache groups, only the first one with full attention is reported: a prompt's prefix that is cached
-    there is cached in the other groups too, as far as their layers see.
+    Of several KV cache groups, only the first one with full attention is reported: a prompt's
+    prefix that is cached there is cached in the other groups too, as far as their layers see.
     """
 
     def __init__(self, block_tokens: int, replay: Replay) -> None:
@@ -105,7 +112,8 @@ class VllmEventConverter:
 
         Args:
             block_tokens: tokens in a block.
-            replay: returns the batches of a rank that vLLM still has, from a number on; may be empty.
+            replay: returns the batches of a rank that vLLM still has, from a number on; may be
+                empty.
         """
         self._block_tokens = block_tokens
         self._replay = replay
@@ -120,7 +128,10 @@ class VllmEventConverter:
                 yield from self._advance(cache, number, rank, _decoder.decode(payload))
 
     def read(self, number: int, payload: bytes) -> Iterator[KvEvent]:
-        """Yield what a batch means, after those that were lost before it. Raises msgspec.ValidationError."""
+        """Yield what a batch means, after those that were lost before it.
+
+        Raises msgspec.ValidationError.
+        """
         batch = _decoder.decode(payload)
         rank = batch.data_parallel_rank or 0
         cache = self._ranks.setdefault(rank, _CacheOfRank())
@@ -135,9 +146,14 @@ class VllmEventConverter:
         if number >= cache.next:
             yield from self._advance(cache, number, rank, batch)
 
-    def _advance(self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch) -> Iterator[KvEvent]:
+    def _advance(
+        self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch
+    ) -> Iterator[KvEvent]:
         if number > cache.next:
-            _log.warning("vLLM lost %d batches of KV events; readers forget this worker's blocks", number - cache.next)
+            _log.warning(
+                "vLLM lost %d batches of KV events; readers forget this worker's blocks",
+                number - cache.next,
+            )
             cache.forget()
             yield BlocksCleared()
         cache.next, cache.ts = number + 1, batch.ts
@@ -163,7 +179,8 @@ class VllmEventConverter:
         if cache.group is None and has_blocks and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "no KV events: this model has no layers with full attention and KV blocks of %d tokens",
+                "no KV events: this model has no layers with full attention and KV blocks of %d"
+                " tokens",
                 self._block_tokens,
             )
 
@@ -180,10 +197,16 @@ class VllmEventConverter:
                 cache.salts.pop(number, None)
                 yield number
 
-    def _stored(self, cache: _CacheOfRank, event: VllmBlocksStored, rank: int) -> Iterator[BlocksStored]:
+    def _stored(
+        self, cache: _CacheOfRank, event: VllmBlocksStored, rank: int
+    ) -> Iterator[BlocksStored]:
         hashes, size = [*map(_number, event.block_hashes)], self._block_tokens
         is_whole = event.block_size == size and len(event.token_ids) == size * len(hashes) > 0
-        if not is_whole or event.kv_cache_spec_kind not in _FULL_ATTENTION or event.medium != _DEVICE:
+        if (
+            not is_whole
+            or event.kv_cache_spec_kind not in _FULL_ATTENTION
+            or event.medium != _DEVICE
+        ):
             return
         if cache.group is None:
             cache.group = event.group_idx
@@ -201,7 +224,9 @@ class VllmEventConverter:
             if salt is not None:
                 cache.salts[number] = salt
         ids = token_ids(event.token_ids)
-        blocks = tuple(KvBlock(number, ids[n * size : (n + 1) * size]) for n, number in enumerate(hashes))
+        blocks = tuple(
+            KvBlock(number, ids[n * size : (n + 1) * size]) for n, number in enumerate(hashes)
+        )
         yield BlocksStored(blocks=blocks, parent=parent, dp_rank=rank, cache_salt=salt)
 
 
@@ -225,7 +250,8 @@ class KvEventSubscriber:
         self._ranks = range(ranks)
         self._zmq = library
         self._folder = Path(tempfile.mkdtemp(prefix="dynamo-"))  # vLLM's own paths there are longer
-        # vLLM appends the rank to an endpoint with "inproc" in it, and has no rule for others of kind ipc.
+        # vLLM appends the rank to an endpoint with "inproc" in it, and has no rule for others of
+        # kind ipc.
         self._endpoint = f"ipc://{self._folder}/inproc"
         self._replay_endpoint = f"{self._endpoint}-replay"
         self._context = library.Context()
@@ -242,9 +268,18 @@ class KvEventSubscriber:
         }
 
     def start(self, block_tokens: int, on_events: OnKvEvents) -> None:
-        """Start the thread. It calls `on_events` on the running event loop, first with what is cached already."""
-        arguments = (asyncio.get_running_loop(), VllmEventConverter(block_tokens, self._replay), on_events)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="vllm-kv-events", daemon=True)
+        """Start the thread.
+
+        It calls `on_events` on the running event loop, first with what is cached already.
+        """
+        arguments = (
+            asyncio.get_running_loop(),
+            VllmEventConverter(block_tokens, self._replay),
+            on_events,
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name="vllm-kv-events", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -254,7 +289,9 @@ class KvEventSubscriber:
             self._thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _run(self, loop: asyncio.AbstractEventLoop, converter: VllmEventConverter, on_events: OnKvEvents) -> None:
+    def _run(
+        self, loop: asyncio.AbstractEventLoop, converter: VllmEventConverter, on_events: OnKvEvents
+    ) -> None:
         def post(events: Sequence[KvEvent]) -> None:
             if events and not loop.is_closed():
                 loop.call_soon_threadsafe(on_events, events)
@@ -287,7 +324,8 @@ class KvEventSubscriber:
             question.send_multipart((b"", first.to_bytes(8, "big")))
             try:
                 while True:
-                    number, payload = question.recv_multipart()[-2:]  # from 0.26 on, the topic is before them
+                    # from 0.26 on, the topic is before them
+                    number, payload = question.recv_multipart()[-2:]
                     if (found := int.from_bytes(number, "big")) == _END_OF_REPLAY:
                         return
                     yield found, payload
@@ -296,5 +334,7 @@ class KvEventSubscriber:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a rank, as vLLM derives it (`ZmqEventPublisher.offset_endpoint_port`)."""
+    """Return the endpoint of a rank, as vLLM derives it
+    (`ZmqEventPublisher.offset_endpoint_port`).
+    """
     return f"{endpoint}_dp{rank}" if rank else endpoint

@@ -1,4 +1,6 @@
-"""Run calls with a loaded AsyncLLM: submit them, read their outputs, abort them, and free KV that was not fetched."""
+"""Run calls with a loaded AsyncLLM: submit them, read their outputs, abort them, and free KV that
+was not fetched.
+"""
 
 from __future__ import annotations
 
@@ -53,36 +55,60 @@ class VllmLibrary:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()  # of aborts
 
-    async def _call_workers(self, method: str, argument: Any, *, limit_s: float = _RPC_S, failure: str = _MUTE) -> Any:
-        """Return what a method of the worker extension returns at each rank. Raises EngineFailed."""
+    async def _call_workers(
+        self, method: str, argument: Any, *, limit_s: float = _RPC_S, failure: str = _MUTE
+    ) -> Any:
+        """Return what a method of the worker extension returns at each rank.
+
+        Raises EngineFailed.
+        """
         try:
             return await self.llm.collective_rpc(method, timeout=limit_s, args=(argument,))
         except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
             raise EngineFailed(f"{failure}: {exc}") from exc
 
     async def bind_lifetime(self) -> None:
-        """Make vLLM's processes end with this one, even if this one is killed. Raises EngineFailed if they are mute."""
+        """Make vLLM's processes end with this one, even if this one is killed.
+
+        Raises EngineFailed if they are mute.
+        """
         if not all(await self._call_workers(_BIND_LIFETIME, os.getpid())):
-            _log.warning("no pidfd_open on this system: if this process is killed, end vLLM's processes by hand")
+            _log.warning(
+                "no pidfd_open on this system: if this process is killed, end vLLM's processes by"
+                " hand"
+            )
 
     def passes(self, counts: Sequence[int]) -> list[WarmUpStep]:
-        """Return a step of a warm-up for each number of tokens: one pass through the model, without KV."""
-        run = partial(self._call_workers, _PASS, limit_s=_PASS_S, failure="vLLM could not run a pass of the warm-up")
+        """Return a step of a warm-up for each number of tokens: one pass through the model, without
+        KV.
+        """
+        run = partial(
+            self._call_workers,
+            _PASS,
+            limit_s=_PASS_S,
+            failure="vLLM could not run a pass of the warm-up",
+        )
         return [WarmUpStep(f"{tokens} tokens", partial(run, tokens)) for tokens in counts]
 
     @asynccontextmanager
     async def compiling(self) -> AsyncIterator[None]:
-        """Expect compilations of kernels meanwhile: count them. Before and after, vLLM logs each as a delay."""
+        """Expect compilations of kernels meanwhile: count them.
+
+        Before and after, vLLM logs each as a delay.
+        """
         await self._call_workers(_COUNT_COMPILATIONS, True)
         yield
         compiled = await self._call_workers(_COUNT_COMPILATIONS, False)
         _log.info(
-            "kernels compiled by the warm-up or loaded from the cache, per rank: %s", ", ".join(map(str, compiled))
+            "kernels compiled by the warm-up or loaded from the cache, per rank: %s",
+            ", ".join(map(str, compiled)),
         )
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""
-        converted = VllmRequest(request, self.model_limits, None if kv_params is None else unpack(kv_params))
+        converted = VllmRequest(
+            request, self.model_limits, None if kv_params is None else unpack(kv_params)
+        )
         return VllmCall(self, request, converted, f"{request.request_id}.{next(self._numbers)}")
 
     def health(self, waiting_since: float | None) -> str:
@@ -90,7 +116,10 @@ class VllmLibrary:
         return "vLLM's engine process has died; see its log" if self.llm.errored else ""
 
     def counts(self, *, is_idle: bool) -> Counts:
-        """See `Library.counts`. An idle engine still reports the KV that waits for its decode workers."""
+        """See `Library.counts`.
+
+        An idle engine still reports the KV that waits for its decode workers.
+        """
         return self.last_counts()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -105,19 +134,25 @@ class VllmLibrary:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ABORT_S)
         if self.llm.output_handler is not None:
-            self.llm.output_handler.cancel()  # it watches the engine process, whose shutdown it would log as a crash
+            # it watches the engine process, whose shutdown it would log as a crash
+            self.llm.output_handler.cancel()
 
 
 class VllmCall:
-    """One request in AsyncLLM, whose outputs arrive within vLLM's own step: without a task and a wake-up per token."""
+    """One request in AsyncLLM, whose outputs arrive within vLLM's own step: without a task and a
+    wake-up per token.
+    """
 
-    def __init__(self, library: VllmLibrary, request: GenerateRequest, converted: VllmRequest, call_id: str) -> None:
+    def __init__(
+        self, library: VllmLibrary, request: GenerateRequest, converted: VllmRequest, call_id: str
+    ) -> None:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
         self.num_generated = self.cached_tokens = 0
         self._library = library
         self._converted: VllmRequest | None = converted  # until it is submitted
-        self._seed = converted.seed if request.sampling.seed is None else None  # for the decode call
+        # for the decode call
+        self._seed = converted.seed if request.sampling.seed is None else None
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None
         self._is_aborted = self._is_submitted = False
@@ -126,7 +161,8 @@ class VllmCall:
         # Of the first output token, from the prefill engine.
         self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
-        self._unscored = request if scores_prompt else None  # until its prompt's log-probabilities are returned
+        # until its prompt's log-probabilities are returned
+        self._unscored = request if scores_prompt else None
 
     async def run(self, receiver: ExternalCall) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
@@ -149,8 +185,9 @@ class VllmCall:
             else:
                 receiver.on_result(output)
 
-        # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by vLLM's output
-        # handler, once per step and request (vllm/v1/engine/output_processor.py of 0.24.0).
+        # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by
+        # vLLM's output handler, once per step and request (vllm/v1/engine/output_processor.py of
+        # 0.24.0).
         early, collector.put = collector.output, put
         self._is_submitted = True
         if early is not None:
@@ -164,7 +201,9 @@ class VllmCall:
             return EngineFailed(f"vLLM's engine has died: {exc}")
         if isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
             return RequestRejected(f"vLLM rejected the request: {exc}")
-        return MigrationFailed(f"vLLM did not accept request {self._call_id}: {type(exc).__name__}: {exc}")
+        return MigrationFailed(
+            f"vLLM did not accept request {self._call_id}: {type(exc).__name__}: {exc}"
+        )
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
         """See `LibraryCall.read`. Outputs have the new tokens only."""
@@ -180,12 +219,24 @@ class VllmCall:
         if self._unscored is not None and result.prompt_logprobs:
             request, self._unscored = self._unscored, None
             scores = prompt_logprobs(request, result.prompt_logprobs)
-        return Chunk(token_ids=token_ids(tokens), logprobs=logprobs, prompt_logprobs=scores), output.finish_reason
+        return (
+            Chunk(token_ids=token_ids(tokens), logprobs=logprobs, prompt_logprobs=scores),
+            output.finish_reason,
+        )
 
-    def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities, with the prefill engine's for the first token if both engines agree on it."""
+    def _with_first(
+        self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities, with the prefill engine's for the first token if both
+        engines agree on it.
+        """
         reported = self._first_logprobs
-        if self._alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
+        if (
+            self._alternatives is None
+            or not reported
+            or not tokens
+            or reported[0].token_id != tokens[0]
+        ):
             return logprobs
         return (reported[0], *logprobs[0 if self._first else 1 :])
 
@@ -194,20 +245,28 @@ class VllmCall:
             return ()
         if len(reported) < len(tokens):
             raise RequestRejected(
-                "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
+                "vLLM returned no log-probability for a token; retry without logprobs",
+                field="logprobs",
             )
-        return tuple(token_logprob("vLLM", token, reported[n], self._alternatives) for n, token in enumerate(tokens))
+        return tuple(
+            token_logprob("vLLM", token, reported[n], self._alternatives)
+            for n, token in enumerate(tokens)
+        )
 
     def phases(self, result: Any) -> dict[str, float]:
-        """See `LibraryCall.phases`. vLLM reports times of its engine process, from a `RequestStateStats`.
+        """See `LibraryCall.phases`. vLLM reports times of its engine process, from a
+        `RequestStateStats`.
 
-        A decode call is queued until its KV has been read, then computes its first token. The parts of this queue are
-        in the last result.
+        A decode call is queued until its KV has been read, then computes its first token. The parts
+        of this queue are in the last result.
         """
         times = result.metrics
         if times is None or not 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
             return {}
-        waited_s, computed_s = times.scheduled_ts - times.queued_ts, times.first_token_ts - times.scheduled_ts
+        waited_s, computed_s = (
+            times.scheduled_ts - times.queued_ts,
+            times.first_token_ts - times.scheduled_ts,
+        )
         if self._fetches_kv:
             parts = read_parts(times.queued_ts, result.kv_transfer_params)
             return {"handoff": waited_s, "first_token": computed_s, **parts}
@@ -215,7 +274,9 @@ class VllmCall:
 
     def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
-        state = pack(result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed)
+        state = pack(
+            result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed
+        )
         return Chunk(token_ids=chunk.token_ids[:1], logprobs=chunk.logprobs[:1]), state
 
     def abort(self) -> None:
@@ -240,5 +301,7 @@ class VllmCall:
 def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
     """Convert vLLM's log-probabilities of a prompt, whose first token has none."""
     ids, alternatives = request.token_ids, request.sampling.prompt_logprobs or 0
-    scored = (token_logprob("vLLM", ids[at], reported[at], alternatives) for at in range(1, len(ids)))
+    scored = (
+        token_logprob("vLLM", ids[at], reported[at], alternatives) for at in range(1, len(ids))
+    )
     return (TokenLogprob(ids[0], math.nan), *scored)

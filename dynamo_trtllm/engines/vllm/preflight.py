@@ -1,4 +1,6 @@
-"""Check a vllm worker before it loads: its arguments against the model, the GPUs, NixlConnector and live workers."""
+"""Check a vllm worker before it loads: its arguments against the model, the GPUs, NixlConnector and
+live workers.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def context_too_long(facts: VllmFacts) -> Violation | None:
     wanted, length = facts.args.get("max_model_len"), facts.model.context_length
     if wanted is None or length == 0 or wanted <= length:
         return None
-    return Violation(other=f"the model's context of {length}", fix=f"set --max-seq-len to {length} or less")
+    return Violation(
+        other=f"the model's context of {length}", fix=f"set --max-seq-len to {length} or less"
+    )
 
 
 @WORKER.rule(
@@ -211,7 +215,10 @@ def _wants_cross_layers(facts: VllmFacts) -> bool:
     "vllm-half-kv",
     roles=_DISAGGREGATED,
     field=_CROSS_LAYERS,
-    why="vLLM 0.24 and 0.25 then transfer half of the KV of models with several kinds of layers, without an error",
+    why=(
+        "vLLM 0.24 and 0.25 then transfer half of the KV of models with several kinds of layers,"
+        " without an error"
+    ),
     fix="remove it, or install vLLM 0.26 to 0.28, which read whole rows with it",
 )
 def half_kv(facts: VllmFacts) -> Violation | None:
@@ -229,8 +236,10 @@ def half_kv(facts: VllmFacts) -> Violation | None:
     roles=_DISAGGREGATED,
     field=_CROSS_LAYERS,
     why="vLLM ignores this option from 0.29 on",
-    fix="remove it; the environment variable VLLM_KV_CACHE_LAYOUT=BHLNC does the same with attention backends that "
-    "have this layout, such as FlashAttention",
+    fix=(
+        "remove it; the environment variable VLLM_KV_CACHE_LAYOUT=BHLNC does the same with"
+        " attention backends that have this layout, such as FlashAttention"
+    ),
 )
 def cross_layers_ignored(facts: VllmFacts) -> Violation | None:
     """Find the option in the releases that no longer read it."""
@@ -242,8 +251,14 @@ def cross_layers_ignored(facts: VllmFacts) -> Violation | None:
     "vllm-small-blocks",
     roles=_DISAGGREGATED,
     field="block_size",
-    why="NixlConnector reads each block of each layer as a piece of its own, and all running streams wait meanwhile",
-    fix=f"remove it, or set --kv-block-size {TRANSFER_BLOCK_TOKENS}, except where shorter prefixes must be reused",
+    why=(
+        "NixlConnector reads each block of each layer as a piece of its own, and all running"
+        " streams wait meanwhile"
+    ),
+    fix=(
+        f"remove it, or set --kv-block-size {TRANSFER_BLOCK_TOKENS}, except where shorter prefixes"
+        " must be reused"
+    ),
 )
 def small_blocks(facts: VllmFacts) -> Violation | None:
     """Find KV blocks that make transfers slow."""
@@ -293,7 +308,10 @@ def tp_ratio(facts: PeerFacts[VllmFacts]) -> Violation | None:
     "vllm-block-size-differs",
     field="block_size",
     why=_NO_TRANSFER,
-    fix="set the same --kv-block-size for both workers (docs/updates.md says how to change it while they serve)",
+    fix=(
+        "set the same --kv-block-size for both workers (docs/updates.md says how to change it while"
+        " they serve)"
+    ),
 )
 def block_size_differs(facts: PeerFacts[VllmFacts]) -> Violation | None:
     """Find another block size."""

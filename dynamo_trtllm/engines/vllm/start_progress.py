@@ -1,7 +1,7 @@
 """Tell the worker how far the start of vLLM's engine process is, through a file that both know.
 
-vLLM reports nothing until its engine is ready, which takes minutes. Its worker processes write the current phase into
-the file, and the worker reads it for its status line.
+vLLM reports nothing until its engine is ready, which takes minutes. Its worker processes write the
+current phase into the file, and the worker reads it for its status line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ FILE = "DYNAMO_VLLM_START_FILE"  # environment variable with the file's path, fo
 IMPORTING = "importing vLLM"
 COMPILING = "running the model once: compiling"
 WAITING = "waiting for another engine, which compiles the same code"
-SAMPLING = "running the sampler once: FlashInfer compiles it for minutes on the first start with this type of GPU"
+SAMPLING = (
+    "running the sampler once: FlashInfer compiles it for minutes on the first start with this type"
+    " of GPU"
+)
 CAPTURING = "capturing CUDA graphs"
 
 
@@ -67,7 +70,9 @@ _WORKER_METHODS = {"load_model": LOADING_WEIGHTS, "compile_or_warm_up_model": CA
 
 
 def note_phases(worker_class: Any, runner_class: Any = None) -> None:
-    """Make a class of vLLM's workers note its phases. A method that a release lacks only leaves out its phase.
+    """Make a class of vLLM's workers note its phases.
+
+    A method that a release lacks only leaves out its phase.
 
     Args:
         worker_class: vLLM's class of workers.
@@ -80,7 +85,10 @@ def note_phases(worker_class: Any, runner_class: Any = None) -> None:
 
 
 def _note_during(owner: Any, name: str, phase: str, after: str | None = None) -> None:
-    """Note a phase when a method begins, and, unless it is None, the one after it. Only the first rank does."""
+    """Note a phase when a method begins, and, unless it is None, the one after it.
+
+    Only the first rank does.
+    """
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
         return

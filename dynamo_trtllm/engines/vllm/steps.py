@@ -1,7 +1,7 @@
 """Measure the steps of vLLM's scheduler, in vLLM's engine process.
 
-vLLM reports neither the time of a step nor what it computed. This module is loaded there by the connector, or by the
-name of `MeasuredScheduler`.
+vLLM reports neither the time of a step nor what it computed. This module is loaded there by the
+connector, or by the name of `MeasuredScheduler`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,33 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 _KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
 _SCHED = "vllm.v1.core.sched"
 _BEGUN = "dynamo_begun_s"
-_LATE = "dynamo_is_late"  # in the results of a step: they were there before the engine asked for them
+# in the results of a step: they were there before the engine asked for them
+_LATE = "dynamo_is_late"
 _Composition = tuple[int, int, int, float]  # the fields of a `StepSample` after its time
 
 
 def measure_steps(scheduler: Any) -> None:
     """Make a scheduler class measure its steps. Repeated calls are allowed.
 
-    A step begins when it is scheduled and the one before it has ended: with asynchronous scheduling, vLLM schedules a
-    step while the one before runs. The time is sent with vLLM's own statistics.
+    A step begins when it is scheduled and the one before it has ended: with asynchronous
+    scheduling, vLLM schedules a step while the one before runs. The time is sent with vLLM's own
+    statistics.
 
-    If the launch of a step with prompt tokens takes longer than the step before it, the end of that step is not known
-    (see `note_late_results`). A decode step is then assumed to take as long as the last one, and is no sample. Of steps
-    with prompt tokens, those are samples whose begin and end are late alike.
+    If the launch of a step with prompt tokens takes longer than the step before it, the end of that
+    step is not known (see `note_late_results`). A decode step is then assumed to take as long as
+    the last one, and is no sample. Of steps with prompt tokens, those are samples whose begin and
+    end are late alike.
     """
     if hasattr(scheduler, "dynamo_last_s"):
         return
     future = PACKAGE.find_optional("AsyncOutputFuture", "vllm.v1.executor.uniproc_executor")
     if future is not None:
         note_late_results(future)
-    schedule, update, make_stats = scheduler.schedule, scheduler.update_from_output, scheduler.make_stats
+    schedule, update, make_stats = (
+        scheduler.schedule,
+        scheduler.update_from_output,
+        scheduler.make_stats,
+    )
     scheduler.dynamo_last_s = 0.0  # the end of the last step
     scheduler.dynamo_composition = 0, 0, 0, 0.0  # of the step that was scheduled last
     scheduler.dynamo_sample = None
@@ -55,8 +62,13 @@ def measure_steps(scheduler: Any) -> None:
         now = time.monotonic()
         begun_s, composition = getattr(scheduler_output, _BEGUN, (now, (0, 0, 0, 0.0)))
         start_s, self.dynamo_last_s = max(begun_s, self.dynamo_last_s), now
-        latest = self.dynamo_composition  # of the step that was launched since, if it is another one
-        is_late = getattr(model_runner_output, _LATE, False) and latest is not composition and latest[2] > 0
+        # of the step that was launched since, if it is another one
+        latest = self.dynamo_composition
+        is_late = (
+            getattr(model_runner_output, _LATE, False)
+            and latest is not composition
+            and latest[2] > 0
+        )
         was_late, self.dynamo_was_late = self.dynamo_was_late, is_late
         decodes = composition[0] and not composition[2]
         if is_late and decodes and self.dynamo_decode_s:
@@ -81,10 +93,11 @@ def measure_steps(scheduler: Any) -> None:
 
 
 def note_late_results(future: Any) -> None:
-    """Make a class of futures note if the results of a step were there before the engine asked for them.
+    """Make a class of futures note if the results of a step were there before the engine asked for
+    them.
 
-    An engine in one process with its worker asks for them after it has launched the next step. Repeated calls are
-    allowed.
+    An engine in one process with its worker asks for them after it has launched the next step.
+    Repeated calls are allowed.
     """
     result = future.result
     if hasattr(result, "__wrapped__"):
@@ -93,7 +106,9 @@ def note_late_results(future: Any) -> None:
     @functools.wraps(result)
     def noted_result(self: Any, timeout: float | None = None) -> Any:
         results = self.async_output
-        event = getattr(results, "async_copy_ready_event", None) or getattr(results, "copy_event", None)
+        event = getattr(results, "async_copy_ready_event", None) or getattr(
+            results, "copy_event", None
+        )
         query = getattr(event, "query", None)
         is_late = query is not None and query()
         output = result(self, timeout)
@@ -108,19 +123,28 @@ class MeasuredScheduler:
     """The scheduler that vLLM would take, with measured steps. vLLM creates it by this name."""
 
     def __new__(cls, vllm_config: Any, **parts: Any) -> Any:
-        """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own does not apply."""
+        """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own
+        does not apply.
+        """
         is_async = vllm_config.scheduler_config.async_scheduling
         measure_steps(PACKAGE.find("Scheduler", f"{_SCHED}.scheduler"))
-        name, module = ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
+        name, module = (
+            ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
+        )
         return PACKAGE.find(name, f"{_SCHED}.{module}")(vllm_config=vllm_config, **parts)
 
 
 def _composition(scheduler: Any, output: Any) -> _Composition:
-    """Return what a step computes. Most steps give the requests of the step before one more token each."""
+    """Return what a step computes.
+
+    Most steps give the requests of the step before one more token each.
+    """
     counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
     decoding, context, tokens, _ = scheduler.dynamo_composition
     is_same = total == len(counts) == decoding and not tokens
-    if is_same and not (output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids):
+    if is_same and not (
+        output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids
+    ):
         return decoding, context + decoding, 0, 0.0
     decoding = context = tokens = 0
     pairs = 0.0

@@ -1,4 +1,6 @@
-"""Create and read the KV transfer parameters of vLLM engines, choose where they connect, and release unfetched KV."""
+"""Create and read the KV transfer parameters of vLLM engines, choose where they connect, and
+release unfetched KV.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ ENGINE_STATE_VERSION = 1
 
 
 class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What every release's NixlConnector returns from `request_finished`, and the decode engine can't do without.
+    """What every release's NixlConnector returns from `request_finished`, and the decode engine
+    can't do without.
 
-    Newer releases add keys, such as the generation of the registered memory. They are passed on as they are. The
-    engine process, which ends on an exception, uses these values as they were sent, so texts are no numbers here.
+    Newer releases add keys, such as the generation of the registered memory. They are passed on as
+    they are. The engine process, which ends on an exception, uses these values as they were sent,
+    so texts are no numbers here.
     """
 
     do_remote_prefill: bool
@@ -41,7 +45,8 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]  # with the keys of `RequiredParams`
-    seed: Int64 | None = None  # for a request without a seed, if both engines sample the first token
+    # for a request without a seed, if both engines sample the first token
+    seed: Int64 | None = None
 
 
 def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) -> bytes:
@@ -52,7 +57,8 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
     """
     if not params or not params.get("remote_block_ids"):
         raise RequestRejected(
-            "vLLM's connector has no KV to transfer; see NixlConnector's lines in its log", field="kv_transfer_config"
+            "vLLM's connector has no KV to transfer; see NixlConnector's lines in its log",
+            field="kv_transfer_config",
         )
     try:
         msgspec.convert(params, RequiredParams)
@@ -60,7 +66,9 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
         raise RequestRejected(
             f"vLLM {release} returned unknown kv_transfer_params: {exc}", field="kv_transfer_config"
         ) from exc
-    return encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=dict(params), seed=seed))
+    return encode(
+        _VllmState(version=ENGINE_STATE_VERSION, release=release, params=dict(params), seed=seed)
+    )
 
 
 def unpack(kv_params: KvTransferParams) -> FetchedKv:
@@ -74,40 +82,50 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
         msgspec.convert(engine_state.params, RequiredParams)
     except msgspec.ValidationError as exc:
         raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id}: its parameters for vLLM can't be used: {exc}", field="opaque"
+            f"KV transfer {kv_params.transfer_id}: its parameters for vLLM can't be used: {exc}",
+            field="opaque",
         ) from exc
     params = engine_state.params | {EXPIRES_AT: kv_params.expires_at}
-    return FetchedKv(first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params)
+    return FetchedKv(
+        first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params
+    )
 
 
 _PARTS = ("handoff.queue", "handoff.post", "handoff.read", "handoff.notice")
 
 
 def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the seconds of each part of a decode call's wait for its KV, or {} if the connector did not note them.
+    """Return the seconds of each part of a decode call's wait for its KV, or {} if the connector
+    did not note them.
 
     Args:
         queued_s: When vLLM's engine process queued the request.
-        params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read was posted, a rank saw
-            its end, and the scheduler was notified.
+        params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read was
+            posted, a rank saw its end, and the scheduler was notified.
     """
     ends = (params or {}).get(READ_TIMES, ())
     if len(ends) != len(_PARTS):
         return {}
-    return {part: end - begin for part, begin, end in zip(_PARTS, (queued_s, *ends), ends, strict=False)}
+    return {
+        part: end - begin for part, begin, end in zip(_PARTS, (queued_s, *ends), ends, strict=False)
+    }
 
 
 _TRIES = 4
 _AGAIN_S = 0.25
 _GRACE_S = 1.0
 
-Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> per vLLM worker, the ids it released
+# ids -> per vLLM worker, the ids it released
+Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]
 
 
 class KvReleaser:
-    """The task that frees KV in vLLM's worker processes, in batches. `release` calls these processes.
+    """The task that frees KV in vLLM's worker processes, in batches.
 
-    An id that no process knows yet is tried again, because its lease may start after the call has ended.
+    `release` calls these processes.
+
+    An id that no process knows yet is tried again, because its lease may start after the call has
+    ended.
     """
 
     def __init__(self, release: Release) -> None:
@@ -142,7 +160,10 @@ class KvReleaser:
                 released = await self._release(sorted(batch))
             except Exception as exc:  # noqa: BLE001 - logged; the next batch is released all the same
                 _log.warning(
-                    "vLLM could not free the KV of %d requests, which stays until the lease ends: %s", len(batch), exc
+                    "vLLM could not free the KV of %d requests, which stays until the lease"
+                    " ends: %s",
+                    len(batch),
+                    exc,
                 )
                 continue
             freed = {each for worker in released for each in worker}
@@ -173,12 +194,16 @@ HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def choose_side_channel(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Choose where NixlConnector listens for handshakes: from the environment, otherwise at free ports of the host.
+def choose_side_channel(
+    kv_transfer_host: str, ranks: int, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Choose where NixlConnector listens for handshakes: from the environment, otherwise at free
+    ports of the host.
 
     Args:
         kv_transfer_host: An address of this host that all workers can reach.
-        ranks: The number of data-parallel ranks. The first one uses the port, and each further rank the next one.
+        ranks: The number of data-parallel ranks. The first one uses the port, and each further rank
+            the next one.
 
     Returns:
         The entries of `kv_connector_extra_config` that pass the address to vLLM's processes.
@@ -192,7 +217,8 @@ def choose_side_channel(kv_transfer_host: str, ranks: int, environment: Mapping[
         return {"side_channel_host": host, "side_channel_port": free_ports(ranks, host)}
     if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
         raise ConfigError(
-            f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or unset it"
+            f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or"
+            " unset it"
         )
     return {"side_channel_host": host, "side_channel_port": int(port)}
 
@@ -201,4 +227,6 @@ def listen_there(scheduler: Any, config: Any) -> None:
     """Set the address in the connector's scheduler, which listens once KV caches are registered."""
     extra = config.kv_transfer_config.kv_connector_extra_config
     scheduler.side_channel_host = extra["side_channel_host"]
-    scheduler.side_channel_port = extra["side_channel_port"] + config.parallel_config.data_parallel_index
+    scheduler.side_channel_port = (
+        extra["side_channel_port"] + config.parallel_config.data_parallel_index
+    )

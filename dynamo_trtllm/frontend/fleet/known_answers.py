@@ -1,7 +1,8 @@
 """Obtain the known answers with which the probes of prefill/decode pairs are compared.
 
-A known answer comes from one worker that runs the aggregated request. A pair whose KV arrives changed, stale or not at
-all still answers, but with other tokens. Comparing tokens detects this for every engine and KV transfer backend.
+A known answer comes from one worker that runs the aggregated request. A pair whose KV arrives
+changed, stale or not at all still answers, but with other tokens. Comparing tokens detects this for
+every engine and KV transfer backend.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 
 ANSWER_TOKENS: Final = 8
-"""Output tokens of a probe. Few enough that rounding rarely changes one. In 24 trials on models with random weights,
-losing an eighth of every KV row was missed 7 times with 4 tokens and once with 8."""
+"""Output tokens of a probe.
+
+Few enough that rounding rarely changes one. In 24 trials on models with random weights,
+losing an eighth of every KV row was missed 7 times with 4 tokens and once with 8.
+"""
 _PROMPT_TOKENS: Final = 168  # longer than the sliding window of gpt-oss (128); ends within a block
 
 
@@ -37,14 +41,18 @@ class KnownAnswer:
 ProbeCall: TypeAlias = Callable[[WorkerSelection, TokenIds, int], Awaitable[list[int]]]
 """A function that sends one greedy request to some workers and returns the output tokens.
 
-The prompt ends with as many tokens of the answer as the number says, and the request is for the rest of ANSWER_TOKENS.
-It raises DynamoError if the request failed, and TimeoutError if the answer took too long.
+The prompt ends with as many tokens of the answer as the number says, and the request is for the
+rest of ANSWER_TOKENS. It raises DynamoError if the request failed, and TimeoutError if the answer
+took too long.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Making:
-    """A known answer that is there or being made. The task is cancelled when no pair waits for it any more."""
+    """A known answer that is there or being made.
+
+    The task is cancelled when no pair waits for it any more.
+    """
 
     task: asyncio.Task[KnownAnswer | None]
     num_waiting: int = 0
@@ -57,14 +65,18 @@ class KnownAnswers:
         # By decode instance, and by length of the prompt and number of the answer.
         self._answers: defaultdict[int, dict[tuple[int, int], _Making]] = defaultdict(dict)
 
-    async def get(self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
-        """Return known answer `number` (from 0) for a pair; None if no worker of the model can give one.
+    async def get(
+        self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall
+    ) -> KnownAnswer | None:
+        """Return known answer `number` (from 0) for a pair; None if no worker of the model can give
+        one.
 
-        Raises what `ask` raises. A failure is shared with all pairs that waited for the same answer, so that the pairs
-        of a worker that does not answer wait for one timeout together.
+        Raises what `ask` raises. A failure is shared with all pairs that waited for the same
+        answer, so that the pairs of a worker that does not answer wait for one timeout together.
         """
         sources = _sources(selection, view)
-        if not is_salted(selection):  # without salts, a prefix cache would hit on a prompt that was used before
+        # without salts, a prefix cache would hit on a prompt that was used before
+        if not is_salted(selection):
             return await _make(selection, sources, ask)
         answers, key = self._answers[selection.decode.id], (_prompt_tokens(selection), number)
         making = answers.get(key)
@@ -85,7 +97,9 @@ class KnownAnswers:
         return answer
 
     def forget(self, decode: int) -> None:
-        """Drop the answers of a decode instance, so that new prompts are used: two tokens may be equally likely."""
+        """Drop the answers of a decode instance, so that new prompts are used: two tokens may be
+        equally likely.
+        """
         self._answers.pop(decode, None)
 
     def keep_only(self, ids: Iterable[int]) -> None:
@@ -97,18 +111,23 @@ class KnownAnswers:
 def random_prompt(selection: WorkerSelection) -> TokenIds:
     """Return a prompt of random tokens from the middle half of the vocabulary.
 
-    Control tokens and image placeholders are usually at the ends. Raises ValueError for a card without a vocabulary.
+    Control tokens and image placeholders are usually at the ends. Raises ValueError for a card
+    without a vocabulary.
     """
     begin, count = (size := selection.decode.card.vocab_size) // 4, size // 2
     if count < 1:
-        raise ValueError(f"the card of model {selection.decode.card.name} has a vocabulary of {size} tokens")
+        raise ValueError(
+            f"the card of model {selection.decode.card.name} has a vocabulary of {size} tokens"
+        )
     # One system call. One per token was half of the CPU time of a probe.
     numbers = array("I", secrets.token_bytes(array("I").itemsize * _prompt_tokens(selection)))
     return token_ids(begin + number % count for number in numbers)
 
 
 def _prompt_tokens(selection: WorkerSelection) -> int:
-    """Return the length of a probe's prompt: more than two KV blocks if both workers can hold that many tokens."""
+    """Return the length of a probe's prompt: more than two KV blocks if both workers can hold that
+    many tokens.
+    """
     instances = _instances(selection)
     block = max(instance.layout.block_tokens for instance in instances)
     max_prompt = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
@@ -122,33 +141,48 @@ def _prompt_tokens(selection: WorkerSelection) -> int:
 
 def is_salted(selection: WorkerSelection) -> bool:
     """Return True if the pair's workers separate their prefix caches by salt."""
-    return not any("cache_salt" in instance.card.unsupported_features for instance in _instances(selection))
+    return not any(
+        "cache_salt" in instance.card.unsupported_features for instance in _instances(selection)
+    )
 
 
 def _instances(selection: WorkerSelection) -> list[Instance]:
-    return [selection.decode] if selection.prefill is None else [selection.decode, selection.prefill]
+    return (
+        [selection.decode] if selection.prefill is None else [selection.decode, selection.prefill]
+    )
 
 
 def _sources(selection: WorkerSelection, view: ModelView) -> list[Instance]:
     """Return the workers that may give the known answer, the best first.
 
-    The decode worker is first because it rounds as the pair does. Without cache salts it is excluded: its prefix cache
-    would then contain the prompt's KV, and the pair would transfer none.
+    The decode worker is first because it rounds as the pair does. Without cache salts it is
+    excluded: its prefix cache would then contain the prompt's KV, and the pair would transfer none.
     """
     wanted = [*_instances(selection), *view.aggregated]
     if not is_salted(selection):
         wanted.remove(selection.decode)
-    return [instance for instance in wanted if instance.can_aggregate or instance.role is Role.AGGREGATED]
+    return [
+        instance
+        for instance in wanted
+        if instance.can_aggregate or instance.role is Role.AGGREGATED
+    ]
 
 
-async def _make(selection: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall) -> KnownAnswer | None:
+async def _make(
+    selection: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall
+) -> KnownAnswer | None:
     for source in sources:
-        alone, prompt, other = WorkerSelection(None, source), random_prompt(selection), random_prompt(selection)
+        alone, prompt, other = (
+            WorkerSelection(None, source),
+            random_prompt(selection),
+            random_prompt(selection),
+        )
         try:
             tokens = await ask(alone, prompt, 0)
             follows = await ask(alone, other + token_ids(tokens[:1]), 1)
         except (DynamoError, TimeoutError) as exc:
-            is_rejected = isinstance(exc, (RequestRejected, RequestError))  # it does not support this request
+            # it does not support this request
+            is_rejected = isinstance(exc, (RequestRejected, RequestError))
             if source in _instances(selection) and not is_rejected:
                 raise
             continue

@@ -1,6 +1,7 @@
 """Hold the models that a frontend serves, updated from discovery, and report which are ready.
 
-The frontend has no model files of its own. It fetches those that a card names from a worker, by content hash.
+The frontend has no model files of its own. It fetches those that a card names from a worker, by
+content hash.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Final
 from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport
 from dynamo_trtllm.background import cancel_all, in_thread
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
-from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
+from dynamo_trtllm.errors import (
+    BadFrame,
+    DynamoError,
+    EngineNotReady,
+    InternalError,
+    ModelNotFound,
+    NoInstances,
+)
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.policy import PairBreakers, PairState, differences
@@ -27,7 +35,8 @@ from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 log = logging.getLogger(__name__)
 
-MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; the size that a worker sends is not trusted
+# limit of one card's files together; the size that a worker sends is not trusted
+MOST_FILES_BYTES: Final = 256 << 20
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
 _PRELOAD_AFTER_S: Final = 15.0  # the first seconds of a frontend are busy
@@ -41,7 +50,8 @@ class ModelRegistry:
     _discovery: Discovery
     _plane: Plane
     _namespace: str
-    _breakers: PairBreakers | None = None  # with them, a model is ready only after one of its pairs has worked
+    # with them, a model is ready only after one of its pairs has worked
+    _breakers: PairBreakers | None = None
 
     def __post_init__(self) -> None:
         self._served: dict[str, ServedModel] = {}
@@ -60,24 +70,35 @@ class ModelRegistry:
         """
         served = self._served.get(name)
         if served is None and name in self._view.models():
-            raise EngineNotReady(f"this frontend is still loading the files of model {name!r}; retry")
+            raise EngineNotReady(
+                f"this frontend is still loading the files of model {name!r}; retry"
+            )
         if served is None:
             known = ", ".join(self.names()) or "none yet"
-            raise ModelNotFound(f"model {name!r} not found; available models: {known}", field="model")
+            raise ModelNotFound(
+                f"model {name!r} not found; available models: {known}", field="model"
+            )
         return served
 
     def preload(self, name: str) -> None:
-        """Let the renderer of a loaded model load the rest now: for a long prompt, or by its timer. Idempotent."""
+        """Let the renderer of a loaded model load the rest now: for a long prompt, or by its timer.
+
+        Idempotent.
+        """
 
         def preloaded(future: asyncio.Future[None]) -> None:
             if not future.cancelled() and (error := future.exception()) is not None:
-                log.error("the tokenizer of model %s cannot be preloaded: %s", name, error, exc_info=error)
+                log.error(
+                    "the tokenizer of model %s cannot be preloaded: %s", name, error, exc_info=error
+                )
 
         timer = self._preload_timers.pop(name, None)
         if timer is not None:
             timer.cancel()
             # Not in one of the few threads for requests.
-            loading = asyncio.get_running_loop().run_in_executor(None, self._served[name].renderer.preload)
+            loading = asyncio.get_running_loop().run_in_executor(
+                None, self._served[name].renderer.preload
+            )
             loading.add_done_callback(preloaded)
 
     def names(self) -> list[str]:
@@ -92,10 +113,13 @@ class ModelRegistry:
 
     def not_ready_reason(self, name: str) -> str | None:
         """Return why the model cannot be served now, as text for people; None if it can."""
-        return self._plane.unavailable_reason() or not_ready_reason(self._view.model(name), name, self._breakers)
+        return self._plane.unavailable_reason() or not_ready_reason(
+            self._view.model(name), name, self._breakers
+        )
 
     def readiness(self, limit: int) -> ReadinessReport:
-        """Return the pairs of all models, the instances that match no other, and the rejected etcd records.
+        """Return the pairs of all models, the instances that match no other, and the rejected etcd
+        records.
 
         Each list has at most `limit` entries, because thousands of workers have thousands of pairs.
         """
@@ -105,7 +129,11 @@ class ModelRegistry:
         pairs = {name: pairs_of(view, quarantined) for name, view in views.items()}
         every = ((name, pair) for name, each in pairs.items() for pair in each)
         open_pairs = [
-            (name, pair) for name, each in pairs.items() if quarantined for pair in each if pair in quarantined
+            (name, pair)
+            for name, each in pairs.items()
+            if quarantined
+            for pair in each
+            if pair in quarantined
         ]
         shown = dict.fromkeys(islice(chain(open_pairs, every), limit + len(open_pairs)))
         return ReadinessReport(
@@ -113,7 +141,10 @@ class ModelRegistry:
             num_quarantined=len(open_pairs),
             pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
             mismatched=list(islice(chain.from_iterable(map(mismatches, views.values())), limit)),
-            rejected_records=[{"key": key, "reason": self._rejected[key]} for key in sorted(self._rejected)[:limit]],
+            rejected_records=[
+                {"key": key, "reason": self._rejected[key]}
+                for key in sorted(self._rejected)[:limit]
+            ],
         )
 
     async def watch(self) -> None:
@@ -158,14 +189,20 @@ class ModelRegistry:
 
     def _announce(self, name: str) -> None:
         """Log that the model is ready, once its files are loaded and each role has a worker."""
-        if name in self._served and name not in self._announced and self._view.model(name).is_complete:
+        if (
+            name in self._served
+            and name not in self._announced
+            and self._view.model(name).is_complete
+        ):
             self._announced.add(name)
             log.info("model %s is ready", name)
 
     def _warn_of_another_card(self, instance: Instance) -> None:
-        """Warn if the instance's card differs from the card in use, which changes as workers come and go.
+        """Warn if the instance's card differs from the card in use, which changes as workers come
+        and go.
 
-        The context length of prefill workers may differ: they reject prompts that are too long for them.
+        The context length of prefill workers may differ: they reject prompts that are too long for
+        them.
         """
         card = self._view.model(instance.card.name).card or instance.card
         own = {"context_length"} if instance.role is Role.PREFILL else set()
@@ -173,7 +210,8 @@ class ModelRegistry:
         differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
         if differ:
             log.warning(
-                "worker %x of model %s differs from the card in use in %s; start all its workers with the same flags",
+                "worker %x of model %s differs from the card in use in %s; start all its workers"
+                " with the same flags",
                 instance.id,
                 card.name,
                 ", ".join(differ),
@@ -185,7 +223,9 @@ class ModelRegistry:
                 self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
 
     def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
-        """Return the card in use of this model's instances; None if it is loaded or there are no instances."""
+        """Return the card in use of this model's instances; None if it is loaded or there are no
+        instances.
+        """
         card, served = self._view.model(name).card, self._served.get(name)
         return None if served is not None and served.card == card else card
 
@@ -198,7 +238,9 @@ class ModelRegistry:
                     files = await self._fetch_all(card)
                     renderer = await in_thread(_renderer, card, files)
                     self._served[name] = ServedModel(card, renderer)
-                    later = asyncio.get_running_loop().call_later(_PRELOAD_AFTER_S, self.preload, name)
+                    later = asyncio.get_running_loop().call_later(
+                        _PRELOAD_AFTER_S, self.preload, name
+                    )
                     self._preload_timers[name] = later
                     self._announce(name)
                     if name not in self._announced:
@@ -209,7 +251,11 @@ class ModelRegistry:
                         logged = exc.message
                         unexpected = exc if isinstance(exc, InternalError) else None
                         log.error(
-                            "model %s cannot be loaded yet (%s): %s", name, exc.code, exc.message, exc_info=unexpected
+                            "model %s cannot be loaded yet (%s): %s",
+                            name,
+                            exc.code,
+                            exc.message,
+                            exc_info=unexpected,
                         )
                     await asyncio.sleep(_RETRY_S)
         finally:
@@ -225,7 +271,10 @@ class ModelRegistry:
         return files
 
     async def _fetch(self, name: str, sha256: str, most_bytes: int) -> bytes:
-        """Fetch a file from the first of the model's workers that sends it. Raises the last worker's error."""
+        """Fetch a file from the first of the model's workers that sends it.
+
+        Raises the last worker's error.
+        """
         error: DynamoError = NoInstances(f"no worker of model {name!r} has file {sha256} now")
         for worker in self._view.instances():
             if worker.card.name == name and sha256 in worker.card.files.values():
@@ -236,7 +285,10 @@ class ModelRegistry:
         raise error
 
     async def _fetch_from(self, worker: Instance, sha256: str, most_bytes: int) -> bytes:
-        """Fetch the file in chunks. Raises BadFrame for a wrong content or size, and as `Plane.control`."""
+        """Fetch the file in chunks.
+
+        Raises BadFrame for a wrong content or size, and as `Plane.control`.
+        """
         data = bytearray()
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
@@ -248,7 +300,9 @@ class ModelRegistry:
                 raise BadFrame(f"instance {worker.id:x} sent file {sha256} {wrong}")
             data += chunk.data
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise BadFrame(f"instance {worker.id:x} sent a file whose hash is not {sha256}; restart it")
+            raise BadFrame(
+                f"instance {worker.id:x} sent a file whose hash is not {sha256}; restart it"
+            )
         return bytes(data)
 
     async def aclose(self) -> None:
@@ -259,17 +313,20 @@ class ModelRegistry:
 
 
 def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
-    """Create the renderer, in a thread. Any exception that is not a DynamoError becomes an InternalError."""
+    """Create the renderer, in a thread.
+
+    Any exception that is not a DynamoError becomes an InternalError.
+    """
     try:
         return renderer_for(card, files)
     except DynamoError:
         raise
-    # The tokenizer library panics on some broken files, and a panic is a BaseException. It must not end the loading
-    # task. A cancellation is never raised in a thread.
+    # The tokenizer library panics on some broken files, and a panic is a BaseException. It must not
+    # end the loading task. A cancellation is never raised in a thread.
     except BaseException as exc:
         raise InternalError(
-            f"cannot load the tokenizer files of model {card.name!r}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}; "
-            "replace them on the workers"
+            f"cannot load the tokenizer files of model {card.name!r}: {type(exc).__name__}:"
+            f" {str(exc)[:_ERROR_CHARS]}; replace them on the workers"
         ) from exc
 
 
@@ -279,11 +336,13 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
         return f"with total size {total_bytes}, then {chunk.total_bytes}; restart it"
     if total_bytes > most_bytes:
         return (
-            f"with size {total_bytes}; allowed are at most {most_bytes} bytes, and {MOST_FILES_BYTES >> 20} MiB for "
-            "all files of a model"
+            f"with size {total_bytes}; allowed are at most {most_bytes} bytes, and"
+            f" {MOST_FILES_BYTES >> 20} MiB for all files of a model"
         )
     if offset + len(chunk.data) > total_bytes:
-        return f"with {offset + len(chunk.data)} bytes where {total_bytes} were announced; restart it"
+        return (
+            f"with {offset + len(chunk.data)} bytes where {total_bytes} were announced; restart it"
+        )
     if not chunk.data and offset < total_bytes:
         return f"with only {offset} of {total_bytes} bytes; restart it"
     return ""
@@ -293,7 +352,10 @@ _MOST_NAMED = 20  # pairs or instances in a message
 
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
-    """Return why the model cannot be served now; None if it can. With `breakers`, one pair must have worked."""
+    """Return why the model cannot be served now; None if it can.
+
+    With `breakers`, one pair must have worked.
+    """
     if missing := view.missing_roles():
         return f"model {name} has no {' and no '.join(f'{role} worker' for role in missing)}"
     pairs = pairs_of(view)
@@ -311,12 +373,16 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
 
 
 def mismatches(view: ModelView) -> Iterator[str]:
-    """Yield a line for each instance that matches no instance of the other role, with the fields that differ."""
+    """Yield a line for each instance that matches no instance of the other role, with the fields
+    that differ.
+    """
     for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
         keys = {view.keys[instance.id] for instance in other}
         for instance in one:
             if keys and view.keys[instance.id] not in keys:
-                yield f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
+                yield (
+                    f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
+                )
 
 
 def pair_row(name: str, pair: Pair, breakers: PairBreakers, now: float) -> PairObject:

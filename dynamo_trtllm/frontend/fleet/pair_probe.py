@@ -1,8 +1,10 @@
-"""Probe every idle pair with requests whose answers are known, to prove readiness and to end quarantine.
+"""Probe every idle pair with requests whose answers are known, to prove readiness and to end
+quarantine.
 
-The known answer comes from one worker that runs the aggregated request. A pair with another answer transfers KV wrongly
-and gets no requests. The first probe of a pair also causes its handshake, so that no user's request waits for it. A
-worker is asked to restart when none of its pairs works any more while other pairs do.
+The known answer comes from one worker that runs the aggregated request. A pair with another answer
+transfers KV wrongly and gets no requests. The first probe of a pair also causes its handshake, so
+that no user's request waits for it. A worker is asked to restart when none of its pairs works any
+more while other pairs do.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from functools import partial
 from dynamo_trtllm import errors
 from dynamo_trtllm.background import first_of
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS, KnownAnswers, is_salted, random_prompt
+from dynamo_trtllm.frontend.fleet.known_answers import (
+    ANSWER_TOKENS,
+    KnownAnswers,
+    is_salted,
+    random_prompt,
+)
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
@@ -34,11 +41,15 @@ log = logging.getLogger(__name__)
 
 _CANCEL_S = 1.0  # for the cancel of a probe to arrive
 
-_MAX_CONCURRENT = 2  # probes per decode worker: one of them may wait for a prefill worker that hangs
-_MAX_ALL = 128  # probes at the same time: thousands of them would be an overload that makes them fail
+# probes per decode worker: one of them may wait for a prefill worker that hangs
+_MAX_CONCURRENT = 2
+# probes at the same time: thousands of them would be an overload that makes them fail
+_MAX_ALL = 128
 _UNAVAILABLE_S = 1.0  # until the request plane is checked again
-_PROMPTS = 3  # a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
-_SUSPECT_OPENINGS = 3  # in a row, of the breakers of all pairs of an instance: it is asked to restart
+# a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
+_PROMPTS = 3
+# in a row, of the breakers of all pairs of an instance: it is asked to restart
+_SUSPECT_OPENINGS = 3
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
@@ -72,18 +83,24 @@ class PairProbes:
         self._changes = self._view.subscribe()
         self._queue: list[tuple[float, int, Pair]] = []  # a heap by the time at which a pair is due
         self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
-        self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _MAX_CONCURRENT))
+        self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(
+            partial(asyncio.Semaphore, _MAX_CONCURRENT)
+        )
         self._all_slots = asyncio.Semaphore(_MAX_ALL)
         self._probed = asyncio.Event()
 
     async def run(self) -> None:
-        """Send probes until cancelled. Each pair is probed in its own task, so that a slow one delays no other."""
+        """Send probes until cancelled.
+
+        Each pair is probed in its own task, so that a slow one delays no other.
+        """
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._view.changed
                 self._probed.clear()
                 self._schedule_changed()
-                if self.pipeline.plane.unavailable_reason() is not None:  # thousands of probes would fail per second
+                # thousands of probes would fail per second
+                if self.pipeline.plane.unavailable_reason() is not None:
                     await asyncio.sleep(_UNAVAILABLE_S)
                     continue
                 now = time.monotonic()
@@ -95,11 +112,15 @@ class PairProbes:
 
     @property
     def _idle_s(self) -> float:
-        """Time between probes of an idle pair: longer with many pairs, so that probes are never most of the load."""
+        """Time between probes of an idle pair: longer with many pairs, so that probes are never
+        most of the load.
+        """
         return self.interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
 
     def _schedule_changed(self) -> None:
-        """Schedule the pairs that are new or may be due earlier than before, and drop instances that are gone."""
+        """Schedule the pairs that are new or may be due earlier than before, and drop instances
+        that are gone.
+        """
         self.pipeline.update_breakers()  # new pairs get no requests before their probe
         if not all(change.is_added for change in self._changes):
             self._keep_only(self._view.ids())
@@ -119,7 +140,8 @@ class PairProbes:
     def _pop_due(self, now: float) -> Iterator[tuple[Pair, str]]:
         """Yield the pairs to probe now with their models.
 
-        A pair that was seen since it was scheduled is due later. One that is not to be probed any more is dropped.
+        A pair that was seen since it was scheduled is due later. One that is not to be probed any
+        more is dropped.
         """
         while self._queue and self._queue[0][0] <= now:
             at, _, pair = heapq.heappop(self._queue)
@@ -141,7 +163,9 @@ class PairProbes:
         self._known_answers.keep_only(ids)
         self._asked_to_restart &= set(ids)
         self._unexpected_failures = {
-            pair for pair in self._unexpected_failures if all(each is None or each in ids for each in pair)
+            pair
+            for pair in self._unexpected_failures
+            if all(each is None or each in ids for each in pair)
         }
         for decode in [decode for decode in self._slots if decode not in ids]:
             del self._slots[decode]
@@ -151,7 +175,8 @@ class PairProbes:
             async with self._slots[pair[1]], self._all_slots:
                 code = await self._probe_safely(pair)
             self.probe_finished(model=model, code=code)
-            if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:  # else it makes no instance a suspect
+            # else it makes no instance a suspect
+            if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:
                 await self._restart_suspects(pair)
         finally:
             self._probing.discard(pair)
@@ -162,13 +187,15 @@ class PairProbes:
         """Probe a pair. An unexpected exception counts as a failure of this pair alone."""
         try:
             code = await self._probe(pair)
-        # A probe uses data that workers send. An exception would end the probes of all pairs and the frontend. The
-        # traceback is logged once per pair until its probe passes.
+        # A probe uses data that workers send. An exception would end the probes of all pairs and
+        # the frontend. The traceback is logged once per pair until its probe passes.
         except Exception as exc:
             code = errors.InternalError.code
             if pair not in self._unexpected_failures:
                 self._unexpected_failures.add(pair)
-                log.error("probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc)
+                log.error(
+                    "probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc
+                )
             self._record_failure(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}")
         if code in (_PASSED, _INCONCLUSIVE):
             self._unexpected_failures.discard(pair)
@@ -189,7 +216,8 @@ class PairProbes:
         except errors.CapacityError as exc:  # a busy worker is not a broken pair
             self._breakers.defer(pair, time.monotonic())
             return exc.code
-        except (errors.Unreachable, errors.Disconnected) as exc:  # an unreachable worker says nothing about KV transfer
+        # an unreachable worker says nothing about KV transfer
+        except (errors.Unreachable, errors.Disconnected) as exc:
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
             at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
             if at is not None:
@@ -214,10 +242,12 @@ class PairProbes:
         return code
 
     async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> tuple[str, str]:
-        """Compare the pair's answers with known ones. Return the code for the metric, and a reason or note.
+        """Compare the pair's answers with known ones.
 
-        The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers differ, or if some differ
-        and the others prove nothing.
+        Return the code for the metric, and a reason or note.
+
+        The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers
+        differ, or if some differ and the others prove nothing.
         """
         ask, view = partial(self._ask, trace), self._view.model(selection.decode.card.name)
         num_wrong = 0
@@ -232,35 +262,59 @@ class PairProbes:
             if selection.prefill is None:
                 return _PASSED, ""
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
-                return "canary", "the decode worker answered a probe without reading the prefill worker's KV"
+                return (
+                    "canary",
+                    "the decode worker answered a probe without reading the prefill worker's KV",
+                )
             if known_answer is None and num_wrong:
-                text = "its answer to a probe is not the known one, and no worker gives another one to compare with"
+                text = (
+                    "its answer to a probe is not the known one, and no worker gives another one to"
+                    " compare with"
+                )
                 return "canary", text
             if known_answer is None:
-                return _INCONCLUSIVE, "no worker of the model can run aggregated requests: wrong KV would go unnoticed"
+                return (
+                    _INCONCLUSIVE,
+                    (
+                        "no worker of the model can run aggregated requests: wrong KV would go"
+                        " unnoticed"
+                    ),
+                )
             if tokens == known_answer.tokens and known_answer.depends_on_kv:
                 return _PASSED, ""
             num_wrong += tokens != known_answer.tokens
         if not num_wrong:
-            return _INCONCLUSIVE, "the model answers all prompts alike: KV of another prompt would go unnoticed"
+            return (
+                _INCONCLUSIVE,
+                "the model answers all prompts alike: KV of another prompt would go unnoticed",
+            )
         return (
             "mismatch",
-            f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the same requests alone: KV "
-            "arrives changed, stale or not at all; check that both workers have the same build, model files and KV "
-            "settings, and check the transport between them",
+            (
+                f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the"
+                " same requests alone: KV arrives changed, stale or not at all; check that both"
+                " workers have the same build, model files and KV settings, and check the"
+                " transport between them"
+            ),
         )
 
     async def _ask(
         self, trace: RouteTrace, selection: WorkerSelection, prompt: TokenIds, num_resumed: int
     ) -> list[int]:
-        """See `ProbeCall`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
+        """See `ProbeCall`.
+
+        Each request has its own salt: otherwise a prefix cache could replace the KV transfer.
+        """
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
         request = GenerateRequest(
             request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
             token_ids=prompt,
-            sampling=Sampling(max_tokens=ANSWER_TOKENS - num_resumed, temperature=0.0, ignore_eos=True),
-            # Later than the limit below, which thus always decides: this one ends what a lost cancel would leave.
+            sampling=Sampling(
+                max_tokens=ANSWER_TOKENS - num_resumed, temperature=0.0, ignore_eos=True
+            ),
+            # Later than the limit below, which thus always decides: this one ends what a lost
+            # cancel would leave.
             deadline=time.time() + self.timeout_s + _CANCEL_S,
             num_resumed_output_tokens=num_resumed,
             cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
@@ -272,7 +326,9 @@ class PairProbes:
             return True
 
         async with asyncio.timeout(self.timeout_s):
-            await run_stream(partial(self.pipeline.generate, request, trace, selection=selection), collect)
+            await run_stream(
+                partial(self.pipeline.generate, request, trace, selection=selection), collect
+            )
         return tokens
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
@@ -292,32 +348,48 @@ class PairProbes:
             instance = self._view.instance(instance_id)
             if instance is None:
                 continue
-            log.error("%s worker %x fails with every peer; requesting restart", instance.role, instance_id)
+            log.error(
+                "%s worker %x fails with every peer; requesting restart", instance.role, instance_id
+            )
             try:
-                await self.pipeline.plane.control(instance.subject, Restart("KV transfer fails with every peer"))
+                await self.pipeline.plane.control(
+                    instance.subject, Restart("KV transfer fails with every peer")
+                )
             except DynamoError as exc:
                 if isinstance(exc, errors.PlaneError):
-                    self._asked_to_restart.discard(instance_id)  # it may not have received the request
+                    # it may not have received the request
+                    self._asked_to_restart.discard(instance_id)
                 log.warning(
-                    "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
+                    "restart request to worker %x failed; restart it (%s): %s",
+                    instance_id,
+                    exc.code,
+                    exc.message,
                 )
 
     def _suspects(self, pair: Pair) -> set[int]:
-        """Return the suspects, judged by the pairs of both instances and of all partners of the decode instance."""
+        """Return the suspects, judged by the pairs of both instances and of all partners of the
+        decode instance.
+        """
         selection = self._selection(pair)
         if selection is None:
             return set()
         view = self._view.model(selection.decode.card.name)
         own = pairs_with(view, selection.decode)
-        prefills = [instance for prefill, _ in own if (instance := self._view.instance(prefill or 0)) is not None]
+        prefills = [
+            instance
+            for prefill, _ in own
+            if (instance := self._view.instance(prefill or 0)) is not None
+        ]
         others = [pair for prefill in prefills for pair in pairs_with(view, prefill)]
         return suspects(self._breakers, {*own, *others})
 
 
 def suspects(breakers: PairBreakers, pairs: Collection[Pair]) -> set[int]:
-    """Return the instances all of whose pairs' breakers opened at least _SUSPECT_OPENINGS times in a row.
+    """Return the instances all of whose pairs' breakers opened at least _SUSPECT_OPENINGS times in
+    a row.
 
-    If this holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
+    If this holds for both ends of a pair and the cause is unknown, only the prefill instance is
+    returned.
     """
     good = [pair for pair in pairs if breakers.status(pair).num_openings < _SUSPECT_OPENINGS]
     fetching = [(prefill, decode) for prefill, decode in pairs if prefill is not None]

@@ -1,6 +1,8 @@
-"""Keep the router's knowledge of prefix caches up to date: follow the instances and read their KV events.
+"""Keep the router's knowledge of prefix caches up to date: follow the instances and read their KV
+events.
 
-A frontend that is new, or that missed an update of a worker, asks the worker to publish everything again.
+A frontend that is new, or that missed an update of a worker, asks the worker to publish everything
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-PAUSE_S: Final = 2.0  # after the first request for a snapshot; each one after it waits twice as long
+# after the first request for a snapshot; each one after it waits twice as long
+PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S = 30.0
 _TIMEOUT_S = 2.0
 _AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
@@ -32,7 +35,9 @@ _UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
 
 @dataclass(eq=False)
 class PrefixFeed:
-    """Updates `known` from the instances of `view` and, if it reads events, from the KV events of their namespace."""
+    """Updates `known` from the instances of `view` and, if it reads events, from the KV events of
+    their namespace.
+    """
 
     known: KnownPrefixes
     view: ClusterView
@@ -58,7 +63,10 @@ class PrefixFeed:
             while True:
                 changed = self.view.changed
                 self._wake.clear()
-                now = {instance.id: instance if is_added else None for instance, is_added in self._changes}
+                now = {
+                    instance.id: instance if is_added else None
+                    for instance, is_added in self._changes
+                }
                 self._changes.clear()
                 for instance_id, instance in now.items():
                     if instance is None:
@@ -77,10 +85,14 @@ class PrefixFeed:
             self.metrics.child("kv_updates_total", "unreadable").inc()
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
-                _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
+                _log.warning(
+                    "unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc
+                )
             return
         is_unsynced = update.instance_id in self.known.unsynced
-        self.metrics.child("kv_updates_total", "gap" if is_unsynced and not was_unsynced else "applied").inc()
+        self.metrics.child(
+            "kv_updates_total", "gap" if is_unsynced and not was_unsynced else "applied"
+        ).inc()
         if is_unsynced != (update.instance_id in self._resyncs):
             self._wake.set()
 
@@ -92,10 +104,14 @@ class PrefixFeed:
         for instance_id in unsynced - self._resyncs.keys():
             if (instance := self.view.instance(instance_id)) is not None:
                 resync = self._resync(instance)
-                self._resyncs[instance_id] = group.create_task(resync, name=f"kv-resync-{instance_id:x}")
+                self._resyncs[instance_id] = group.create_task(
+                    resync, name=f"kv-resync-{instance_id:x}"
+                )
 
     async def _resync(self, instance: Instance) -> None:
-        """Ask a worker for snapshots, with longer and longer pauses, until cancelled: when the worker is in sync."""
+        """Ask a worker for snapshots, with longer and longer pauses, until cancelled: when the
+        worker is in sync.
+        """
         pause_s, failure = self.pause_s, ""
         for count in itertools.count():
             async with self._slots:
@@ -106,7 +122,9 @@ class PrefixFeed:
                         self.known.forget(instance.id)
                 self.metrics.child("kv_updates_total", "resync").inc()
                 try:
-                    await self.plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
+                    await self.plane.control(
+                        instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S
+                    )
                     failure = "it accepts requests but publishes nothing"
                     await asyncio.sleep(min(_TIMEOUT_S, self.pause_s))  # for the snapshot
                 except DynamoError as exc:

@@ -1,4 +1,5 @@
-"""Run one choice of a response: convert its chunks to deltas for the client, with stop strings, finish and usage.
+"""Run one choice of a response: convert its chunks to deltas for the client, with stop strings,
+finish and usage.
 
 This module knows neither HTTP nor JSON.
 """
@@ -18,7 +19,15 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, PhaseTimings, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    PhaseTimings,
+    TokenIds,
+    TokenLogprob,
+    token_ids,
+)
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
 from dynamo_trtllm.tokenization.base import Channel, Delta, StepOutput, joined
@@ -29,9 +38,12 @@ _ANSWER = (Channel.FINAL, Channel.CONTENT)
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The output that one engine step adds to one choice. Only the last delta of a choice has `finish`.
+    """The output that one engine step adds to one choice.
 
-    It is a msgspec struct because one is created per token, and a frozen dataclass takes ten times as long.
+    Only the last delta of a choice has `finish`.
+
+    It is a msgspec struct because one is created per token, and a frozen dataclass takes ten times
+    as long.
     """
 
     index: int = 0  # of the choice
@@ -40,7 +52,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
     stop: str | None = None  # the stop string that ended the output, with `finish`
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first delta of a choice, if the client asked for them
+    # in the first delta of a choice, if the client asked for them
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +65,17 @@ class Usage:
 
 
 class StopStrings:
-    """A search for the first stop string in streamed text. It holds back text that could be the start of one.
+    """A search for the first stop string in streamed text.
+
+    It holds back text that could be the start of one.
 
     Each character is read once (Knuth-Morris-Pratt), however the text is divided into deltas.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
-        self._matched = [0] * len(stops)  # per stop string: length of its prefix with which the text ends
+        # per stop string: length of its prefix with which the text ends
+        self._matched = [0] * len(stops)
         self._pending = ""
         first_chars = "".join({stop[0] for stop in stops})
         self._find_start = re.compile(f"[{re.escape(first_chars)}]").search
@@ -67,12 +83,17 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and True if a stop string follows it."""
-        # Most text has no character with which a stop string begins. One search shows that for all of them.
+        # Most text has no character with which a stop string begins. One search shows that for all
+        # of them.
         if not self._pending and self._find_start(text) is None:
             return text, False
         ends = [self._end(index, text) for index in range(len(self._stops))]
         text, before = self._pending + text, len(self._pending)
-        hits = [(before + end, -len(stop)) for end, (stop, _) in zip(ends, self._stops, strict=True) if end is not None]
+        hits = [
+            (before + end, -len(stop))
+            for end, (stop, _) in zip(ends, self._stops, strict=True)
+            if end is not None
+        ]
         if hits:  # the one that ends first; of those that end together, the longest
             end, size = min(hits)
             self._pending = ""
@@ -89,7 +110,9 @@ class StopStrings:
         return pending
 
     def _end(self, index: int, text: str) -> int | None:
-        """Return the position in the text after the stop string, or None when it does not end in this text."""
+        """Return the position in the text after the stop string, or None when it does not end in
+        this text.
+        """
         stop, borders = self._stops[index]
         matched, at = self._matched[index], 0
         while at < len(text):
@@ -107,7 +130,9 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its
+    suffix.
+    """
     borders, matched = [0], 0
     for char in stop[1:]:
         while matched and stop[matched] != char:
@@ -118,7 +143,9 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class ChoiceState:
-    """One choice of a request, as long as the request lives: its stream, its text, its workers, times and finish."""
+    """One choice of a request, as long as the request lives: its stream, its text, its workers,
+    times and finish.
+    """
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request
@@ -135,18 +162,25 @@ class ChoiceState:
         self._in_content = False
         self._text_channel = Channel.CONTENT  # of the text so far
         self._is_plain = choice_request.is_plain
-        # Whether the text may end the output before its last token. Then `_ids` has the tokens so far.
+        # Whether the text may end the output before its last token. Then `_ids` has the tokens so
+        # far.
         self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
         self._ids = token_ids()
-        self._awaits_answer = self._options.output_format is not None  # and there was no text of it yet
+        # and there was no text of it yet
+        self._awaits_answer = self._options.output_format is not None
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
         self.num_tokens = 0  # generated
         self.finish: str | None = None
         self.trace = RouteTrace()
 
-    def start(self, pipeline: Pipeline, on_delta: Callable[[ChoiceDelta | DynamoError], None]) -> None:
-        """Start the stream. `on_delta` gets its deltas, and then nothing after one with `finish` or an error."""
+    def start(
+        self, pipeline: Pipeline, on_delta: Callable[[ChoiceDelta | DynamoError], None]
+    ) -> None:
+        """Start the stream.
+
+        `on_delta` gets its deltas, and then nothing after one with `finish` or an error.
+        """
         push, request = self.push, self._choice_request.request
 
         def on_event(event: StreamEvent) -> None:
@@ -160,7 +194,11 @@ class ChoiceState:
                 on_delta(delta)
             except Exception as exc:  # noqa: BLE001 - a bug, or a stream without its end
                 self.cancel()
-                on_delta(exc if isinstance(exc, DynamoError) else unexpected_error(exc, request.request_id))
+                on_delta(
+                    exc
+                    if isinstance(exc, DynamoError)
+                    else unexpected_error(exc, request.request_id)
+                )
 
         self._stream = pipeline.generate(request, self.trace, on_event)
 
@@ -195,7 +233,8 @@ class ChoiceState:
 
     def push(self, chunk: Chunk) -> ChoiceDelta:
         """Return the delta of one chunk."""
-        if chunk.finish_reason is None and self._is_plain:  # the fast path of nearly all tokens: only parsing
+        # the fast path of nearly all tokens: only parsing
+        if chunk.finish_reason is None and self._is_plain:
             tokens = len(chunk.token_ids)
             self.num_tokens += tokens
             step = self._parse(chunk.token_ids)
@@ -208,7 +247,9 @@ class ChoiceState:
         if self._choice_request.is_prompt_only:
             self.finish = "length"
             shown = tuple(deltas)
-            return ChoiceDelta(index=self._index, deltas=shown, finish="length", prompt_logprobs=scored)
+            return ChoiceDelta(
+                index=self._index, deltas=shown, finish="length", prompt_logprobs=scored
+            )
         ids = self._push_shown(chunk, deltas)
         self.num_tokens += len(ids)
         if self._has_logprobs:
@@ -227,13 +268,19 @@ class ChoiceState:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean over all tokens so far, reasoning and markers included. `best_of` ranks by it."""
+        """The mean over all tokens so far, reasoning and markers included.
+
+        `best_of` ranks by it.
+        """
         return self._logprob_sum / max(1, self.num_tokens)
 
     @property
     def transfer(self) -> tuple[int, str]:
         """The bytes of the KV transfer and the name of its transfer backend."""
-        prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
+        prefill, decode = (
+            self.trace.prefill_stats or PhaseTimings(),
+            self.trace.decode_stats or PhaseTimings(),
+        )
         return decode.kv_bytes or prefill.kv_bytes, decode.transport or prefill.transport
 
     @property
@@ -253,7 +300,8 @@ class ChoiceState:
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.num_tokens,
-            # After a migration the engine counts output tokens, too: they are part of the new worker's prompt.
+            # After a migration the engine counts output tokens, too: they are part of the new
+            # worker's prompt.
             cached_tokens=min(stats.cached_tokens, prompt_tokens),
             reasoning_tokens=self._reasoning_tokens,
         )
@@ -267,7 +315,8 @@ class ChoiceState:
         scored, wanted = self.trace.prompt_logprobs, len(self._choice_request.request.token_ids)
         if len(scored) != wanted:
             raise StreamIncomplete(
-                f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens; upgrade it"
+                f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens;"
+                " upgrade it"
             )
         choice_request = self._choice_request
         if echoed := _likeliest(scored, choice_request.echo_logprobs):
@@ -313,8 +362,8 @@ class ChoiceState:
     def _num_used(self, ids: TokenIds) -> int:
         """Return how many tokens of the last step belong to the output, and count their reasoning.
 
-        The parser does not report to which token a text belongs. So the output is parsed again, this
-        step token by token. That happens at most once; other steps are parsed at once.
+        The parser does not report to which token a text belongs. So the output is parsed again,
+        this step token by token. That happens at most once; other steps are parsed at once.
         """
         again = ChoiceState(self._choice_request)
         again._add(again._parse(self._ids).deltas, [])
@@ -334,7 +383,9 @@ class ChoiceState:
     def _look_for_answer(self, step: StepOutput) -> None:
         """Note whether the step has text of an answer, if one in a format is still awaited."""
         if self._awaits_answer:
-            self._awaits_answer = not any(each.text and each.channel in _ANSWER for each in step.deltas)
+            self._awaits_answer = not any(
+                each.text and each.channel in _ANSWER for each in step.deltas
+            )
 
     def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
         """Add parsed deltas up to a stop string or a call too many, which set `finish`."""
@@ -379,12 +430,15 @@ class ChoiceState:
         if reason is FinishReason.STOP and self._saw_tool_call:
             self.finish = "tool_calls"
         elif reason is FinishReason.STOP:
-            # Some engines let a model end within its reasoning. Clients would parse an empty answer.
+            # Some engines let a model end within its reasoning. Clients would parse an empty
+            # answer.
             self.finish = "length" if self._awaits_answer else "stop"
         elif reason is FinishReason.LENGTH:
             self.finish = "length"
         else:
-            raise StreamIncomplete(f"the stream ended with {reason.value!r}, and no decode call followed")
+            raise StreamIncomplete(
+                f"the stream ended with {reason.value!r}, and no decode call followed"
+            )
 
     def _scored(self, step: StepOutput, logprob: TokenLogprob) -> tuple[Delta, ...]:
         """Return the deltas of one token with its log-probability, if that belongs to text."""
@@ -412,7 +466,9 @@ class ChoiceState:
             self._in_content = has_text
             return has_text
         # The token gave no text: part of a character inside content counts, a marker does not.
-        return self._in_content and "\ufffd" in self._choice_request.renderer.decode(token_ids((token_id,)))
+        return self._in_content and "\ufffd" in self._choice_request.renderer.decode(
+            token_ids((token_id,))
+        )
 
 
 def record_prompt(request: GenerateRequest) -> None:

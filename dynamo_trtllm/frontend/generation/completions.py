@@ -1,4 +1,5 @@
-"""Adapt `/v1/chat/completions` and `/v1/completions`: encode deltas as events, or aggregate them into a body.
+"""Adapt `/v1/chat/completions` and `/v1/completions`: encode deltas as events, or aggregate them
+into a body.
 
 An engine step gives one event, unless an event's order of fields would not be that of generation.
 The constant part of a choice's events is built once; per event only text is encoded.
@@ -22,7 +23,13 @@ from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
+from dynamo_trtllm.frontend.generation.preprocess import (
+    B,
+    ChoiceRequest,
+    GenerationPlan,
+    prepare_chat,
+    prepare_text,
+)
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.text_input import input_of
@@ -44,23 +51,32 @@ def event(value: Any) -> bytes:
 
 
 class CompletionBuilder:
-    """One chat or text completion: the encoder of its events if it is streamed, otherwise its aggregator. Pure."""
+    """One chat or text completion: the encoder of its events if it is streamed, otherwise its
+    aggregator. Pure.
+    """
 
     def __init__(
-        self, choice: type[_TextChoice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
+        self,
+        choice: type[_TextChoice],
+        meta: ResponseMeta,
+        body: SamplingFields,
+        plan: GenerationPlan,
     ) -> None:
         kind = choice.event_kind if body.stream else choice.kind
         self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
         self._include_usage = body.stream_options.include_usage
-        # One request for each choice of the response. The candidates of a prompt differ only in their seeds.
+        # One request for each choice of the response. The candidates of a prompt differ only in
+        # their seeds.
         returned = [each for each in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
         end = {"usage": None} if self._include_usage else {}
         self._choices = [choice(at, each, self._base, end) for at, each in enumerate(returned)]
         # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
         is_counted = body.stream_options.continuous_usage_stats
-        self._counts = [[len(each.request.token_ids), 0] for each in returned] if is_counted else None
+        self._counts = (
+            [[len(each.request.token_ids), 0] for each in returned] if is_counted else None
+        )
 
-    # --- complete ------------------------------------------------------------------------------------------
+    # --- complete ---------------------------------------------------------------------------------
 
     def push(self, delta: ChoiceDelta) -> None:
         self._choices[delta.index].push(delta)
@@ -69,19 +85,26 @@ class CompletionBuilder:
         """Return the response body. Called once, after each choice's delta with `finish`."""
         return self._complete([choice.body() for choice in self._choices], usage, extras)
 
-    # --- streamed ------------------------------------------------------------------------------------------
+    # --- streamed ---------------------------------------------------------------------------------
 
     def start(self) -> bytes:
         """Return the events before the first delta. Called once, right before it."""
-        return b"".join(self._counted(choice.start(), index, 0) for index, choice in enumerate(self._choices))
+        return b"".join(
+            self._counted(choice.start(), index, 0) for index, choice in enumerate(self._choices)
+        )
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
+        """Return the events of one choice's delta, b"" for an empty delta.
+
+        `delta.finish` ends the choice.
+        """
         data = self._choices[delta.index].delta(delta)
         return data if self._counts is None else self._counted(data, delta.index, delta.tokens)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
-        """Return the last events of the stream: totals if the client asked for them, and the end mark."""
+        """Return the last events of the stream: totals if the client asked for them, and the end
+        mark.
+        """
         if not self._include_usage and not extras:
             return DONE
         return event(self._complete([], usage, extras)) + DONE
@@ -91,14 +114,18 @@ class CompletionBuilder:
         return event(to_response(error).body) + DONE
 
     def _counted(self, events: bytes, index: int, tokens: int) -> bytes:
-        """Return the events with the usage so far in place of `"usage": null`, if the client asked for it."""
+        """Return the events with the usage so far in place of `"usage": null`, if the client asked
+        for it.
+        """
         if self._counts is None:
             return events
         counts = self._counts[index]
         counts[1] += tokens
         return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(_token_counts(*counts)) + _END)
 
-    def _complete(self, choices: list[dict[str, Any]], usage: Usage, extras: Extras) -> dict[str, Any]:
+    def _complete(
+        self, choices: list[dict[str, Any]], usage: Usage, extras: Extras
+    ) -> dict[str, Any]:
         details = {
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
@@ -128,7 +155,13 @@ class _TextChoice:
     _key = "text"  # the field with the delta
     _last: Any = ""  # the delta of the last event
 
-    def __init__(self, index: int, choice_request: ChoiceRequest, base: dict[str, Any], end: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        index: int,
+        choice_request: ChoiceRequest,
+        base: dict[str, Any],
+        end: Mapping[str, Any],
+    ) -> None:
         self._index = index
         self._base, self._end = base, end
         self._request = choice_request
@@ -143,13 +176,14 @@ class _TextChoice:
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, list[str]]] = {}
         self._custom_tools = choice_request.options.custom_tools
-        self._inputs: dict[int, list[str]] = {}  # of the calls of custom tools in a stream, by index
+        # of the calls of custom tools in a stream, by index
+        self._inputs: dict[int, list[str]] = {}
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._finish: str | None = None
 
-    # --- complete ------------------------------------------------------------------------------------------
+    # --- complete ---------------------------------------------------------------------------------
 
     def push(self, delta: ChoiceDelta) -> None:
         for each in delta.deltas:
@@ -181,17 +215,23 @@ class _TextChoice:
         logprobs = text_logprobs(self._logprobs, self._renderer, 0)[0] if self._logprobs else None
         return {"text": "".join(self._content), "logprobs": logprobs}
 
-    # --- streamed ------------------------------------------------------------------------------------------
+    # --- streamed ---------------------------------------------------------------------------------
 
     def start(self) -> bytes:
-        """Return the events before the first delta, and build the constant part of those that follow."""
+        """Return the events before the first delta, and build the constant part of those that
+        follow.
+        """
         self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
         echo = self._request.echo
         return event(self._chunk(echo, **self._first)) if echo or self._first else b""
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         data = self._delta(delta)
-        return data if delta.finish is None else data + event(self._chunk(self._last, finish=delta.finish))
+        return (
+            data
+            if delta.finish is None
+            else data + event(self._chunk(self._last, finish=delta.finish))
+        )
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
         # Most deltas
@@ -210,8 +250,15 @@ class _TextChoice:
             return before + orjson.dumps(text) + after
         return b""
 
-    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
-        choice = {"index": self._index, self._key: delta, "logprobs": logprobs, "finish_reason": finish}
+    def _chunk(
+        self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any
+    ) -> dict[str, Any]:
+        choice = {
+            "index": self._index,
+            self._key: delta,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
         return {**self._base, "choices": [choice | more], **self._end}
 
 
@@ -227,12 +274,18 @@ class _ChatChoice(_TextChoice):
     _key, _last = "delta", {}
 
     def _output(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": "".join(self._content),
+            "refusal": None,
+        }
         if reasoning := "".join(self._reasoning):
             message |= _reasoning(reasoning)
         if self._calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [self._call(name, "".join(texts)) for name, texts in self._calls.values()]
+            message["tool_calls"] = [
+                self._call(name, "".join(texts)) for name, texts in self._calls.values()
+            ]
         return {
             "message": message,
             "logprobs": chat_logprobs(self._logprobs, self._renderer) if self._logprobs else None,
@@ -247,9 +300,14 @@ class _ChatChoice(_TextChoice):
 
     def start(self) -> bytes:
         before, after = self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
-        self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
+        self._before_content, self._before_reasoning = (
+            before + b'{"content":',
+            before + b'{"reasoning_content":',
+        )
         self._after_text = b"}" + after
-        return event(self._chunk({"role": "assistant", "content": "", "refusal": None}) | self._first)
+        return event(
+            self._chunk({"role": "assistant", "content": "", "refusal": None}) | self._first
+        )
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         deltas = delta.deltas
@@ -352,7 +410,9 @@ def _chat_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning under the name that clients know from Dynamo and DeepSeek, and under vLLM's."""
+    """Return the reasoning under the name that clients know from Dynamo and DeepSeek, and under
+    vLLM's.
+    """
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -360,7 +420,12 @@ def _tool_call(call: Delta) -> dict[str, Any]:
     if call.name is None:
         return {"index": call.call_index, "function": {"arguments": call.text}}
     function = {"name": call.name, "arguments": call.text}
-    return {"index": call.call_index, "id": tool_call_id(), "type": "function", "function": function}
+    return {
+        "index": call.call_index,
+        "id": tool_call_id(),
+        "type": "function",
+        "function": function,
+    }
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
@@ -374,17 +439,26 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[
 
 def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
     text = renderer.decode(token_ids((token_id,)))
-    octets = None if HALF_CHARACTER in text else list(text.encode())  # null: the token is only part of a character
+    # null: the token is only part of a character
+    octets = None if HALF_CHARACTER in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": octets}
 
 
-def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int) -> tuple[dict[str, Any], int]:
-    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response.
+def text_logprobs(
+    logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int
+) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` object and the offset after its tokens, in characters from the start of
+    the response.
 
     The first token of a prompt has none: null, as with OpenAI.
     """
     text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    found: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     for each in logprobs:
         text, has_value = text_of(each.token_id), not math.isnan(each.logprob)
         top = {text_of(token_id): _finite(logprob) for token_id, logprob in each.top}
@@ -396,7 +470,9 @@ def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: 
     return found, offset
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprob], renderer: Renderer
+) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
 
     The first token has none. A rank is known for the alternatives.
@@ -407,7 +483,11 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> lis
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, start=1)}
         values = {each.token_id: each.logprob} | dict(each.top)
         entries = {
-            str(token_id): {"logprob": _finite(value), "rank": ranks.get(token_id), "decoded_token": text_of(token_id)}
+            str(token_id): {
+                "logprob": _finite(value),
+                "rank": ranks.get(token_id),
+                "decoded_token": text_of(token_id),
+            }
             for token_id, value in values.items()
         }
         found.append(None if math.isnan(each.logprob) else entries)
@@ -420,7 +500,10 @@ def _finite(logprob: float) -> float:
 
 
 def tool_call_id() -> str:
-    """Return a new id. It is unique, because clients send it back in later turns together with other ids."""
+    """Return a new id.
+
+    It is unique, because clients send it back in later turns together with other ids.
+    """
     return f"call-{secrets.token_hex(8)}"
 
 

@@ -1,6 +1,8 @@
-"""Convert request bodies to a conversation and options, render the prompt, and say how the output is constrained.
+"""Convert request bodies to a conversation and options, render the prompt, and say how the output
+is constrained.
 
-A value that the model's engine, prompt format or output format does not support, or would silently drop, is rejected.
+A value that the model's engine, prompt format or output format does not support, or would silently
+drop, is rejected.
 """
 
 from __future__ import annotations
@@ -12,12 +14,31 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolChoice, ToolMessage
+from dynamo_trtllm.api.chat import (
+    AssistantMessage,
+    ChatMessage,
+    ChatRequest,
+    ToolChoice,
+    ToolMessage,
+)
 from dynamo_trtllm.api.sampling import ANY_OBJECT, SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.generation.format_limits import check_formats
-from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Message, ServedModel, Tool, ToolCall
+from dynamo_trtllm.messages import (
+    ModelDeploymentCard,
+    OutputFormat,
+    Sampling,
+    StructuredOutput,
+    TokenIds,
+)
+from dynamo_trtllm.tokenization.base import (
+    NO_FORCED_IDS,
+    Conversation,
+    Message,
+    ServedModel,
+    Tool,
+    ToolCall,
+)
 
 _AUTO = ToolChoice()
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
@@ -31,39 +52,57 @@ _ANY_TEXT = r"(.|\n)+"  # as a regular expression
 class GenerationOptions:
     """The options of a generation beside its conversation."""
 
-    sampling: Sampling  # as requested; max_tokens 0: as many as the context allows; `guided` is unset
+    # as requested; max_tokens 0: as many as the context allows; `guided` is unset
+    sampling: Sampling
     stop: tuple[str, ...] = ()
     n: int = 1
     tool_choice: ToolChoice = _AUTO
     custom_tools: frozenset[str] = frozenset()  # of chat: tools whose input is a text
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True  # False: the output ends before the second call
-    output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
+    # that the output's text must follow; its prefix is empty
+    output_format: OutputFormat | None = None
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keep the last ones; -1: as many as the context allows; None: all
+    # keep the last ones; -1: as many as the context allows; None: all
+    truncate_prompt_tokens: int | None = None
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
-    names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, where they differ
+    # internal field name to the API's name, where they differ
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, field: str) -> str:
         """Return the API's name of a field, for errors."""
         return self.names.get(field, field)
 
 
-def reject_unsupported(options: GenerationOptions, cache_salt: str | None, card: ModelDeploymentCard) -> None:
-    """Raise UnsupportedParameter if the request sets a field that the model's engine does not support."""
+def reject_unsupported(
+    options: GenerationOptions, cache_salt: str | None, card: ModelDeploymentCard
+) -> None:
+    """Raise UnsupportedParameter if the request sets a field that the model's engine does not
+    support.
+    """
     for unsupported in card.unsupported_features:
-        given = cache_salt if unsupported == "cache_salt" else getattr(options.sampling, unsupported, None)
+        given = (
+            cache_salt
+            if unsupported == "cache_salt"
+            else getattr(options.sampling, unsupported, None)
+        )
         if given != _DEFAULTS.get(unsupported):
             reject(options.name(unsupported), card)
 
 
-def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does not support it") -> NoReturn:
-    """Raise UnsupportedParameter. `name` is the API's name, with "=value" if only that value is rejected."""
+def reject(
+    name: str, card: ModelDeploymentCard, reason: str = "its engine does not support it"
+) -> NoReturn:
+    """Raise UnsupportedParameter.
+
+    `name` is the API's name, with "=value" if only that value is rejected.
+    """
     raise UnsupportedParameter(
-        f"{name} is not supported by {card.name}: {reason}; leave it out", field=name.partition("=")[0]
+        f"{name} is not supported by {card.name}: {reason}; leave it out",
+        field=name.partition("=")[0],
     )
 
 
@@ -82,7 +121,9 @@ def chat_conversation(body: ChatRequest) -> Conversation:
             for function in body.functions
         ),
         reasoning_effort=body.effort or "medium",
-        template_args={name: value for name, value in body.template_args.items() if name != _EFFORT},
+        template_args={
+            name: value for name, value in body.template_args.items() if name != _EFFORT
+        },
     )
 
 
@@ -93,7 +134,9 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         names[_EFFORT] = body.template_arg_path(_EFFORT)
     return GenerationOptions(
         sampling=msgspec.structs.replace(
-            sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
+            sampling_of(
+                body, card, body.output_tokens, body.top_logprobs if body.logprobs else None
+            ),
             prompt_logprobs=body.prompt_logprobs,
         ),
         stop=tuple(body.stop),
@@ -113,7 +156,10 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
 
 
 def format_names(formats: Iterable[str]) -> dict[str, str]:
-    """Return the client's name of the output format. `formats`: all names that it was given under."""
+    """Return the client's name of the output format.
+
+    `formats`: all names that it was given under.
+    """
     name = next(iter(formats), None)
     return {} if name is None else {"response_format": name}
 
@@ -121,10 +167,16 @@ def format_names(formats: Iterable[str]) -> dict[str, str]:
 def sampling_of(
     body: SamplingFields, card: ModelDeploymentCard, max_tokens: int | None, logprobs: int | None
 ) -> Sampling:
-    """Return the sampling values: from the request, else from the model's card, else the API's defaults."""
+    """Return the sampling values: from the request, else from the model's card, else the API's
+    defaults.
+    """
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {name: getattr(body, name) for name in fields}
-    chosen |= {name: v for name, v in card.sampling_defaults.given().items() if name not in body.model_fields_set}
+    chosen |= {
+        name: v
+        for name, v in card.sampling_defaults.given().items()
+        if name not in body.model_fields_set
+    }
     chosen["top_k"] = max(0, chosen["top_k"])
     return Sampling(
         **chosen,
@@ -153,7 +205,9 @@ def _message(message: ChatMessage) -> Message:
             ),
         )
     call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
-    return Message(role=message.role, content=message.content, name=message.name, tool_call_id=call_id)
+    return Message(
+        role=message.role, content=message.content, name=message.name, tool_call_id=call_id
+    )
 
 
 class RenderedPrompt(NamedTuple):
@@ -163,7 +217,9 @@ class RenderedPrompt(NamedTuple):
     drops_names: bool
 
 
-def render_prompt(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> RenderedPrompt:
+def render_prompt(
+    conversation: Conversation, served: ServedModel, options: GenerationOptions
+) -> RenderedPrompt:
     """Render the prompt. Template arguments that the prompt format does not use have no effect.
 
     Raises:
@@ -192,9 +248,11 @@ def render_prompt(conversation: Conversation, served: ServedModel, options: Gene
 def _without_implied(
     messages: tuple[Message, ...], card: ModelDeploymentCard, options: GenerationOptions
 ) -> tuple[Message, ...]:
-    """Return the messages without redundant names of tool results, and with `developer` as `system` for templates.
+    """Return the messages without redundant names of tool results, and with `developer` as `system`
+    for templates.
 
-    A tool result's name repeats that of the called function. Many chat templates would drop `developer` messages.
+    A tool result's name repeats that of the called function. Many chat templates would drop
+    `developer` messages.
 
     Raises:
         InvalidRequest: a tool result names another function than the one that was called.
@@ -206,7 +264,9 @@ def _without_implied(
         if message.role == "tool" and message.name is not None and name is not None:
             if message.name != name:
                 field = f"{options.name('messages')}[{index}].name"
-                raise InvalidRequest(f"{field} is {message.name!r}, but the called function is {name!r}", field=field)
+                raise InvalidRequest(
+                    f"{field} is {message.name!r}, but the called function is {name!r}", field=field
+                )
             message = msgspec.structs.replace(message, name=None)
         if message.role == "developer" and card.renderer == "chat_template":
             message = msgspec.structs.replace(message, role="system")
@@ -215,7 +275,9 @@ def _without_implied(
 
 
 def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
-    """Return whether the prompt format drops the name of a message. Formats treat all messages of a role alike.
+    """Return whether the prompt format drops the name of a message.
+
+    Formats treat all messages of a role alike.
 
     Agent frameworks name each answer of an agent.
     """
@@ -231,9 +293,13 @@ def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
 
 
 def _writes_name(conversation: Conversation, index: int, served: ServedModel) -> bool:
-    """Return whether the prompt with shortened texts is another one without the name of message `index`."""
+    """Return whether the prompt with shortened texts is another one without the name of message
+    `index`.
+    """
     messages = [_abridged(message) for message in conversation.messages]
-    short = msgspec.structs.replace(conversation, messages=tuple(messages), tools=conversation.tools[:1])
+    short = msgspec.structs.replace(
+        conversation, messages=tuple(messages), tools=conversation.tools[:1]
+    )
     messages[index] = msgspec.structs.replace(messages[index], name=None)
     nameless = msgspec.structs.replace(short, messages=tuple(messages))
     return served.renderer.render(short) != served.renderer.render(nameless)
@@ -248,7 +314,7 @@ def _abridged(message: Message) -> Message:
     return msgspec.structs.replace(short, reasoning=reasoning, tool_calls=calls)
 
 
-# --- constraints on the output ---------------------------------------------------------------------------
+# --- constraints on the output --------------------------------------------------------------------
 
 
 class Constraints(NamedTuple):
@@ -261,27 +327,38 @@ class Constraints(NamedTuple):
 
 
 def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[Tool, ...]:
-    """Return the tools that go into the prompt. Raises InvalidRequest if `tool_choice` names an unknown tool."""
+    """Return the tools that go into the prompt.
+
+    Raises InvalidRequest if `tool_choice` names an unknown tool.
+    """
     choice = options.tool_choice
     known = {tool.name for tool in tools}
     wanted = (choice.name,) if choice.mode == "named" else choice.allowed or ()
     for name in wanted:
         if name not in known:
             raise InvalidRequest(
-                f"{options.name('tool_choice')} names the function {name!r}, which is not among the tools",
+                f"{options.name('tool_choice')} names the function {name!r}, which is not among the"
+                " tools",
                 field=options.name("tool_choice"),
             )
     if choice.mode == "none":
         return ()
-    visible = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
+    visible = (
+        tools
+        if choice.allowed is None
+        else tuple(tool for tool in tools if tool.name in choice.allowed)
+    )
     if choice.mode == "required" and not visible:
         raise InvalidRequest(
-            f"{options.name('tool_choice')} requires a call, but there are no tools", field=options.name("tool_choice")
+            f"{options.name('tool_choice')} requires a call, but there are no tools",
+            field=options.name("tool_choice"),
         )
     return visible
 
 
-def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+def constraints_of(
+    tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
+) -> Constraints:
     """Return how the output is constrained. `tools` are those in the prompt.
 
     Raises:
@@ -294,12 +371,18 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
     return constraints
 
 
-def _constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+def _constraints_of(
+    tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
+) -> Constraints:
     choice = options.tool_choice
     if choice.mode == "named":
         tools = tuple(tool for tool in tools if tool.name == choice.name)
     if choice.mode in ("named", "required"):
-        call = _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
+        call = (
+            _one_call(tools[0], options, served)
+            if len(tools) == 1
+            else _some_call(tools, options, served)
+        )
         return call._replace(field=options.name("tool_choice"))
     answer = None
     if options.output_format is not None:
@@ -324,7 +407,10 @@ def _constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served:
 
 
 def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOutput | None:
-    """Return the format of a text completion, from its first token on. Raises as `constraints_of`."""
+    """Return the format of a text completion, from its first token on.
+
+    Raises as `constraints_of`.
+    """
     if options.output_format is None:
         return None
     _check_guidable(options, "response_format", served)
@@ -334,7 +420,8 @@ def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOu
 
 
 def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
-    """Force the header of one call, and constrain its arguments to the tool's schema, strict or not.
+    """Force the header of one call, and constrain its arguments to the tool's schema, strict or
+    not.
 
     Without a constraint, a model that would not have called the tool may continue with prose.
     """
@@ -351,12 +438,18 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     return Constraints(forced_ids=header, guided=guided)
 
 
-def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
-    """Require a call of one of the tools. The common part of the headers is forced if the format allows it."""
+def _some_call(
+    tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
+) -> Constraints:
+    """Require a call of one of the tools.
+
+    The common part of the headers is forced if the format allows it.
+    """
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
     if served.renderer.builtin_tools(tools):
-        forced_ids = forced_ids[:1]  # the headers of its tools and of functions have no more in common
+        # the headers of its tools and of functions have no more in common
+        forced_ids = forced_ids[:1]
     alternatives = tuple(_alternatives(tools, forced_ids, options, served))
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
 
@@ -364,14 +457,17 @@ def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Serv
 def _strict_call(
     tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
 ) -> StructuredOutput:
-    """Let the model decide about calls, and constrain a call to the schemas once the model has begun it.
+    """Let the model decide about calls, and constrain a call to the schemas once the model has
+    begun it.
 
     `begun` is the header of a call up to the name. Tools that are not strict take any object.
     """
     _check_guidable(options, "tools", served)
     begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
     alternatives = tuple(
-        msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
+        msgspec.structs.replace(
+            each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT
+        )
         for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
     )
     return StructuredOutput(
@@ -405,17 +501,24 @@ def _is_written_as_text(tool: Tool, served: ServedModel) -> bool:
 def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) -> TokenIds:
     header = served.renderer.call_header(tool)
     if header is None:
-        reject(options.name("tool_choice"), served.card, "its output format does not allow forced calls")
+        reject(
+            options.name("tool_choice"),
+            served.card,
+            "its output format does not allow forced calls",
+        )
     return header
 
 
 def _formatted_answer(
-    output_format: OutputFormat, tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
+    output_format: OutputFormat,
+    tools: tuple[Tool, ...],
+    options: GenerationOptions,
+    served: ServedModel,
 ) -> StructuredOutput:
     """Return the constraint on an answer in a format. With tools, a call may take its place.
 
-    Only Harmony's headers distinguish calls from answers before they begin. In other formats the forms of
-    calls are alternatives of the answer.
+    Only Harmony's headers distinguish calls from answers before they begin. In other formats the
+    forms of calls are alternatives of the answer.
     """
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
@@ -425,7 +528,8 @@ def _formatted_answer(
     elif tools:
         forms += _calls_as_text(tools, options, served)
     if len(ids) > 1:
-        # The last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
+        # The last token is forced: models also write "final <|constrain|>json", which would bypass
+        # the trigger.
         last = served.renderer.decode(ids[-1:])
         header, ids = header.removesuffix(last), ids[:-1]
         forms[0] = msgspec.structs.replace(output_format, prefix=last)
@@ -437,13 +541,17 @@ def _formatted_answer(
     )
 
 
-def _calls_as_text(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> list[OutputFormat]:
+def _calls_as_text(
+    tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
+) -> list[OutputFormat]:
     """Return the forms of calls in an output format that does not mark calls before they begin."""
     opening = served.renderer.call_opening
     if opening is None:
         name = options.name("response_format")
         reject(name, served.card, "its output format cannot combine it with tool calls")
-    return [OutputFormat(prefix=opening, json_schema=json.dumps(_call_schema(tool))) for tool in tools]
+    return [
+        OutputFormat(prefix=opening, json_schema=json.dumps(_call_schema(tool))) for tool in tools
+    ]
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:
@@ -459,14 +567,17 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
-    """Reject guided output if the engine lacks it, or if a sampling field demands tokens after its end."""
+    """Reject guided output if the engine lacks it, or if a sampling field demands tokens after its
+    end.
+    """
     name = options.name(field)
     if "guided" in served.card.unsupported_features:
         reject(name, served.card, "its engine does not support guided decoding")
     for other in ("ignore_eos", "min_tokens"):
         if getattr(options.sampling, other):
             raise InvalidRequest(
-                f"{options.name(other)} cannot be combined with {name}, which ends the output itself; leave it out",
+                f"{options.name(other)} cannot be combined with {name}, which ends the output"
+                " itself; leave it out",
                 field=options.name(other),
             )
 

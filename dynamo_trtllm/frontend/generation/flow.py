@@ -1,9 +1,10 @@
 """Decide what happens next to a request: a state machine without I/O, clocks and tasks.
 
-`pipeline` passes events to `GenerationFlow.on` and is the driver that it calls. Only this module knows that a request
-is a prefill call and a decode call, and how it continues after a failed call. It is retried if none of its tokens was
-sent to the client. Otherwise it migrates: prompt and output so far become the prompt of the rest. A greedy engine then
-generates the same tokens as without the failure.
+`pipeline` passes events to `GenerationFlow.on` and is the driver that it calls. Only this module
+knows that a request is a prefill call and a decode call, and how it continues after a failed call.
+It is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and output
+so far become the prompt of the rest. A greedy engine then generates the same tokens as without the
+failure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import msgspec
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.flow_events import FlowDriver, FlowEvent, PipelineOptions, RouteTrace, Signal
+from dynamo_trtllm.frontend.generation.flow_events import (
+    FlowDriver,
+    FlowEvent,
+    PipelineOptions,
+    RouteTrace,
+    Signal,
+)
 from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, RequestProgress
 from dynamo_trtllm.messages import (
     Chunk,
@@ -59,7 +66,8 @@ class _Attempt:
     request: GenerateRequest  # the decode call, once there is one
     tried: frozenset[int]  # decode instances
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    num_unsettled_tokens: int  # of a suspect, until this attempt has returned as many: see `suspects`; else 0
+    # of a suspect, until this attempt has returned as many: see `suspects`; else 0
+    num_unsettled_tokens: int
     passes_tokens: bool = False  # it has begun and settled, so its tokens only have to be passed on
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
@@ -80,26 +88,31 @@ class GenerationFlow:
     WAITING    other workers, or its limit    the first one of an attempt
     RESERVING  a decode slot                  PREFILL
     PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
-    DECODE     tokens                         ENDED with the last one; DECODE if the worker does not take the call and
-                                              another one can fetch the KV; CHECKING if it could not fetch the KV
+    DECODE     tokens                         ENDED with the last one; DECODE if the worker does not
+    take the call and
+                                              another one can fetch the KV; CHECKING if it could not
+                                              fetch the KV
     CHECKING   whether the prefill worker     as after an error of the worker that failed
                has died
     ENDED      nothing
     ```
 
-    An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one aggregated worker;
-    RESERVING if a decode slot comes first; WAITING or ENDED if there are no workers.
+    An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one
+    aggregated worker; RESERVING if a decode slot comes first; WAITING or ENDED if there are no
+    workers.
 
-    A cancel leads from every state to ENDED. Any other error leads to the next attempt if the request can be retried or
-    migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has fetched and a decode slot
-    that none has used. If only a fetch can free the KV, the flow leaves it to the driver to have it fetched after a
-    cancel. After an error of the decode call it is unknown whether it has fetched the KV, and another call might wait
-    for KV that is gone: there, the library's timeout frees it.
+    A cancel leads from every state to ENDED. Any other error leads to the next attempt if the
+    request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no
+    decode call has fetched and a decode slot that none has used. If only a fetch can free the KV,
+    the flow leaves it to the driver to have it fetched after a cancel. After an error of the decode
+    call it is unknown whether it has fetched the KV, and another call might wait for KV that is
+    gone: there, the library's timeout frees it.
 
     Args:
         driver: does what the flow decides.
         trace: filled while the request runs.
-        selection: run one attempt on these workers, without recovery: a probe, whose caller records success.
+        selection: run one attempt on these workers, without recovery: a probe, whose caller records
+            success.
     """
 
     def __init__(
@@ -125,11 +138,16 @@ class GenerationFlow:
         self._num_transfer_failures = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._has_waited = False  # the time limit of the wait for other workers has passed
-        self.is_prime_suspect = False  # see `suspects`: the last call had hardly begun when its worker died
-        self.awaits_turn = False  # as a prime suspect, it waits for workers that run no other suspect
+        # see `suspects`: the last call had hardly begun when its worker died
+        self.is_prime_suspect = False
+        # as a prime suspect, it waits for workers that run no other suspect
+        self.awaits_turn = False
 
     def on(self, event: FlowEvent) -> StreamEvent | None:
-        """Call the driver as an event demands. Return the event for the client, if any. After the end, do nothing."""
+        """Call the driver as an event demands.
+
+        Return the event for the client, if any. After the end, do nothing.
+        """
         if self.state is State.ENDED:
             return None
         match event:
@@ -160,9 +178,17 @@ class GenerationFlow:
         return None
 
     def passes(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is only passed on to the client, as nearly all are. If so, `on` need not be called."""
+        """Return whether a chunk is only passed on to the client, as nearly all are.
+
+        If so, `on` need not be called.
+        """
         attempt = self._attempt
-        if attempt is None or not attempt.passes_tokens or chunk.finish_reason is not None or chunk.stats is not None:
+        if (
+            attempt is None
+            or not attempt.passes_tokens
+            or chunk.finish_reason is not None
+            or chunk.stats is not None
+        ):
             return False
         self._sent_ids.extend(chunk.token_ids)
         return True
@@ -173,11 +199,16 @@ class GenerationFlow:
         num_sent_before = 0 if self._attempt is None else self._attempt.num_sent_before
         return RequestProgress(num_sent - num_sent_before, num_sent)
 
-    # --- selection -------------------------------------------------------------------------------------
+    # --- selection --------------------------------------------------------------------------------
 
     def _select(self, *, is_last_resort: bool = False) -> StreamEvent | None:
-        """Begin an attempt. Without workers, wait for others, then try pairs that were never probed, then all again."""
-        selected = self._driver.select(self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort)
+        """Begin an attempt.
+
+        Without workers, wait for others, then try pairs that were never probed, then all again.
+        """
+        selected = self._driver.select(
+            self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort
+        )
         if isinstance(selected, WorkerSelection):
             self._begin_attempt(selected)
             return None
@@ -200,8 +231,8 @@ class GenerationFlow:
     def _wait_limit_s(self) -> float | None:
         """Return how long to wait for other workers; None: not at all.
 
-        All instances may have failed because of the network. Each pause before they are tried again is twice the one
-        before; their sum is `hold_s`.
+        All instances may have failed because of the network. Each pause before they are tried again
+        is twice the one before; their sum is `hold_s`.
         """
         retries, hold_s = self._options.retries, self._options.hold_s
         if self.awaits_turn:
@@ -210,9 +241,11 @@ class GenerationFlow:
             return None  # waiting frees no capacity
         if not self._excluded:
             return hold_s
-        return None if self._num_rounds >= retries else hold_s * 2**self._num_rounds / (2**retries - 1)
+        return (
+            None if self._num_rounds >= retries else hold_s * 2**self._num_rounds / (2**retries - 1)
+        )
 
-    # --- calls -----------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def _begin_attempt(self, selection: WorkerSelection) -> None:
         prefill, decode, request = selection.prefill, selection.decode, self._remaining()
@@ -244,7 +277,9 @@ class GenerationFlow:
         if num_sent == 0:
             return self.request
         most, least = sampling.max_tokens - num_sent, max(0, sampling.min_tokens - num_sent)
-        rest = msgspec.structs.replace(sampling, max_tokens=most, min_tokens=least, prompt_logprobs=None)
+        rest = msgspec.structs.replace(
+            sampling, max_tokens=most, min_tokens=least, prompt_logprobs=None
+        )
         return msgspec.structs.replace(
             self.request,
             token_ids=self.request.token_ids + self._sent_ids,
@@ -258,7 +293,9 @@ class GenerationFlow:
         assert attempt.prefill is not None
         self.state, attempt.worker = State.PREFILL, attempt.prefill
         self._trace.prefill_instance = attempt.prefill.id
-        self._driver.call_worker(attempt.prefill, msgspec.structs.replace(attempt.request, phase=Phase.PREFILL))
+        self._driver.call_worker(
+            attempt.prefill, msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)
+        )
 
     def _call_decode(self, attempt: _Attempt) -> None:
         self.state, attempt.worker = State.DECODE, attempt.decode
@@ -289,19 +326,25 @@ class GenerationFlow:
             return None
         attempt.params = chunk.kv_params
         if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
-            text = f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters; restart it"
+            text = (
+                f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters;"
+                " restart it"
+            )
             return self._attempt_failed(attempt, errors.StreamIncomplete(text))
         self._trace.prefill_stats = chunk.stats
         if chunk.kv_params is None:
             self._free()
             return self._end(chunk)
         attempt.request = msgspec.structs.replace(
-            attempt.request, phase=Phase.DECODE, kv_params=chunk.kv_params, reservation_id=attempt.reservation_id
+            attempt.request,
+            phase=Phase.DECODE,
+            kv_params=chunk.kv_params,
+            reservation_id=attempt.reservation_id,
         )
         self._call_decode(attempt)
         return None
 
-    # --- failures and ends -----------------------------------------------------------------------------
+    # --- failures and ends ------------------------------------------------------------------------
 
     def _on_error(self, error: DynamoError) -> StreamEvent | None:
         attempt = self._attempt
@@ -360,12 +403,16 @@ class GenerationFlow:
             self._avoid = self._trace.prefill_instance
         else:
             self._excluded.add(attempt.worker.id)
-        if len(self._sent_ids) >= self.request.sampling.max_tokens:  # only the end of the stream was lost
+        # only the end of the stream was lost
+        if len(self._sent_ids) >= self.request.sampling.max_tokens:
             return self._end(Chunk(finish_reason=FinishReason.LENGTH))
         return self._select()
 
     def _given_up(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
-        """Record the death of the worker, if it died. Return the error that ends the request if it is given up."""
+        """Record the death of the worker, if it died.
+
+        Return the error that ends the request if it is given up.
+        """
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
         given_up = self._driver.record_death(attempt.worker)
@@ -377,24 +424,41 @@ class GenerationFlow:
         return given_up
 
     def _final_error(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
-        """Count the failure. Return the error that ends the request; None if it is retried or migrated."""
+        """Count the failure.
+
+        Return the error that ends the request; None if it is retried or migrated.
+        """
         if not error.retryable:
             return error
         counts = not is_not_accepted(error)
         if not self._sent_ids:
             self._trace.retries += counts
             self._num_transfer_failures += isinstance(error, errors.KvTransferError)
-            return error if self._trace.retries > self._options.retries or self._num_transfer_failures > 1 else None
+            return (
+                error
+                if self._trace.retries > self._options.retries or self._num_transfer_failures > 1
+                else None
+            )
         history = _token_dependence(self.request.sampling)
         if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
-            return _migration_failed(error, f"its engine cannot resume {history}; retry, or send the request without")
+            return _migration_failed(
+                error, f"its engine cannot resume {history}; retry, or send the request without"
+            )
         self._trace.migrations += counts
         return error if self._trace.migrations > self._options.migrations else None
 
     def _start_kv_collection(self) -> bool:
-        """Let the driver fetch the KV of a cancelled request, if only a fetch frees it. Return True if it does."""
+        """Let the driver fetch the KV of a cancelled request, if only a fetch frees it.
+
+        Return True if it does.
+        """
         attempt = self._attempt
-        if attempt is None or attempt.has_begun or attempt.prefill is None or not attempt.prefill.keeps_unfetched_kv:
+        if (
+            attempt is None
+            or attempt.has_begun
+            or attempt.prefill is None
+            or not attempt.prefill.keeps_unfetched_kv
+        ):
             return False
         if self.state is State.PREFILL:
             # The collecting call needs no slot, and there may be nothing to collect.
@@ -422,8 +486,8 @@ class GenerationFlow:
             self._driver.send_control(attempt.prefill, ReleaseKv(params.transfer_id, outcome))
 
     def _end(self, event: StreamEvent | None = None) -> StreamEvent | None:
-        # The driver refers to this flow, and an error to frames. If the flow referred to them, the cycle would keep the
-        # request.
+        # The driver refers to this flow, and an error to frames. If the flow referred to them, the
+        # cycle would keep the request.
         self.state, self._attempt, self._error = State.ENDED, None, None
         del self._driver
         return event
@@ -435,7 +499,9 @@ def is_not_accepted(error: DynamoError) -> bool:
 
 
 def _token_dependence(sampling: Sampling) -> str | None:
-    """Return which sampling field needs state beyond the tokens so far, as text for people; None if no field does."""
+    """Return which sampling field needs state beyond the tokens so far, as text for people; None if
+    no field does.
+    """
     if sampling.guided is not None:
         return "structured output"
     if sampling.frequency_penalty or sampling.presence_penalty:
@@ -445,7 +511,8 @@ def _token_dependence(sampling: Sampling) -> str | None:
 
 def _migration_failed(error: DynamoError, why: str) -> errors.MigrationFailed:
     failed = errors.MigrationFailed(
-        f"the stream broke and cannot continue on another worker: {why} ({error.code}: {error.message})"
+        f"the stream broke and cannot continue on another worker: {why} ({error.code}:"
+        f" {error.message})"
     )
     failed.__cause__ = error
     return failed

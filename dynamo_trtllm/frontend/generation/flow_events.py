@@ -1,4 +1,6 @@
-"""Define the events of `flow.GenerationFlow`, the driver that it calls, and the values that both sides share."""
+"""Define the events of `flow.GenerationFlow`, the driver that it calls, and the values that both
+sides share.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Protocol, TypeAlias
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import DynamoError, QueryOfDeath
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
-from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot, TokenLogprob
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    Instance,
+    PhaseTimings,
+    ReleaseKv,
+    ReleaseSlot,
+    TokenLogprob,
+)
 from dynamo_trtllm.observability.metrics import Span
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import Pair
@@ -28,11 +37,17 @@ class Signal(Enum):
 
 
 FlowEvent: TypeAlias = Signal | StreamEvent
-"""A signal, or an event of the current call. An error is the event of a reservation, a call or a check that failed."""
+"""A signal, or an event of the current call.
+
+An error is the event of a reservation, a call or a check that failed.
+"""
 
 
 class FlowDriver(Protocol):
-    """What a flow calls for a request. No method calls the flow: what a method starts ends in an event later."""
+    """What a flow calls for a request.
+
+    No method calls the flow: what a method starts ends in an event later.
+    """
 
     def select(
         self, attempt: int, excluded: frozenset[int], avoid: int | None, is_last_resort: bool
@@ -42,7 +57,8 @@ class FlowDriver(Protocol):
         Args:
             attempt: its number; the same one again: the selection before found no workers.
             excluded: instances that failed this request.
-            avoid: a prefill instance whose KV transfer failed; it is used only if there is no other.
+            avoid: a prefill instance whose KV transfer failed; it is used only if there is no
+                other.
             is_last_resort: pairs that were never probed may be selected, too.
         """
 
@@ -50,7 +66,9 @@ class FlowDriver(Protocol):
         """Return another decode instance for the same KV; None if there is none."""
 
     def wait_for_workers(self, limit_s: float) -> None:
-        """Wait for a change of the workers, at most `limit_s` seconds after the first selection of the attempt."""
+        """Wait for a change of the workers, at most `limit_s` seconds after the first selection of
+        the attempt.
+        """
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
         """Reserve a slot for the decode call."""
@@ -62,33 +80,48 @@ class FlowDriver(Protocol):
         """Start a call."""
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
-        """Have the KV of a cancelled request fetched after the flow has ended: nothing else frees it.
+        """Have the KV of a cancelled request fetched after the flow has ended: nothing else frees
+        it.
 
         Args:
             prefill: the worker that holds it, or may hold it soon.
             decode: the worker that fetches it.
-            request: the decode call, which is in progress; without KV transfer parameters while the prefill call is.
+            request: the decode call, which is in progress; without KV transfer parameters while the
+                prefill call is.
         """
 
     def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
         """Send a control message to a worker, in the background."""
 
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
-        """Record that the KV of a pair arrived, or that its transfer failed. (None, id): an aggregated worker."""
+        """Record that the KV of a pair arrived, or that its transfer failed.
+
+        (None, id): an aggregated worker.
+        """
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
-        """Record that the current call failed because a worker died. Return an error to give the request up."""
+        """Record that the current call failed because a worker died.
+
+        Return an error to give the request up.
+        """
 
     def record_settled(self) -> None:
-        """Record that the call of a suspect returned enough tokens for other suspects to be tried on its worker."""
+        """Record that the call of a suspect returned enough tokens for other suspects to be tried
+        on its worker.
+        """
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
-        """Record that a call failed. `next_step`: how the request goes on, for the log; "": it ends."""
+        """Record that a call failed.
+
+        `next_step`: how the request goes on, for the log; "": it ends.
+        """
 
 
 @dataclass(slots=True)
 class RouteTrace:
-    """The workers and timings of a request, filled while the request runs. Instances and stats: of its last attempt.
+    """The workers and timings of a request, filled while the request runs.
+
+    Instances and stats: of its last attempt.
 
     The pipeline fills the spans. Its caller sets the times of tokens when it gets them.
     """
@@ -104,7 +137,8 @@ class RouteTrace:
     first_s: float | None = None  # when the first tokens arrived, of `time.monotonic()`
     last_s: float = 0.0  # when the newest ones arrived
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
-    expected: tuple[float, Prediction] | None = None  # when the last attempt began, and the time to its first tokens
+    # when the last attempt began, and the time to its first tokens
+    expected: tuple[float, Prediction] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +148,13 @@ class PipelineOptions:
     Calls that a worker did not accept do not count as retries or migrations.
     """
 
-    retries: int = 3  # of a request before its first token was sent; also how often all workers are tried again
+    # of a request before its first token was sent; also how often all workers are tried again
+    retries: int = 3
     migrations: int = 3  # of a request after its first token was sent
     hold_s: float = 0.0  # longest wait for a role that has no instance
     selects_at_random: bool = False  # instead of round robin, if nothing else selects
-    decode_fallback: bool = False  # without a prefill worker, decode workers run aggregated requests
-    # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when the breaker's open
-    # time is over.
+    # without a prefill worker, decode workers run aggregated requests
+    decode_fallback: bool = False
+    # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when
+    # the breaker's open time is over.
     has_probes: bool = False

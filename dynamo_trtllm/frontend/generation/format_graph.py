@@ -1,4 +1,6 @@
-"""Find the groups of nodes of a directed graph that refer to each other, without recursion and in linear time."""
+"""Find the groups of nodes of a directed graph that refer to each other, without recursion and in
+linear time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ Graph: TypeAlias = Mapping[Any, Sequence[Any]]
 
 
 def components(graph: Graph) -> Iterator[list[Any]]:
-    """Yield the strongly connected components of a graph, each after those that it refers to (Tarjan's algorithm)."""
+    """Yield the strongly connected components of a graph, each after those that it refers to
+    (Tarjan's algorithm).
+    """
     number: dict[Any, int] = {}  # of each node that was reached, in this order
     lowest: dict[Any, int] = {}  # by node: the smallest number of the pending nodes that it reaches
     pending: list[Any] = []  # nodes whose component is not complete
@@ -60,8 +64,9 @@ def _taken(pending: list[Any], first: Any) -> list[Any]:
 def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     """Return an upper bound of the number of nodes on a path that visits no node twice.
 
-    It is exact without cycles. In a component, a path descends from child to child, and a reference begins the next
-    descent. Each descent has another beginning, so that a path has at most the longest descents from all beginnings.
+    It is exact without cycles. In a component, a path descends from child to child, and a reference
+    begins the next descent. Each descent has another beginning, so that a path has at most the
+    longest descents from all beginnings.
 
     Args:
         children: The children of each node. They form trees, and a node comes before its children.
@@ -74,7 +79,9 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
         component_of |= dict.fromkeys(component, number)
     descents: dict[Any, int] = {}  # by node: the most nodes on a descent within its component
     for node in reversed(list(children)):
-        inner = [descents[child] for child in children[node] if component_of[child] == component_of[node]]
+        inner = [
+            descents[child] for child in children[node] if component_of[child] == component_of[node]
+        ]
         descents[node] = 1 + max(inner, default=0)
     beginnings = set(references.values())
     lengths: list[int] = []  # of the longest path from each component

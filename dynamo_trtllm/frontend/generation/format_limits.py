@@ -1,8 +1,9 @@
 """Limit the output formats of a request before an engine compiles them.
 
-Compilers of structured output recurse over nesting and references, write repetitions out, and replace the names of
-rules by their content. So a format of a few kB can overflow a stack, or take minutes. The limits are far above what
-clients send, and below what crashes llguidance or xgrammar. The time to check a format is proportional to its size.
+Compilers of structured output recurse over nesting and references, write repetitions out, and
+replace the names of rules by their content. So a format of a few kB can overflow a stack, or take
+minutes. The limits are far above what clients send, and below what crashes llguidance or xgrammar.
+The time to check a format is proportional to its size.
 """
 
 from __future__ import annotations
@@ -48,11 +49,21 @@ LIMITS: Final = {
 """The limits by name. Errors and docs/api-fields.md use these names."""
 
 _HUGE: Final = 10**12  # sizes are computed up to this value
-_COUNTS: Final = ("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+_COUNTS: Final = (
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
 
 
 def check_formats(guided: StructuredOutput, field: str) -> None:
-    """Raise InvalidRequest if the formats of a request exceed a limit. `field`: the API's name of their field."""
+    """Raise InvalidRequest if the formats of a request exceed a limit.
+
+    `field`: the API's name of their field.
+    """
     usage = _Usage(field)
     part: StructuredOutput | None = guided
     while part is not None:
@@ -77,7 +88,10 @@ class _Usage:
         """Raise InvalidRequest if `value` exceeds a limit for one place."""
         if value > LIMITS[limit]:
             shown = str(value) if value < _HUGE else f"at least {_HUGE}"
-            self.reject(f"exceeds the limit for {limit}: {shown}, at most {LIMITS[limit]} are allowed; simplify it")
+            self.reject(
+                f"exceeds the limit for {limit}: {shown}, at most {LIMITS[limit]} are allowed;"
+                " simplify it"
+            )
 
     def reject(self, text: str) -> NoReturn:
         """Raise InvalidRequest. `text`: what is wrong with the format, after its name."""
@@ -96,13 +110,16 @@ def _add(alternative: OutputFormat, usage: _Usage) -> None:
 def _add_regex(text: str, usage: _Usage) -> None:
     regex = read_regex(text)
     if regex.is_verbose:
-        usage.reject("has a regular expression with the flag x; leave out its comments, its blanks and the flag")
+        usage.reject(
+            "has a regular expression with the flag x; leave out its comments, its blanks and the"
+            " flag"
+        )
     usage.check(_GROUPS, regex.depth)
     usage.check(_WRITTEN_OUT, regex.size)
     usage.check("quantifiers of a regular expression", regex.quantifiers)
 
 
-# --- grammars ----------------------------------------------------------------------------------------------
+# --- grammars -------------------------------------------------------------------------------------
 
 
 def _add_grammar(text: str, usage: _Usage) -> None:
@@ -121,10 +138,13 @@ def _add_grammar(text: str, usage: _Usage) -> None:
 def _written_out(grammar: GrammarSyntax) -> int:
     """Return the size of the largest rule when the rules that it names are put in their places.
 
-    A rule that contains itself can't be written out: within a group of such rules, each name counts as one symbol.
+    A rule that contains itself can't be written out: within a group of such rules, each name counts
+    as one symbol.
     """
     rules = grammar.rules
-    graph: Graph = {name: [used for used in rule.uses if used in rules] for name, rule in rules.items()}
+    graph: Graph = {
+        name: [used for used in rule.uses if used in rules] for name, rule in rules.items()
+    }
     sizes: dict[str, int] = {}
     for group in components(graph):  # a rule comes after those that it names
         group_sizes = {}
@@ -137,7 +157,7 @@ def _written_out(grammar: GrammarSyntax) -> int:
     return max(sizes.values(), default=0)
 
 
-# --- JSON Schemas ------------------------------------------------------------------------------------------
+# --- JSON Schemas ---------------------------------------------------------------------------------
 
 
 def _add_schema(schema: Any, usage: _Usage) -> None:
@@ -225,7 +245,9 @@ def _multiple(node: Mapping[str, Any]) -> Fraction | None:
 
 
 def _resolved(schema: Any, reference: str) -> Any:
-    """Return the value to which a JSON pointer refers; None if there is none, which the engine rejects."""
+    """Return the value to which a JSON pointer refers; None if there is none, which the engine
+    rejects.
+    """
     if not reference.startswith("#"):
         return None
     value = schema

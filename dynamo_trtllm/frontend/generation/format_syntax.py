@@ -1,7 +1,8 @@
-"""Count what regular expressions and grammars use of the limits, in linear time and without recursion.
+"""Count what regular expressions and grammars use of the limits, in linear time and without
+recursion.
 
-Syntax errors are left to the engine. If the syntax is not valid, the counts have no meaning. Reading a grammar ends
-where its groups are nested more deeply than a format may nest them.
+Syntax errors are left to the engine. If the syntax is not valid, the counts have no meaning.
+Reading a grammar ends where its groups are nested more deeply than a format may nest them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ class RegexSyntax(NamedTuple):
     depth: int  # of nested groups
     size: int  # number of characters and classes after repetitions are written out
     quantifiers: int
-    is_verbose: bool  # blanks and comments have no meaning, and what is in them is counted all the same
+    # blanks and comments have no meaning, and what is in them is counted all the same
+    is_verbose: bool
 
 
 class RuleSyntax:
     """The right sides of a rule, over all its definitions."""
 
     def __init__(self) -> None:
-        self.size = 0  # size of texts, classes and regular expressions after repetitions are written out
-        self.uses: dict[str, int] = {}  # names of rules, each with the number of times that it is used
+        # size of texts, classes and regular expressions after repetitions are written out
+        self.size = 0
+        # names of rules, each with the number of times that it is used
+        self.uses: dict[str, int] = {}
 
 
 class GrammarSyntax:
@@ -50,7 +54,7 @@ class Mode(Enum):
     LARK = "lark"
 
 
-# --- regular expressions -----------------------------------------------------------------------------------
+# --- regular expressions --------------------------------------------------------------------------
 
 _REGEX_TOKEN: Final = re.compile(
     r"(?P<repeat>\{(?P<least>\d*)(?:,(?P<most>\d*))?\})|(?P<plain>[^\\\[\](){}*+?|]+)"
@@ -104,7 +108,7 @@ def _number(digits: str | None) -> int:
     return int(digits) if len(digits) <= _MAX_DIGITS else _MANY
 
 
-# --- grammars ----------------------------------------------------------------------------------------------
+# --- grammars -------------------------------------------------------------------------------------
 
 # llguidance reads a text as Lark if one of these is at the beginning of a line.
 _IS_LARK: Final = re.compile(r"^[ \t\r\f\v]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
@@ -120,16 +124,21 @@ _COMMON: Final = r"""
     |(?P<other>\S)
 """
 _TOKENS: Final = {
-    Mode.EBNF: re.compile(r"(?P<comment>\#[^\n]*)|(?P<set>\[(?:\\.|[^\]\\\n])*\]?)|" + _COMMON, re.VERBOSE),
+    Mode.EBNF: re.compile(
+        r"(?P<comment>\#[^\n]*)|(?P<set>\[(?:\\.|[^\]\\\n])*\]?)|" + _COMMON, re.VERBOSE
+    ),
     Mode.LARK: re.compile(
-        r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+(?:/[a-z]*)?)|" + _COMMON, re.VERBOSE
+        r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+(?:/[a-z]*)?)|" + _COMMON,
+        re.VERBOSE,
     ),
 }
 _RULE_NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def grammar_modes(text: str) -> tuple[Mode, ...]:
-    """Return the syntaxes in which an engine may read a grammar. llguidance and vLLM use different rules for that."""
+    """Return the syntaxes in which an engine may read a grammar. llguidance and vLLM use different
+    rules for that.
+    """
     if "::=" not in text:
         return (Mode.LARK,)
     return (Mode.EBNF, Mode.LARK) if _IS_LARK.search(text) else (Mode.EBNF,)
@@ -211,7 +220,10 @@ def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
 
 
 def _embedded(text: str, position: int) -> tuple[Any, int]:
-    """Return the JSON value after a position, and where it ends. If it is invalid, skip the rest of the text."""
+    """Return the JSON value after a position, and where it ends.
+
+    If it is invalid, skip the rest of the text.
+    """
     begin = text.find("{", position)
     if begin < 0:
         return {}, len(text)

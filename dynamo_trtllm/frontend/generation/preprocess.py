@@ -1,4 +1,7 @@
-"""Convert a checked OpenAI request to pipeline requests for a model. Pure: no await, no clock; safe in a thread."""
+"""Convert a checked OpenAI request to pipeline requests for a model.
+
+Pure: no await, no clock; safe in a thread.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,21 @@ from dynamo_trtllm.frontend.generation.conversation import (
     visible_tools,
 )
 from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, OutputParser, Renderer, ServedModel
+from dynamo_trtllm.tokenization.base import (
+    NO_FORCED_IDS,
+    Conversation,
+    OutputParser,
+    Renderer,
+    ServedModel,
+)
 
 B = TypeVar("B", bound=SamplingFields)
 
 MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
-_MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
-_MAX_SCORED_TOKENS = 64 << 10  # of all choices together: the response has several numbers and texts per token
+# of all choices together: with n = 128, a response could be 128 times its request
+_MAX_ECHO_CHARS = 8 << 20
+# of all choices together: the response has several numbers and texts per token
+_MAX_SCORED_TOKENS = 64 << 10
 _SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
 
@@ -52,17 +63,27 @@ class ChoiceRequest:
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: the engine computes them only for best_of
     echo: str = ""  # the text begins with this
-    echo_logprobs: int | None = None  # alternatives of the prompt's tokens in the choice's logprobs; None: none of them
-    prompt_logprobs: int | None = None  # alternatives of the prompt's tokens in a field of their own; None: no field
-    is_prompt_only: bool = False  # the client wants no generated token, but the engine generates one
-    names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, for errors
+    # alternatives of the prompt's tokens in the choice's logprobs; None: none of them
+    echo_logprobs: int | None = None
+    # alternatives of the prompt's tokens in a field of their own; None: no field
+    prompt_logprobs: int | None = None
+    # the client wants no generated token, but the engine generates one
+    is_prompt_only: bool = False
+    # internal field name to the API's name, for errors
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
-        """True if a chunk without a finish reason needs nothing but parsing: its text never ends the choice."""
+        """True if a chunk without a finish reason needs nothing but parsing: its text never ends
+        the choice.
+        """
         options, sampling = self.options, self.request.sampling
         is_bounded = options.stop or not options.parallel_tool_calls or self.is_prompt_only
-        is_special = options.returns_token_ids or not options.shows_reasoning or sampling.logprobs is not None
+        is_special = (
+            options.returns_token_ids
+            or not options.shows_reasoning
+            or sampling.logprobs is not None
+        )
         is_special = is_special or options.output_format is not None
         return not (is_bounded or is_special or self.prompt_logprobs is not None)
 
@@ -71,14 +92,16 @@ class ChoiceRequest:
 class GenerationPlan:
     """The pipeline requests of one HTTP request: one per choice, in the order of the prompts.
 
-    The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are returned.
+    The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are
+    returned.
     """
 
     choices: tuple[ChoiceRequest, ...]
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
-    items: tuple[dict[str, Any], ...] = ()  # of `/v1/responses`: those of earlier turns, then those of the request
+    # of `/v1/responses`: those of earlier turns, then those of the request
+    items: tuple[dict[str, Any], ...] = ()
 
 
 def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
@@ -89,34 +112,52 @@ def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) 
     """
     conversation, options = chat_conversation(body), chat_options(body, served.card)
     plan = prepare_conversation(conversation, options, served, call)
-    ignored = [body.template_arg_path(name) for name in body.template_args if name not in served.renderer.variables]
+    ignored = [
+        body.template_arg_path(name)
+        for name in body.template_args
+        if name not in served.renderer.variables
+    ]
     if not body.skip_special_tokens and served.card.renderer == "harmony":
-        ignored.append("skip_special_tokens")  # the format uses all its special tokens as markers, none is text
+        # the format uses all its special tokens as markers, none is text
+        ignored.append("skip_special_tokens")
     return replace(plan, ignored=(*plan.ignored, *ignored)) if ignored else plan
 
 
 def prepare_conversation(
-    conversation: Conversation, options: GenerationOptions, served: ServedModel, call: GenerateRequest
+    conversation: Conversation,
+    options: GenerationOptions,
+    served: ServedModel,
+    call: GenerateRequest,
 ) -> GenerationPlan:
-    """Plan a conversation of any API. `conversation.tools` are all tools of the request. Raises as `prepare_chat`."""
+    """Plan a conversation of any API.
+
+    `conversation.tools` are all tools of the request. Raises as `prepare_chat`.
+    """
     renderer, requested = served.renderer, options.sampling
     reject_unsupported(options, call.cache_salt, served.card)
     prompt = conversation_prompt(conversation, options, served)
     ids, (forced_ids, guided, guided_by, ignored) = prompt.ids, prompt.constraints
     if not ids:
         raise InvalidRequest(
-            "the model's chat template makes an empty prompt of the messages; send text", field=options.name("messages")
+            "the model's chat template makes an empty prompt of the messages; send text",
+            field=options.name("messages"),
         )
     if requested.prompt_logprobs is not None:
         _check_scored(len(ids), requested.prompt_logprobs, "prompt_logprobs")
     sampling = _sampling(
-        requested, _output_budget(requested.max_tokens or None, len(ids), served, options), served, options
+        requested,
+        _output_budget(requested.max_tokens or None, len(ids), served, options),
+        served,
+        options,
     )
     stops = () if requested.ignore_eos else renderer.stop_token_ids
     sampling = msgspec.structs.replace(
-        sampling, guided=guided, stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *stops)))
+        sampling,
+        guided=guided,
+        stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *stops))),
     )
-    unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)  # all choices have the same prompt
+    # all choices have the same prompt
+    unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
     calls = [(ids, sampling), *[(ids, unscored)] * (options.n - 1)]
     hidden = _no_text_ids(sampling, served, options)
     make_parser = functools.partial(renderer.chat_parser, forced_ids=forced_ids, hidden=hidden)
@@ -139,7 +180,9 @@ def prepare_conversation(
 
 
 class ConversationPrompt(NamedTuple):
-    """The prompt of a conversation, how its output is constrained, and whether names have no place in it."""
+    """The prompt of a conversation, how its output is constrained, and whether names have no place
+    in it.
+    """
 
     ids: TokenIds
     constraints: Constraints
@@ -165,9 +208,14 @@ def conversation_prompt(
     return ConversationPrompt(ids, constraints, prompt.drops_names)
 
 
-def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
+def prepare_text(
+    body: CompletionRequest, served: ServedModel, call: GenerateRequest
+) -> GenerationPlan:
     """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
-    requested, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
+    requested, renderer = (
+        sampling_of(body, served.card, body.max_tokens, body.logprobs),
+        served.renderer,
+    )
     formats = body.output_formats()
     options = GenerationOptions(
         sampling=requested,
@@ -181,18 +229,28 @@ def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateReq
     reject_unsupported(options, call.cache_salt, served.card)
     selects_best = body.candidates > body.n
     if selects_best and "logprobs" in served.card.unsupported_features:
-        reject("best_of", served.card, "its engine does not return the log-probabilities that best_of needs")
+        reject(
+            "best_of",
+            served.card,
+            "its engine does not return the log-probabilities that best_of needs",
+        )
     if selects_best and requested.logprobs is None:
         requested = msgspec.structs.replace(requested, logprobs=0)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     whole = [_prompt_ids(prompt, served) for prompt in body.prompt]
     prompts = [_truncated(ids, wanted, served, options) for ids in whole]
     requested = msgspec.structs.replace(
-        requested, guided=text_format(options, served), prompt_logprobs=_prompt_logprobs(body, prompts, served)
+        requested,
+        guided=text_format(options, served),
+        prompt_logprobs=_prompt_logprobs(body, prompts, served),
     )
     calls = []
     for ids in prompts:
-        most = wanted if body.max_tokens is not None else max(1, min(wanted, served.card.context_length - len(ids)))
+        most = (
+            wanted
+            if body.max_tokens is not None
+            else max(1, min(wanted, served.card.context_length - len(ids)))
+        )
         budget = _output_budget(most, len(ids), served, options)
         calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
     texts = [""] * len(prompts)
@@ -200,7 +258,8 @@ def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateReq
         texts = [_echo(*each, served) for each in zip(body.prompt, whole, prompts, strict=True)]
     if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
         raise InvalidRequest(
-            f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are allowed, lower n",
+            f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are"
+            " allowed, lower n",
             field="echo",
         )
     hidden = _no_text_ids(requested, served, options)
@@ -225,8 +284,13 @@ def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateReq
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
 
-def _prompt_logprobs(body: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel) -> int | None:
-    """Return the number of alternatives for each token of the prompts. None: no log-probabilities."""
+def _prompt_logprobs(
+    body: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel
+) -> int | None:
+    """Return the number of alternatives for each token of the prompts.
+
+    None: no log-probabilities.
+    """
     fields = {"prompt_logprobs": body.prompt_logprobs, "echo": body.logprobs if body.echo else None}
     wanted = {name: count for name, count in fields.items() if count is not None}
     if not wanted:
@@ -242,14 +306,19 @@ def _check_scored(tokens: int, alternatives: int, name: str) -> None:
     limit = _MAX_SCORED_TOKENS * _SCORED_ENTRIES // max(_SCORED_ENTRIES, 1 + alternatives)
     if tokens > limit:
         raise InvalidRequest(
-            f"{name} would return log-probabilities of {tokens} prompt tokens; at most {limit} are allowed, "
-            "send fewer prompts",
+            f"{name} would return log-probabilities of {tokens} prompt tokens; at most {limit} are"
+            " allowed, send fewer prompts",
             field=name,
         )
 
 
-def _truncated(ids: TokenIds, other_tokens: int, served: ServedModel, options: GenerationOptions) -> TokenIds:
-    """Return the end of a prompt, as `truncate_prompt_tokens` demands. `other_tokens`: what follows the prompt."""
+def _truncated(
+    ids: TokenIds, other_tokens: int, served: ServedModel, options: GenerationOptions
+) -> TokenIds:
+    """Return the end of a prompt, as `truncate_prompt_tokens` demands.
+
+    `other_tokens`: what follows the prompt.
+    """
     most = options.truncate_prompt_tokens
     if most is None:
         return ids
@@ -259,7 +328,11 @@ def _truncated(ids: TokenIds, other_tokens: int, served: ServedModel, options: G
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
-    ids = served.renderer.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt, served, "prompt")
+    ids = (
+        served.renderer.encode(prompt)
+        if isinstance(prompt, str)
+        else checked_ids(prompt, served, "prompt")
+    )
     if not ids:
         raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
     return ids
@@ -267,15 +340,24 @@ def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
 
 def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: ServedModel) -> str:
     """Return the text of a prompt. `ids` is the part of the `whole` that is sent to the engine."""
-    return prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.renderer.decode(ids)
+    return (
+        prompt
+        if isinstance(prompt, str) and len(ids) == len(whole)
+        else served.renderer.decode(ids)
+    )
 
 
-def _requests(calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest) -> list[GenerateRequest]:
-    """Return one request per prompt and choice. Choice i uses seed + i, because equal seeds give equal choices."""
+def _requests(
+    calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest
+) -> list[GenerateRequest]:
+    """Return one request per prompt and choice.
+
+    Choice i uses seed + i, because equal seeds give equal choices.
+    """
     if (tokens := sum(len(ids) for ids, _ in calls)) > MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most {MAX_PROMPT_TOKENS} are "
-            "allowed: lower n, or send several requests",
+            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most"
+            f" {MAX_PROMPT_TOKENS} are allowed: lower n, or send several requests",
             field="n",
         )
     return [
@@ -283,7 +365,9 @@ def _requests(calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest)
             call,
             request_id=call.request_id if len(calls) == 1 else f"{call.request_id}-{index}",
             token_ids=ids,
-            sampling=sampling if sampling.seed is None else _with_seed(sampling, sampling.seed + index),
+            sampling=(
+                sampling if sampling.seed is None else _with_seed(sampling, sampling.seed + index)
+            ),
         )
         for index, (ids, sampling) in enumerate(calls)
     ]
@@ -291,16 +375,21 @@ def _requests(calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest)
 
 def _with_seed(sampling: Sampling, seed: int) -> Sampling:
     """Return the sampling with a seed, wrapped to 64 signed bits, the type on the wire."""
-    return msgspec.structs.replace(sampling, seed=(seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT)
+    return msgspec.structs.replace(
+        sampling, seed=(seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+    )
 
 
-def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions) -> int:
+def _output_budget(
+    wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions
+) -> int:
     context = served.card.context_length
     available = context - prompt_tokens
     if available < 1:
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens; the context length of {served.card.name} is {context} tokens for "
-            f"prompt and output; shorten the prompt by at least {1 - available} tokens",
+            f"the prompt has {prompt_tokens} tokens; the context length of {served.card.name} is"
+            f" {context} tokens for prompt and output; shorten the prompt by at least"
+            f" {1 - available} tokens",
             field=options.name("messages"),
         )
     if wanted is not None and wanted > available and options.fits_context:
@@ -308,18 +397,22 @@ def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, 
     if wanted is not None and wanted > available:
         name = options.name("max_tokens")
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and {name} is {wanted}, {prompt_tokens + wanted} together; the "
-            f"context length of {served.card.name} is {context} tokens: set {name} to at most {available}",
+            f"the prompt has {prompt_tokens} tokens and {name} is {wanted},"
+            f" {prompt_tokens + wanted} together; the context length of {served.card.name} is"
+            f" {context} tokens: set {name} to at most {available}",
             field=name,
         )
     return available if wanted is None else wanted
 
 
-def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions) -> Sampling:
+def _sampling(
+    requested: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions
+) -> Sampling:
     """Check the requested sampling against the model, and set the output budget."""
     if requested.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {requested.min_tokens}, but {options.name('max_tokens')} is only {max_tokens}",
+            f"min_tokens is {requested.min_tokens}, but {options.name('max_tokens')} is only"
+            f" {max_tokens}",
             field="min_tokens",
         )
     checked_ids(requested.stop_token_ids, served, "stop_token_ids")
@@ -327,7 +420,8 @@ def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options
     return msgspec.structs.replace(
         requested,
         max_tokens=max_tokens,
-        top_k=min(requested.top_k, served.card.vocab_size),  # engines' integers may be smaller than the client's
+        # engines' integers may be smaller than the client's
+        top_k=min(requested.top_k, served.card.vocab_size),
         temperature=requested.temperature if requested.temperature >= _LEAST_TEMPERATURE else 0.0,
     )
 
@@ -339,21 +433,31 @@ def checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds
         bad = next(index for index, token_id in enumerate(ids) if token_id >= size)
         where = field if field == "logit_bias" else f"{field}[{bad}]"
         raise InvalidRequest(
-            f"{where} contains {ids[bad]}, which is not a token id of {served.card.name}; valid are 0 to {size - 1}",
+            f"{where} contains {ids[bad]}, which is not a token id of {served.card.name}; valid are"
+            f" 0 to {size - 1}",
             field=field,
         )
     return token_ids(ids)
 
 
-def _no_text_ids(sampling: Sampling, served: ServedModel, options: GenerationOptions) -> frozenset[int] | None:
-    """Return the only ids that are no text if the client wants special tokens: those that end the output, as in vLLM.
+def _no_text_ids(
+    sampling: Sampling, served: ServedModel, options: GenerationOptions
+) -> frozenset[int] | None:
+    """Return the only ids that are no text if the client wants special tokens: those that end the
+    output, as in vLLM.
 
     None: all special tokens are no text.
     """
     if options.skip_special_tokens:
         return None
-    return frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else served.card.eos_token_ids)
+    return frozenset(sampling.stop_token_ids) | frozenset(
+        () if sampling.ignore_eos else served.card.eos_token_ids
+    )
 
 
 def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:
-    return frozenset(requested.stop_token_ids) - set(served.renderer.stop_token_ids) - set(served.card.eos_token_ids)
+    return (
+        frozenset(requested.stop_token_ids)
+        - set(served.renderer.stop_token_ids)
+        - set(served.card.eos_token_ids)
+    )

@@ -2,20 +2,25 @@
 
 When a worker dies, all its requests fail, and nothing shows which of them was the cause. The rules:
 
-* A death is charged to requests that ran on the worker, or whose KV was being read from it. A request that is charged
-  with a death is a suspect. It is given up when it is charged with MOST_DEATHS deaths, so that it ends no third worker.
-* A query of death ends each worker at the same point: after as many tokens of a call, or after as many tokens of its
-  answer. A suspect that gets SETTLED_TOKENS past this point is cleared of the charge, and has settled.
-* Most queries of death end a worker soon after they begin. So a suspect whose call had returned fewer than
-  SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on which all other suspects have
-  settled, and is then tried on these. All other requests migrate at once.
-* If prime suspects are tried on a worker that dies, the death is charged to them. Otherwise, it is charged to suspects
-  that are at the point of a death before. If there are none, it is charged to all requests that ran on the worker.
+* A death is charged to requests that ran on the worker, or whose KV was being read from it. A
+  request that is charged with a death is a suspect. It is given up when it is charged with
+  MOST_DEATHS deaths, so that it ends no third worker.
+* A query of death ends each worker at the same point: after as many tokens of a call, or after as
+  many tokens of its answer. A suspect that gets SETTLED_TOKENS past this point is cleared of the
+  charge, and has settled.
+* Most queries of death end a worker soon after they begin. So a suspect whose call had returned
+  fewer than SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on
+  which all other suspects have settled, and is then tried on these. All other requests migrate at
+  once.
+* If prime suspects are tried on a worker that dies, the death is charged to them. Otherwise, it is
+  charged to suspects that are at the point of a death before. If there are none, it is charged to
+  all requests that ran on the worker.
 * A charge is dropped, too, if the worker works again: then it had only lost its connection.
 
-After a request was given up, requests with the same model, prompt and format are refused for REFUSED_S seconds, if its
-last death was charged to no other request. Otherwise, most of those that were charged are innocent. Then they are
-refused only after one of them is given up again within that time, and none was completed in between.
+After a request was given up, requests with the same model, prompt and format are refused for
+REFUSED_S seconds, if its last death was charged to no other request. Otherwise, most of those that
+were charged are innocent. Then they are refused only after one of them is given up again within
+that time, and none was completed in between.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
 """
@@ -37,12 +42,13 @@ from dynamo_trtllm.router.policy import WorkerSelection
 log = logging.getLogger(__name__)
 
 MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its requests
-# A request whose prompt, format or first steps end workers does so before it has this many tokens. Until then, other
-# suspects wait, for a fraction of a second.
+# A request whose prompt, format or first steps end workers does so before it has this many tokens.
+# Until then, other suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
-MOST_UNSETTLED_TOKENS: Final = 64  # a suspect that failed later settles now, so that others need not wait for seconds
-# Long enough to restart workers with a large model before a repeated query of death ends two more of them. Not longer,
-# because the refused request may be innocent.
+# a suspect that failed later settles now, so that others need not wait for seconds
+MOST_UNSETTLED_TOKENS: Final = 64
+# Long enough to restart workers with a large model before a repeated query of death ends two more
+# of them. Not longer, because the refused request may be innocent.
 REFUSED_S: Final = 600.0
 MOST_REFUSED: Final = 1024  # requests; the oldest one is dropped
 _LOST_TOKENS: Final = 2  # that a worker may have generated but not sent when it died
@@ -54,14 +60,19 @@ V = TypeVar("V")
 
 
 class RequestProgress(NamedTuple):
-    """How far a request is: tokens that its call has returned, and tokens of its answer by all calls."""
+    """How far a request is: tokens that its call has returned, and tokens of its answer by all
+    calls.
+    """
 
     call: int
     answer: int
 
 
 class Suspicion:
-    """The deaths with which one prompt of a request is charged. The choices of the prompt share this object."""
+    """The deaths with which one prompt of a request is charged.
+
+    The choices of the prompt share this object.
+    """
 
     __slots__ = ("deaths", "is_given_up", "is_shared", "selection")
 
@@ -69,8 +80,8 @@ class Suspicion:
         self.deaths: dict[int, RequestProgress] = {}  # by instance id
         self.is_given_up = False
         self.is_shared = is_shared  # by several choices
-        # The workers of the latest attempt. All choices run on them: otherwise one request could end all workers at
-        # once.
+        # The workers of the latest attempt. All choices run on them: otherwise one request could
+        # end all workers at once.
         self.selection: WorkerSelection | None = None
 
     def num_unsettled_tokens(self) -> int:
@@ -83,12 +94,18 @@ class Suspicion:
     def is_at_earlier_death(self, now: RequestProgress) -> bool:
         """Return whether the request is at the point at which it failed before."""
         for before in self.deaths.values():
-            if abs(now.call - before.call) <= _LOST_TOKENS or abs(now.answer - before.answer) <= _LOST_TOKENS:
+            if (
+                abs(now.call - before.call) <= _LOST_TOKENS
+                or abs(now.answer - before.answer) <= _LOST_TOKENS
+            ):
                 return True
         return False
 
     def charge(self, dead: int, now: RequestProgress, is_dead: Callable[[int], bool]) -> None:
-        """Add a death. Drop the deaths whose point the call had passed, and those of workers that work again."""
+        """Add a death.
+
+        Drop the deaths whose point the call had passed, and those of workers that work again.
+        """
         for instance_id, before in list(self.deaths.items()):
             got_past = now.call >= before.call + SETTLED_TOKENS
             if got_past or not is_dead(instance_id):
@@ -97,9 +114,20 @@ class Suspicion:
 
 
 class Call:
-    """The call of one choice that runs now. The choice uses this object for its later calls, too."""
+    """The call of one choice that runs now.
 
-    __slots__ = ("instance_id", "is_after_death", "is_prime", "kv_holder", "progress", "suspicion", "tried_on")
+    The choice uses this object for its later calls, too.
+    """
+
+    __slots__ = (
+        "instance_id",
+        "is_after_death",
+        "is_prime",
+        "kv_holder",
+        "progress",
+        "suspicion",
+        "tried_on",
+    )
 
     def __init__(self, suspicion: Suspicion, progress: Callable[[], RequestProgress]) -> None:
         self.suspicion = suspicion
@@ -107,7 +135,8 @@ class Call:
         self.instance_id: int | None = None  # the worker that runs it
         self.kv_holder: int | None = None  # the prefill worker from which that worker reads the KV
         self.is_after_death = False  # the call began after a death of this worker was recorded
-        self.tried_on: tuple[int, ...] = ()  # the workers on which a suspect is tried, until it has settled
+        # the workers on which a suspect is tried, until it has settled
+        self.tried_on: tuple[int, ...] = ()
         self.is_prime = False  # the trial is that of a prime suspect
 
     def uses(self, instance_id: int) -> bool:
@@ -120,7 +149,8 @@ class Call:
 
 
 class Suspects:
-    """The calls that run on each worker, the deaths with which requests are charged, and the refused requests.
+    """The calls that run on each worker, the deaths with which requests are charged, and the
+    refused requests.
 
     Args:
         count: called with the outcome of a query of death: "given_up" or "refused".
@@ -128,24 +158,32 @@ class Suspects:
     """
 
     def __init__(
-        self, count: Callable[[str], None] = lambda outcome: None, clock: Callable[[], float] = time.monotonic
+        self,
+        count: Callable[[str], None] = lambda outcome: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._count = count
         self._clock = clock
         self._running: set[Call] = set()  # of all workers: it is searched only when one dies
-        # These dictionaries have instance ids as keys. Those about deaths have the latest death last.
-        self._trials: defaultdict[int, set[Call]] = defaultdict(set)  # suspects that have not settled
+        # These dictionaries have instance ids as keys. Those about deaths have the latest death
+        # last.
+        # suspects that have not settled
+        self._trials: defaultdict[int, set[Call]] = defaultdict(set)
         self._dead: dict[int, None] = {}
-        self._charged: dict[int, set[Call]] = {}  # calls to which the death is charged and that have not failed yet
+        # calls to which the death is charged and that have not failed yet
+        self._charged: dict[int, set[Call]] = {}
         self._is_certain: dict[int, bool] = {}  # the death is charged to one request
         # Times at which these entries expire, the latest last.
         self._refused: dict[Key, float] = {}
-        self._given_up: dict[Key, float] = {}  # if a request is given up again before, it is refused
+        # if a request is given up again before, it is refused
+        self._given_up: dict[Key, float] = {}
 
-    # --- running calls ---------------------------------------------------------------------------------
+    # --- running calls ----------------------------------------------------------------------------
 
     def begin(self, call: Call, instance_id: int, kv_holder: int | None = None) -> None:
-        """Note that a worker runs a call from now on. If the last call was not ended before, it has succeeded.
+        """Note that a worker runs a call from now on.
+
+        If the last call was not ended before, it has succeeded.
 
         Args:
             call: the call.
@@ -172,7 +210,9 @@ class Suspects:
         call.kv_holder = None
 
     def _forget_charge(self, call: Call, instance_id: int | None) -> None:
-        """Forget that the death of an instance is charged to a call, which has failed with it or ended otherwise."""
+        """Forget that the death of an instance is charged to a call, which has failed with it or
+        ended otherwise.
+        """
         if instance_id is not None:
             _discard(self._charged, instance_id, call)
 
@@ -184,7 +224,10 @@ class Suspects:
         call.kv_holder = None
 
     def succeeded(self, call: Call) -> None:
-        """Note that the worker has returned a result. If its death was recorded before the call, it works again."""
+        """Note that the worker has returned a result.
+
+        If its death was recorded before the call, it works again.
+        """
         if call.instance_id is not None and call.is_after_death:
             self._dead.pop(call.instance_id, None)
 
@@ -212,10 +255,12 @@ class Suspects:
         )
         return frozenset(others)
 
-    # --- deaths ----------------------------------------------------------------------------------------
+    # --- deaths -----------------------------------------------------------------------------------
 
     def record_death(self, call: Call, dead: int, request: GenerateRequest) -> QueryOfDeath | None:
-        """Record that a call failed because an instance died. Return an error if the request is given up.
+        """Record that a call failed because an instance died.
+
+        Return an error if the request is given up.
 
         Args:
             call: the call that failed.
@@ -239,8 +284,8 @@ class Suspects:
             suspicion.is_given_up = True
             self._note_given_up(request, list(deaths), is_certain=self._is_certain.get(dead, False))
         return QueryOfDeath(
-            f"{len(deaths)} workers ended while they ran this request ({_names(deaths)}), so it is not tried on "
-            "another one; change the request"
+            f"{len(deaths)} workers ended while they ran this request ({_names(deaths)}), so it is"
+            " not tried on another one; change the request"
         )
 
     def _note_dead(self, instance_id: int) -> None:
@@ -258,11 +303,17 @@ class Suspects:
         prime_suspects = {call for call in running if call.is_prime_on(instance_id)}
         if prime_suspects:
             return prime_suspects
-        at_earlier_death = {call for call in running if call.suspicion.is_at_earlier_death(call.progress())}
+        at_earlier_death = {
+            call for call in running if call.suspicion.is_at_earlier_death(call.progress())
+        }
         return at_earlier_death or running
 
-    def _note_given_up(self, request: GenerateRequest, instances: list[int], *, is_certain: bool) -> None:
-        """Record that a request is given up, and refuse similar ones if it is probably the cause."""
+    def _note_given_up(
+        self, request: GenerateRequest, instances: list[int], *, is_certain: bool
+    ) -> None:
+        """Record that a request is given up, and refuse similar ones if it is probably the
+        cause.
+        """
         key = _key(request)
         now = self._clock()
         is_refused = is_certain or self._given_up.get(key, now) > now
@@ -285,7 +336,9 @@ class Suspects:
         _drop_oldest(expiry_of, MOST_REFUSED)
 
     def completed(self, request: GenerateRequest) -> None:
-        """Note that a request was completed: those like it that were given up are probably innocent."""
+        """Note that a request was completed: those like it that were given up are probably
+        innocent.
+        """
         if self._given_up:  # else no digest is computed
             self._given_up.pop(_key(request), None)
 
@@ -304,8 +357,8 @@ class Suspects:
             return
         self._count("refused")
         raise QueryOfDeath(
-            "workers ended while they ran a request with this prompt and format, so it is refused for "
-            f"{until - now:.0f} more seconds; change the request"
+            "workers ended while they ran a request with this prompt and format, so it is refused"
+            f" for {until - now:.0f} more seconds; change the request"
         )
 
 
@@ -314,14 +367,18 @@ def _names(instances: Iterable[int]) -> str:
 
 
 def _key(request: GenerateRequest) -> Key:
-    """Return the key of all requests with the same model, prompt and output format, whatever their other options."""
+    """Return the key of all requests with the same model, prompt and output format, whatever their
+    other options.
+    """
     digest = hashlib.blake2b(request.token_ids.tobytes(), digest_size=16)
     digest.update(encode(request.sampling.guided))
     return request.model, digest.digest()
 
 
 def _discard(calls_of: dict[int, set[Call]], instance_id: int, call: Call) -> None:
-    """Remove a call from those of an instance, if it is there, and the entry of an instance without calls."""
+    """Remove a call from those of an instance, if it is there, and the entry of an instance without
+    calls.
+    """
     calls = calls_of.get(instance_id)
     if calls is None:
         return

@@ -1,4 +1,6 @@
-"""Admit requests: read their bodies, and plan and start their generations, within limits of size and time."""
+"""Admit requests: read their bodies, and plan and start their generations, within limits of size
+and time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ T = TypeVar("T")
 _BODY_WAIT_S = 5.0
 EVICTION_AGE_S = 1.0  # no younger body is evicted
 SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-_RETURNED_BYTES = 64 << 20  # after so many bytes were in use, their memory is returned to the system
+# after so many bytes were in use, their memory is returned to the system
+_RETURNED_BYTES = 64 << 20
 _RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
@@ -44,17 +47,22 @@ class BodyBytes:
 class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
-    Large bodies share one half of the budget, and an eighth is only for tiny bodies, so that small requests are served
-    meanwhile. When the half is full, the oldest large body that waits may use a quarter more until it is released:
-    without this, partly received bodies would wait for each other. The quarter stays reserved for this body between two
-    of its parts.
+    Large bodies share one half of the budget, and an eighth is only for tiny bodies, so that small
+    requests are served meanwhile. When the half is full, the oldest large body that waits may use a
+    quarter more until it is released: without this, partly received bodies would wait for each
+    other. The quarter stays reserved for this body between two of its parts.
 
-    When a body does not get its share at once, bodies that arrive slowly are evicted: first those of the client that
-    uses the most bytes, the slowest first.
+    When a body does not get its share at once, bodies that arrive slowly are evicted: first those
+    of the client that uses the most bytes, the slowest first.
     """
 
-    def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set the budget to `limit` bytes. Each chunk of a body waits at most `wait_s` seconds for its share."""
+    def __init__(
+        self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Set the budget to `limit` bytes.
+
+        Each chunk of a body waits at most `wait_s` seconds for its share.
+        """
         self.limit = limit
         self.in_use = 0
         self._most_in_use = 0  # since memory was returned to the system
@@ -64,7 +72,8 @@ class BodyBudget:
         self._arriving: dict[BodyBytes, None] = {}
         self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
         self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
-        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # body to bytes wanted, unordered
+        # body to bytes wanted, unordered
+        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}
         self._favored: BodyBytes | None = None  # may have the quarter more
 
     def body(self, client: str = "") -> BodyBytes:
@@ -73,10 +82,13 @@ class BodyBudget:
 
     @asynccontextmanager
     async def arrival(self, body: BodyBytes, within_s: float | None) -> AsyncGenerator[None, None]:
-        """Limit the time in which a `with` block receives the body. Meanwhile, the body may be evicted.
+        """Limit the time in which a `with` block receives the body.
+
+        Meanwhile, the body may be evicted.
 
         Raises:
-            RequestTimeout: the body did not arrive in time, or was evicted because it arrives slowly.
+            RequestTimeout: the body did not arrive in time, or was evicted because it arrives
+                slowly.
         """
         self._arriving[body] = None
         try:
@@ -85,8 +97,8 @@ class BodyBudget:
         except TimeoutError:
             if body.is_evicted:
                 raise errors.RequestTimeout(
-                    f"the request body arrived at less than {SLOW_BYTES_PER_S >> 10} KiB/s while other requests needed "
-                    "its memory (--max-total-body-bytes); send it faster"
+                    f"the request body arrived at less than {SLOW_BYTES_PER_S >> 10} KiB/s while"
+                    " other requests needed its memory (--max-total-body-bytes); send it faster"
                 ) from None
             raise errors.RequestTimeout(
                 f"the request body did not arrive within {within_s:g} s; send it faster"
@@ -116,8 +128,8 @@ class BodyBudget:
                 await granted
         except TimeoutError:
             raise errors.Overloaded(
-                f"request bodies in progress use {self.in_use} of {self.limit} bytes (--max-total-body-bytes); try "
-                "again later"
+                f"request bodies in progress use {self.in_use} of {self.limit} bytes"
+                " (--max-total-body-bytes); try again later"
             ) from None
         finally:
             body.since_s += self._clock() - begun_s
@@ -142,7 +154,10 @@ class BodyBudget:
             self._grant()
 
     def _max_bytes(self, size: int) -> int:
-        """Return how many bytes may be in use when a body grows to this size. Not for the favored body."""
+        """Return how many bytes may be in use when a body grows to this size.
+
+        Not for the favored body.
+        """
         if size <= TINY_BODY_BYTES:
             return self.limit
         if size <= SMALL_BODY_BYTES:
@@ -154,7 +169,11 @@ class BodyBudget:
             count, granted = self._waiting[body]
             size = body.in_use + count
             max_bytes = self._max_bytes(size)
-            if size > SMALL_BODY_BYTES and self.in_use + count > max_bytes and self._favored in (None, body):
+            if (
+                size > SMALL_BODY_BYTES
+                and self.in_use + count > max_bytes
+                and self._favored in (None, body)
+            ):
                 self._favored = body
                 max_bytes = self.limit // 4 * 3
             if self.in_use + count <= max_bytes and not granted.done():
@@ -180,7 +199,9 @@ class BodyBudget:
         return self.in_use + wanted - least
 
     def _evict_slow(self, lacking: int) -> None:
-        """End slow bodies until `lacking` bytes are free, or will be when these bodies are released."""
+        """End slow bodies until `lacking` bytes are free, or will be when these bodies are
+        released.
+        """
         if lacking <= 0:
             return
         by_client: Counter[str] = Counter()
@@ -198,9 +219,16 @@ class BodyBudget:
             body.arrival.reschedule(0.0)
 
     def _is_slow(self, body: BodyBytes) -> bool:
-        if not body.in_use or body in self._waiting or body.arrival is None or body.arrival.expired():
+        if (
+            not body.in_use
+            or body in self._waiting
+            or body.arrival is None
+            or body.arrival.expired()
+        ):
             return False
-        return self._clock() - body.since_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
+        return (
+            self._clock() - body.since_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
+        )
 
     def _rate(self, body: BodyBytes) -> float:
         """Return the bytes per second at which a body has arrived."""
@@ -208,12 +236,13 @@ class BodyBudget:
 
 
 class IterationTime:
-    """A limit on the time that one iteration of the event loop spends on one kind of work, such as planning bodies.
+    """A limit on the time that one iteration of the event loop spends on one kind of work, such as
+    planning bodies.
 
-    Other streams are delayed by no more. Bodies that arrive together are planned together until the limit, further ones
-    in the next iterations, in order of arrival. If each had an iteration of its own, their tokens would come in
-    messages of their own with an engine that takes no time: 40% more CPU time per request, and twice as much in
-    workers.
+    Other streams are delayed by no more. Bodies that arrive together are planned together until the
+    limit, further ones in the next iterations, in order of arrival. If each had an iteration of its
+    own, their tokens would come in messages of their own with an engine that takes no time: 40%
+    more CPU time per request, and twice as much in workers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -238,11 +267,12 @@ class IterationTime:
 
 
 class ChoiceTurns:
-    """A limit on the choices that are started, or that are canceled, in one iteration of the event loop.
+    """A limit on the choices that are started, or that are canceled, in one iteration of the event
+    loop.
 
-    Requests with several choices handle them in groups, and the groups of all requests take turns. Otherwise, all other
-    streams would wait for hundreds of choices. A request with one choice takes no turn, because reading its body takes
-    longer than starting its choice.
+    Requests with several choices handle them in groups, and the groups of all requests take turns.
+    Otherwise, all other streams would wait for hundreds of choices. A request with one choice takes
+    no turn, because reading its body takes longer than starting its choice.
     """
 
     def __init__(self) -> None:
@@ -278,10 +308,14 @@ def check_json(request: HttpRequest) -> None:
     given = request.header(b"content-type")
     kind = (given or "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise errors.UnsupportedMedia(f"Content-Type {kind!r} is not supported; send application/json")
+        raise errors.UnsupportedMedia(
+            f"Content-Type {kind!r} is not supported; send application/json"
+        )
     encoding = (request.header(b"content-encoding") or "identity").strip().lower()
     if encoding != "identity":
-        raise errors.UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported; send the body uncompressed")
+        raise errors.UnsupportedMedia(
+            f"Content-Encoding {encoding!r} is not supported; send the body uncompressed"
+        )
 
 
 async def read_body(
@@ -297,7 +331,8 @@ async def read_body(
 
     Raises:
         PayloadTooLarge: the body is too large; raised as soon as this is known.
-        RequestTimeout: the client did not send it in time, or slowly while other requests needed its memory.
+        RequestTimeout: the client did not send it in time, or slowly while other requests needed
+            its memory.
         Overloaded: other bodies use all of the budget.
         ClientDisconnected: the client disconnected before the end.
     """
@@ -310,7 +345,9 @@ async def read_body(
         return await _receive_body(request, max_bytes, budget, body)
 
 
-async def _receive_body(request: HttpRequest, max_bytes: int, budget: BodyBudget, body: BodyBytes) -> bytes:
+async def _receive_body(
+    request: HttpRequest, max_bytes: int, budget: BodyBudget, body: BodyBytes
+) -> bytes:
     parts, size = [], 0
     while part := await request.receive():
         size += len(part)
@@ -322,4 +359,6 @@ async def _receive_body(request: HttpRequest, max_bytes: int, budget: BodyBudget
 
 
 def _too_large(max_bytes: int) -> errors.PayloadTooLarge:
-    return errors.PayloadTooLarge(f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one")
+    return errors.PayloadTooLarge(
+        f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one"
+    )

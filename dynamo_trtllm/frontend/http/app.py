@@ -1,4 +1,7 @@
-"""Build the app of a frontend. Serve its endpoints that run no model: models, readiness, metrics, stored responses."""
+"""Build the app of a frontend.
+
+Serve its endpoints that run no model: models, readiness, metrics, stored responses.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,25 @@ from dynamo_trtllm.api.response_schemas import model_object
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.records import endpoint_of
-from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
+from dynamo_trtllm.errors import (
+    EngineNotReady,
+    InvalidRequest,
+    ResponseNotFound,
+    UnsupportedParameter,
+)
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessagesAdapter
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
-from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, StoredResponse, store_limits
+from dynamo_trtllm.frontend.generation.responses.response_builder import (
+    ResponseBuilder,
+    ResponsesAdapter,
+)
+from dynamo_trtllm.frontend.generation.responses.response_store import (
+    ResponseStore,
+    StoredResponse,
+    store_limits,
+)
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
@@ -38,8 +53,8 @@ from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
 PAGE_MAY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 NO_WORKER = "no worker has registered yet"
 LISTED: Final = 100  # most entries of a list in /health, unless the query has another limit
@@ -75,7 +90,9 @@ class StatusRoutes:
             response.send_json(200, model_object(self._models.get(name).card, self._created))
 
     async def ready(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer 200 when the model can be served now, 503 with the reason when not, 404 for an unknown model."""
+        """Answer 200 when the model can be served now, 503 with the reason when not, 404 for an
+        unknown model.
+        """
         name = request.path_params["name"]
         try:
             self._models.get(name)
@@ -99,22 +116,30 @@ class StatusRoutes:
         shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
         endpoints = {(each.namespace, each.component, each.endpoint): each for each in instances}
         names = self._models.names()
-        not_ready_reason = [reason for name in names if (reason := self._models.not_ready_reason(name))]
+        not_ready_reason = [
+            reason for name in names if (reason := self._models.not_ready_reason(name))
+        ]
         if not names:
             not_ready_reason = [NO_WORKER]
         body: dict[str, Any] = {
             "status": "not_ready" if not_ready_reason else "healthy",
             "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),
-            "num_instances": {str(role): count for role, count in Counter(each.role for each in instances).items()},
+            "num_instances": {
+                str(role): count for role, count in Counter(each.role for each in instances).items()
+            },
             "instances": [_instance(instance) for instance in shown],
             **self._models.readiness(limit),
         }
-        response.send_json(200, body | {"message": "; ".join(not_ready_reason)} if not_ready_reason else body)
+        response.send_json(
+            200, body | {"message": "; ".join(not_ready_reason)} if not_ready_reason else body
+        )
 
     async def frontend_ready(self, _: HttpRequest, response: HttpResponse) -> None:
         """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
         if not_ready_reason := self._not_ready_reason():
-            response.send_json(503, {"status": "not_ready", "reason": not_ready_reason}, retry_headers(503))
+            response.send_json(
+                503, {"status": "not_ready", "reason": not_ready_reason}, retry_headers(503)
+            )
         else:
             response.send_json(200, {"status": "ready", "reason": ""})
 
@@ -166,7 +191,8 @@ MAX_LIMIT: Final = 100
 class ResponseRoutes:
     """The endpoints of existing responses.
 
-    Responses in progress are known only to their own frontend, stored ones to all frontends that share a store.
+    Responses in progress are known only to their own frontend, stored ones to all frontends that
+    share a store.
     """
 
     _store: ResponseStore
@@ -175,7 +201,9 @@ class ResponseRoutes:
     async def retrieve(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "stream", "include", "include[]")
         if _last(request, "stream", "false") != "false":
-            raise UnsupportedParameter("stream is not supported for an existing response; leave it out", field="stream")
+            raise UnsupportedParameter(
+                "stream is not supported for an existing response; leave it out", field="stream"
+            )
         response.send_json(200, (await self._stored(request)).response)
 
     async def input_items(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -190,7 +218,10 @@ class ResponseRoutes:
         response.send_json(200, {"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Cancel a response in progress, prefill and decode. A response that has ended is returned unchanged."""
+        """Cancel a response in progress, prefill and decode.
+
+        A response that has ended is returned unchanged.
+        """
         builder = self._running_builder(request)
         if builder is None:
             response.send_json(200, (await self._store.get(request.path_params["id"])).response)
@@ -204,7 +235,9 @@ class ResponseRoutes:
         response.send_json(200, cancelled)
 
     async def _stored(self, request: HttpRequest) -> StoredResponse:
-        """Return a response as it is stored, or as it is now if it is in progress and will be stored."""
+        """Return a response as it is stored, or as it is now if it is in progress and will be
+        stored.
+        """
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
@@ -226,7 +259,9 @@ def _limit(request: HttpRequest, default: int, most: int) -> int:
     """Return the query parameter `limit`. Raise InvalidRequest if it is out of range."""
     limit = _last(request, "limit", str(default))
     if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
-        raise InvalidRequest(f"limit must be a number from 1 to {most}, not {limit!r}", field="limit")
+        raise InvalidRequest(
+            f"limit must be a number from 1 to {most}, not {limit!r}", field="limit"
+        )
     return int(limit)
 
 
@@ -239,7 +274,9 @@ def _check_query(request: HttpRequest, *known: str) -> None:
     for name in ("include", "include[]"):
         for value in query.get(name, ()):
             if value != LOGPROBS:  # they are included if the original request asked for them
-                raise UnsupportedParameter(f"include of {value!r} is not supported; leave it out", field="include")
+                raise UnsupportedParameter(
+                    f"include of {value!r} is not supported; leave it out", field="include"
+                )
 
 
 def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, Any]:
@@ -254,7 +291,8 @@ def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, An
         places = [index for index, item in enumerate(listed) if item["id"] == after[-1]]
         if not places:
             raise ResponseNotFound(
-                f"after is {after[-1]!r}, which is not an input item of this response", field="after"
+                f"after is {after[-1]!r}, which is not an input item of this response",
+                field="after",
             )
         listed = listed[places[0] + 1 :]
     page = listed[:limit]
@@ -292,7 +330,10 @@ def build_app(
     traces = None
     if config.otlp_endpoint is not None:
         traces = TraceExporter(
-            config.otlp_endpoint, config.namespace, config.trace_sample_ratio, on_dropped=metrics.traces_dropped
+            config.otlp_endpoint,
+            config.namespace,
+            config.trace_sample_ratio,
+            on_dropped=metrics.traces_dropped,
         )
     app_state = AppState(config, models, pipeline, metrics, traces)
     _watch(app_state)
@@ -334,8 +375,17 @@ def build_app(
 
 def _watch(state: AppState) -> None:
     """Let the metrics read the values of their gauges."""
-    metrics, limiter, budget, placement = state.metrics, state.limiter, state.body_budget, state.pipeline.placement
-    metrics.watch(choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use)
+    metrics, limiter, budget, placement = (
+        state.metrics,
+        state.limiter,
+        state.body_budget,
+        state.pipeline.placement,
+    )
+    metrics.watch(
+        choices=lambda: limiter.in_use,
+        queued=lambda: limiter.queued,
+        body_bytes=lambda: budget.in_use,
+    )
     metrics.watch(rejected_records=state.models.num_rejected)
     if placement is not None:
         metrics.by_worker["placed_requests"] = placement.loads.requests

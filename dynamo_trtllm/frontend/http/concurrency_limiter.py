@@ -25,17 +25,21 @@ class _Waiting:
 
 
 class FairQueue:
-    """The requests that wait. Networks of clients take turns; requests of one network wait in order of arrival.
+    """The requests that wait.
 
-    This is deficit round robin: in each turn, a network gains one choice, and when it has gained as many as its oldest
-    request has, this request is the next. So a network with large requests starts no more choices than one with small
-    ones. The time per request depends on its choices only.
+    Networks of clients take turns; requests of one network wait in order of arrival.
+
+    This is deficit round robin: in each turn, a network gains one choice, and when it has gained as
+    many as its oldest request has, this request is the next. So a network with large requests
+    starts no more choices than one with small ones. The time per request depends on its choices
+    only.
     """
 
     def __init__(self) -> None:
         self.num_choices = 0
         self._requests = ByNetwork[_Waiting]()
-        self._gained: OrderedDict[str, int] = OrderedDict()  # choices by network; the first one has the turn
+        # choices by network; the first one has the turn
+        self._gained: OrderedDict[str, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -57,7 +61,10 @@ class FairQueue:
             del self._gained[request.network]
 
     def first(self) -> _Waiting | None:
-        """Return the request that is the next; None if none waits. Further calls return the same until it leaves."""
+        """Return the request that is the next; None if none waits.
+
+        Further calls return the same until it leaves.
+        """
         while self._gained:
             network = next(iter(self._gained))
             oldest = self._requests.oldest(network)
@@ -73,7 +80,8 @@ class FairQueue:
         self.remove(first)
 
     def displaced_by(self, network: str) -> _Waiting | None:
-        """Return the request that gives its place to one more of this network: the newest of the network with the most.
+        """Return the request that gives its place to one more of this network: the newest of the
+        network with the most.
 
         Return None if that network would then have fewer requests than this one.
         """
@@ -84,20 +92,26 @@ class FairQueue:
 
 
 class ConcurrencyLimiter:
-    """A limit on running choices. Further requests wait in a fair queue; beyond its size they are rejected.
+    """A limit on running choices.
 
-    Each choice takes a permit, because each is a stream of its own for engines and memory. A request gets the permits
-    of all its choices at once: otherwise it would hold some while it waits for others.
+    Further requests wait in a fair queue; beyond its size they are rejected.
+
+    Each choice takes a permit, because each is a stream of its own for engines and memory. A
+    request gets the permits of all its choices at once: otherwise it would hold some while it waits
+    for others.
     """
 
-    def __init__(self, limit: int, max_queued: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit: int, max_queued: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limit = limit
         self.in_use = 0
         self._max_queued = max_queued
         self._clock = clock
         self._queue = FairQueue()
         self._idle_since_s = clock()  # valid while no permit is in use
-        self._finished, self._counted_since_s = 0.0, clock()  # choices that have ended; their rate is that of the load
+        # choices that have ended; their rate is that of the load
+        self._finished, self._counted_since_s = 0.0, clock()
 
     @property
     def queued(self) -> int:
@@ -105,7 +119,9 @@ class ConcurrencyLimiter:
         return len(self._queue)
 
     def check(self, network: str) -> None:
-        """Raise Overloaded if there is no place in the queue. Called before the body of a request is read.
+        """Raise Overloaded if there is no place in the queue.
+
+        Called before the body of a request is read.
 
         Args:
             network: of the client, see `network_of`.
@@ -119,13 +135,17 @@ class ConcurrencyLimiter:
         """Take `count` permits for one request of a client, waiting for its turn.
 
         Raises:
-            Overloaded: the queue is full, or a request of another network took the place of this one in it.
+            Overloaded: the queue is full, or a request of another network took the place of this
+                one in it.
             DeadlineExceeded: the permits were not free within `within_s` seconds.
         """
         if not self._queue and self.in_use + count <= self.limit:
             now_s = self._clock()
-            if not self.in_use and (not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S):
-                self._finished, self._counted_since_s = 0.0, now_s  # idle time says nothing about the load
+            if not self.in_use and (
+                not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S
+            ):
+                # idle time says nothing about the load
+                self._finished, self._counted_since_s = 0.0, now_s
             self.in_use += count
             return
         if len(self._queue) >= self._max_queued:
@@ -138,16 +158,17 @@ class ConcurrencyLimiter:
         except TimeoutError:
             self._withdraw(waiting)
             raise errors.DeadlineExceeded(
-                f"the request's deadline passed while it was queued behind {self.in_use} running choices; try again "
-                "later, or send a longer timeout"
+                f"the request's deadline passed while it was queued behind {self.in_use} running"
+                " choices; try again later, or send a longer timeout"
             ) from None
         except asyncio.CancelledError:
             self._withdraw(waiting)
             raise
         if not waiting.has_permits:
             raise errors.Overloaded(
-                "the server is at capacity, and a request of another client took the place of this one in the queue, "
-                "because its client has the most waiting requests; send fewer at the same time, or try again later"
+                "the server is at capacity, and a request of another client took the place of this"
+                " one in the queue, because its client has the most waiting requests; send fewer at"
+                " the same time, or try again later"
             )
 
     def release(self, count: int) -> None:
@@ -162,9 +183,14 @@ class ConcurrencyLimiter:
         self._free(count)
 
     def retry_after_s(self) -> int:
-        """Estimate, in whole seconds, how long one more choice would wait at the recent rate of finished choices."""
-        counted_s = max(self._clock() - self._counted_since_s, 1.0)  # the first ones alone would give too high a rate
-        wait_s = (self._queue.num_choices + 1) * counted_s / self._finished if self._finished else 1.0
+        """Estimate, in whole seconds, how long one more choice would wait at the recent rate of
+        finished choices.
+        """
+        # the first ones alone would give too high a rate
+        counted_s = max(self._clock() - self._counted_since_s, 1.0)
+        wait_s = (
+            (self._queue.num_choices + 1) * counted_s / self._finished if self._finished else 1.0
+        )
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _free(self, count: int) -> None:
@@ -181,7 +207,10 @@ class ConcurrencyLimiter:
             first = self._queue.first()
 
     def _displace(self, network: str) -> None:
-        """Reject a waiting request, so that one more of this network has a place in the queue. Raises Overloaded."""
+        """Reject a waiting request, so that one more of this network has a place in the queue.
+
+        Raises Overloaded.
+        """
         displaced = self._queue.displaced_by(network)
         if displaced is None:
             raise self._full()
@@ -190,7 +219,9 @@ class ConcurrencyLimiter:
             displaced.decided.set_result(None)
 
     def _withdraw(self, waiting: _Waiting) -> None:
-        """Remove a request from the queue, or return its permits if they were granted at the same moment."""
+        """Remove a request from the queue, or return its permits if they were granted at the same
+        moment.
+        """
         if waiting.has_permits:
             self._free(waiting.count)
         elif waiting in self._queue:
@@ -199,6 +230,6 @@ class ConcurrencyLimiter:
 
     def _full(self) -> errors.Overloaded:
         return errors.Overloaded(
-            f"the server is at capacity: {self.in_use} of {self.limit} choices are running and {len(self._queue)} of "
-            f"{self._max_queued} requests are queued; try again later"
+            f"the server is at capacity: {self.in_use} of {self.limit} choices are running and"
+            f" {len(self._queue)} of {self._max_queued} requests are queued; try again later"
         )

@@ -25,21 +25,30 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=RequestModel)
 V = TypeVar("V")
 
-_MANY_OBJECTS = 500  # messages, tools and parts of them; each takes as long as half a kilobyte of text
-_OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')  # code in a message has braces, too: there, a quotation mark is escaped
-_TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
+# messages, tools and parts of them; each takes as long as half a kilobyte of text
+_MANY_OBJECTS = 500
+# code in a message has braces, too: there, a quotation mark is escaped
+_OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
+# the time is limited for which the event loop plans larger bodies before it does other work
+_TURN_BYTES = 16 << 10
 _FEW_CHOICES = 4  # requests with more of them are planned within the same limit
-_WORDLESS_BYTES = 48 << 10  # of text without words, which takes up to twenty times as long to tokenize
+# of text without words, which takes up to twenty times as long to tokenize
+_WORDLESS_BYTES = 48 << 10
 _SAMPLED = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
 def is_large_body(raw_body: bytes) -> bool:
-    """Return whether the body is parsed and rendered in a thread, because it would delay other streams."""
+    """Return whether the body is parsed and rendered in a thread, because it would delay other
+    streams.
+    """
     size = len(raw_body)
     if size > INLINE_BYTES:
         return True
-    if size > _WORDLESS_BYTES and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size:
+    if (
+        size > _WORDLESS_BYTES
+        and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size
+    ):
         return True
     if size <= _TURN_BYTES:
         return False
@@ -52,7 +61,9 @@ def is_large_body(raw_body: bytes) -> bool:
 
 
 class Endpoint(ABC):
-    """The handler of a path with JSON bodies. What it knows of a request is in the request's context.
+    """The handler of a path with JSON bodies.
+
+    What it knows of a request is in the request's context.
 
     Args:
         name: the value of the metric label `endpoint`.
@@ -63,7 +74,10 @@ class Endpoint(ABC):
         self._app_state = app_state
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer the request in every case. A disconnect cancels this task. Raises ClientDisconnected."""
+        """Answer the request in every case.
+
+        A disconnect cancels this task. Raises ClientDisconnected.
+        """
         response.cancel_on_disconnect()
         context = RequestContext(self._app_state, self._name, request)
         outcome: str | DynamoError = "cancelled"
@@ -75,34 +89,52 @@ class Endpoint(ABC):
         except MemoryError:
             # A traceback would take more memory.
             log.error("request %s failed: out of memory; lower --max-total-body-bytes", context.id)
-            outcome = Overloaded("the server is out of memory for this request; try again later or send a shorter one")
+            outcome = Overloaded(
+                "the server is out of memory for this request; try again later or send a"
+                " shorter one"
+            )
             await self._fail(outcome, response, context)
         except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
-            outcome = error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
+            outcome = (
+                error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
+            )
             async with self._app_state.ending_time.turn():  # thousands of requests may fail at once
                 await self._fail(outcome, response, context)
         finally:
             if context.keep_alive is not None:
                 context.keep_alive.stop()
-                context.keep_alive = None  # it refers to the context: a cycle that would keep the body in memory
+                # it refers to the context: a cycle that would keep the body in memory
+                context.keep_alive = None
             context.end(outcome, response.status)
-            # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
+            # An error refers to this frame. If the frame also referred to it, the cycle would keep
+            # the body in memory.
             del outcome
 
     @abstractmethod
-    async def _serve(self, context: RequestContext, request: HttpRequest, response: HttpResponse) -> None:
-        """Send the response. Raises any error; the caller then reports it to the client with `_fail`."""
+    async def _serve(
+        self, context: RequestContext, request: HttpRequest, response: HttpResponse
+    ) -> None:
+        """Send the response.
 
-    async def _fail(self, error: DynamoError, response: HttpResponse, context: RequestContext) -> None:
+        Raises any error; the caller then reports it to the client with `_fail`.
+        """
+
+    async def _fail(
+        self, error: DynamoError, response: HttpResponse, context: RequestContext
+    ) -> None:
         """Send the error."""
         is_overloaded = isinstance(error, Overloaded)
-        response.send_error(error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S)
+        response.send_error(
+            error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S
+        )
 
     def _slot(self, *, is_large: bool) -> AbstractAsyncContextManager[None]:
         """Return the slot in which a body is processed. Only large bodies wait for theirs."""
         return self._large_body_slot() if is_large else nullcontext()
 
-    async def _parse(self, model: type[M], raw_body: bytes, ignored: IgnoredFields | None, *, is_large: bool) -> M:
+    async def _parse(
+        self, model: type[M], raw_body: bytes, ignored: IgnoredFields | None, *, is_large: bool
+    ) -> M:
         """Parse the body, a large one in a thread. Raises as `parse`."""
         if is_large:
             return await in_thread(parse, model, raw_body, ignored)
@@ -141,12 +173,16 @@ class Endpoint(ABC):
             return prepare()
 
     def _choices_turn(self, num_choices: int) -> AbstractAsyncContextManager[None]:
-        """Return the turn in which the choices of a request are created. Requests with few choices need not wait."""
+        """Return the turn in which the choices of a request are created.
+
+        Requests with few choices need not wait.
+        """
         return self._app_state.planning_time.turn() if num_choices > _FEW_CHOICES else nullcontext()
 
     @asynccontextmanager
     async def _large_body_slot(self) -> AsyncGenerator[None, None]:
-        """Limit how many large bodies are processed at once, because each takes several times its size in memory.
+        """Limit how many large bodies are processed at once, because each takes several times its
+        size in memory.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.
@@ -155,7 +191,9 @@ class Endpoint(ABC):
             async with asyncio.timeout(self._app_state.config.request_timeout_s):
                 await self._app_state.large_bodies.acquire()
         except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed while other large requests were parsed") from None
+            raise DeadlineExceeded(
+                "the request's deadline passed while other large requests were parsed"
+            ) from None
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""Build `/openapi.json`: the paths with every status that they can return, request models and response schemas."""
+"""Build `/openapi.json`: the paths with every status that they can return, request models and
+response schemas.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
 ANY_ERROR: Final = frozenset(STATUS.values())  # a generation may return any error
-LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})  # a store may be unreachable or contain unreadable data
+# a store may be unreachable or contain unreadable data
+LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})
 MEANINGS: Final = {
     200: "success",
     400: "the request is wrong; param names the field",
@@ -49,7 +52,8 @@ class Operation(NamedTuple):
     about: str
     answer: str  # schema of the 200 response; "": text
     body: str | None = None  # schema of the request
-    event: str | None = None  # schema of one event of the stream. It generates: any error may be returned
+    # schema of one event of the stream. It generates: any error may be returned
+    event: str | None = None
     errors: frozenset[int] = frozenset()
     query: Mapping[str, Schema] = {}
     is_503_answer: bool = False  # the body of a 503 is `answer` and no error
@@ -57,14 +61,21 @@ class Operation(NamedTuple):
 
 
 _BODY_HEADERS: Final = {
-    "x-request-id": "Up to 128 visible ASCII characters. Returned, and part of the request's log lines.",
+    "x-request-id": (
+        "Up to 128 visible ASCII characters. Returned, and part of the request's log lines."
+    ),
 }
 _GENERATION_HEADERS: Final = {
     **_BODY_HEADERS,
     "x-dynamo-stats": "1: the response contains its workers and timings.",
     "x-session-id": "Up to 256 characters: the conversation, unless the body names one.",
 }
-_CHAT, _TEXT, _RESPONSES, _RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{id}"
+_CHAT, _TEXT, _RESPONSES, _RESPONSE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/{id}",
+)
 _MODEL, _MESSAGES = "/v1/models/{id}", "/v1/messages"
 _PAGE: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
@@ -81,32 +92,74 @@ _CANCEL = "Cancel a response that is in progress."
 _LIST_ITEMS = "List the input items of a response."
 _MODEL_READY = "Check whether the model can be served now, and if not, what is missing."
 _HEALTH = "Get the state of the deployment: instances, and what is missing. Always 200."
-_READY = "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
+_READY = (
+    "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
+)
 _TOKENIZE = "Tokenize a prompt or a conversation, as vLLM does."
 _DETOKENIZE = "Return the text of token ids, as vLLM does."
 _CREATE_MESSAGE = "Create the next message of a conversation, as Anthropic's API does."
 _COUNT_MESSAGES = "Count the tokens of the prompt that a request for a message would have."
 _COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
 _NOT_FOUND: Final = frozenset({404})
-_RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})  # of a body that is tokenized
+# of a body that is tokenized
+_RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})
 
 OPERATIONS: Final = (
     Operation(
-        "post", _CHAT, "createChatCompletion", _CREATE_CHAT, "ChatCompletion", "ChatRequest", "ChatCompletionChunk"
+        "post",
+        _CHAT,
+        "createChatCompletion",
+        _CREATE_CHAT,
+        "ChatCompletion",
+        "ChatRequest",
+        "ChatCompletionChunk",
     ),
-    Operation("post", _TEXT, "createCompletion", _CREATE_TEXT, "TextCompletion", "CompletionRequest", "TextCompletion"),
-    Operation("post", _RESPONSES, "createResponse", _CREATE_RESPONSE, "Response", "ResponseRequest", "ResponseEvent"),
+    Operation(
+        "post",
+        _TEXT,
+        "createCompletion",
+        _CREATE_TEXT,
+        "TextCompletion",
+        "CompletionRequest",
+        "TextCompletion",
+    ),
+    Operation(
+        "post",
+        _RESPONSES,
+        "createResponse",
+        _CREATE_RESPONSE,
+        "Response",
+        "ResponseRequest",
+        "ResponseEvent",
+    ),
     Operation(
         *("post", f"{_RESPONSES}/input_tokens", "countInputTokens", _COUNT_INPUT),
         "InputTokens",
         "ResponseRequest",
         errors=_RECEIVED | LOOKED_UP,
     ),
-    Operation("get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", errors=LOOKED_UP),
-    Operation("delete", _RESPONSE, "deleteResponse", "Delete a stored response.", "ResponseDeleted", errors=LOOKED_UP),
-    Operation("post", f"{_RESPONSE}/cancel", "cancelResponse", _CANCEL, "Response", errors=LOOKED_UP),
     Operation(
-        "get", f"{_RESPONSE}/input_items", "listInputItems", _LIST_ITEMS, "ResponseItems", errors=LOOKED_UP, query=_PAGE
+        "get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", errors=LOOKED_UP
+    ),
+    Operation(
+        "delete",
+        _RESPONSE,
+        "deleteResponse",
+        "Delete a stored response.",
+        "ResponseDeleted",
+        errors=LOOKED_UP,
+    ),
+    Operation(
+        "post", f"{_RESPONSE}/cancel", "cancelResponse", _CANCEL, "Response", errors=LOOKED_UP
+    ),
+    Operation(
+        "get",
+        f"{_RESPONSE}/input_items",
+        "listInputItems",
+        _LIST_ITEMS,
+        "ResponseItems",
+        errors=LOOKED_UP,
+        query=_PAGE,
     ),
     Operation(
         *("post", _MESSAGES, "createMessage", _CREATE_MESSAGE, "Message", "MessagesRequest"),
@@ -119,7 +172,15 @@ OPERATIONS: Final = (
         errors=_RECEIVED,
         error="MessagesError",
     ),
-    Operation("post", "/tokenize", "tokenize", _TOKENIZE, "Tokenization", "TokenizeRequest", errors=_RECEIVED),
+    Operation(
+        "post",
+        "/tokenize",
+        "tokenize",
+        _TOKENIZE,
+        "Tokenization",
+        "TokenizeRequest",
+        errors=_RECEIVED,
+    ),
     Operation(
         *("post", "/detokenize", "detokenize", _DETOKENIZE),
         "Detokenization",
@@ -128,9 +189,26 @@ OPERATIONS: Final = (
     ),
     Operation("get", "/version", "version", "Get the version of this server.", "Version"),
     Operation("get", "/v1/models", "listModels", "List the available models.", "ModelList"),
-    Operation("get", _MODEL, "retrieveModel", "Get one model. Its id may contain slashes.", "Model", errors=_NOT_FOUND),
-    Operation("get", f"{_MODEL}/ready", "modelReady", _MODEL_READY, "Ready", errors=_NOT_FOUND, is_503_answer=True),
-    Operation("get", "/health", "health", _HEALTH, "Health", errors=frozenset({400}), query=_LISTED),
+    Operation(
+        "get",
+        _MODEL,
+        "retrieveModel",
+        "Get one model. Its id may contain slashes.",
+        "Model",
+        errors=_NOT_FOUND,
+    ),
+    Operation(
+        "get",
+        f"{_MODEL}/ready",
+        "modelReady",
+        _MODEL_READY,
+        "Ready",
+        errors=_NOT_FOUND,
+        is_503_answer=True,
+    ),
+    Operation(
+        "get", "/health", "health", _HEALTH, "Health", errors=frozenset({400}), query=_LISTED
+    ),
     Operation("get", "/ready", "ready", _READY, "FrontendReady", is_503_answer=True),
     Operation("get", "/live", "live", "Check that this process responds.", "Live"),
     Operation("get", "/metrics", "metrics", "Get Prometheus metrics.", ""),
@@ -153,8 +231,10 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "dynamo_trtllm",
             "version": dynamo_trtllm.__version__,
-            "description": "OpenAI's API over disaggregated workers. A field is supported or rejected by name; "
-            "null counts as absent.",
+            "description": (
+                "OpenAI's API over disaggregated workers. A field is supported or rejected by name;"
+                " null counts as absent."
+            ),
         },
         "servers": [{"url": "/"}],
         "paths": paths,
@@ -171,30 +251,41 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "operationId": operation.id,
         "summary": operation.about,
         "parameters": _parameters(operation),
-        "responses": {str(status): answer for status, answer in sorted(_answers(operation).items())},
+        "responses": {
+            str(status): answer for status, answer in sorted(_answers(operation).items())
+        },
     }
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.body)}}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {JSON: {"schema": ref(operation.body)}},
+        }
     return described
 
 
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
     names = re.findall(r"{(\w+)}", operation.path)
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in names
     ]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
     headers = _GENERATION_HEADERS if operation.event is not None else _BODY_HEADERS
     if operation.body is not None:
         parameters += [
-            {"name": name, "in": "header", "description": about, "schema": TEXT} for name, about in headers.items()
+            {"name": name, "in": "header", "description": about, "schema": TEXT}
+            for name, about in headers.items()
         ]
     return parameters
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     answer = ref(operation.answer)
-    content: dict[str, Any] = {JSON: {"schema": answer}} if operation.answer else {"text/plain": {"schema": TEXT}}
+    content: dict[str, Any] = (
+        {JSON: {"schema": answer}} if operation.answer else {"text/plain": {"schema": TEXT}}
+    )
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation)}
     answers = {200: _answer(200, content)}
@@ -226,5 +317,8 @@ def _event(operation: Operation) -> Schema:
 def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:
     headers: dict[str, Any] = {"x-request-id": {"required": True, "schema": TEXT}}
     if status in RETRY_LATER:
-        headers["retry-after"] = {"required": True, "schema": {"type": "string", "pattern": "^[0-9]+$"}}
+        headers["retry-after"] = {
+            "required": True,
+            "schema": {"type": "string", "pattern": "^[0-9]+$"},
+        }
     return {"description": MEANINGS[status], "headers": headers, "content": content}

@@ -14,13 +14,19 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # of all requests
-TOKEN_BYTES: Final = 64  # memory of one token: its text in a list. A delta takes as much in addition
-COUNTED_TOKENS: Final = 256  # smaller changes of a request's output are not counted, to save CPU time
-_LOGPROB_BYTES: Final = 120  # memory of one log-probability: that of the token, or of one alternative
+# memory of one token: its text in a list. A delta takes as much in addition
+TOKEN_BYTES: Final = 64
+# smaller changes of a request's output are not counted, to save CPU time
+COUNTED_TOKENS: Final = 256
+# memory of one log-probability: that of the token, or of one alternative
+_LOGPROB_BYTES: Final = 120
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
 
 _End: TypeAlias = Callable[[DynamoError, bool], None]
-"""A function that ends a request with an error. The flag says whether it also drops the unsent output."""
+"""A function that ends a request with an error.
+
+The flag says whether it also drops the unsent output.
+"""
 
 
 def _do_nothing(error: DynamoError, drops_output: bool) -> None: ...
@@ -28,7 +34,9 @@ def _do_nothing(error: DynamoError, drops_output: bool) -> None: ...
 
 def scored_tokens(delta: ChoiceDelta) -> int:
     """Return the memory that a delta takes with its log-probabilities, in units of TOKEN_BYTES."""
-    num_logprobs = len(delta.prompt_logprobs) + sum(len(scored.top) for scored in delta.prompt_logprobs)
+    num_logprobs = len(delta.prompt_logprobs) + sum(
+        len(scored.top) for scored in delta.prompt_logprobs
+    )
     for part in delta.deltas:
         if part.logprobs:
             num_logprobs += len(part.logprobs) + sum(len(scored.top) for scored in part.logprobs)
@@ -36,13 +44,15 @@ def scored_tokens(delta: ChoiceDelta) -> int:
 
 
 def check_answer(plan: GenerationPlan) -> None:
-    """Check that an answer that is not streamed stays within the limit even with `max_tokens` tokens in each choice.
+    """Check that an answer that is not streamed stays within the limit even with `max_tokens`
+    tokens in each choice.
 
-    A request without `max_tokens` passes: nearly all answers end long before the context does, and their output is
-    counted as it grows.
+    A request without `max_tokens` passes: nearly all answers end long before the context does, and
+    their output is counted as it grows.
 
     Raises:
-        PayloadTooLarge: the answer could exceed the limit; `field` is the API's name of `max_tokens`.
+        PayloadTooLarge: the answer could exceed the limit; `field` is the API's name of
+            `max_tokens`.
     """
     first = plan.choices[0]
     if not first.options.sampling.max_tokens:
@@ -57,9 +67,9 @@ def check_answer(plan: GenerationPlan) -> None:
     if max_bytes > MAX_OUTPUT_BYTES:
         name = first.options.name("max_tokens")
         raise PayloadTooLarge(
-            f"{len(plan.choices)} choices of {first.request.sampling.max_tokens} tokens may take {max_bytes >> 20} MiB "
-            f"of memory; an answer that is not streamed may take {MAX_OUTPUT_BYTES >> 20}: "
-            + _FIX.format(max_tokens=name),
+            f"{len(plan.choices)} choices of {first.request.sampling.max_tokens} tokens may take"
+            f" {max_bytes >> 20} MiB of memory; an answer that is not streamed may take"
+            f" {MAX_OUTPUT_BYTES >> 20}: " + _FIX.format(max_tokens=name),
             field=name,
         )
 
@@ -69,7 +79,8 @@ class Output:
 
     Args:
         budget: what counts the output of all requests.
-        end: called with an error when the request has to end, and with True if its unsent output is to be dropped.
+        end: called with an error when the request has to end, and with True if its unsent output is
+            to be dropped.
         is_streamed: whether the response is a stream.
     """
 
@@ -80,7 +91,10 @@ class Output:
         self.in_use = 0  # bytes
 
     def set(self, num_bytes: int) -> None:
-        """Set the number of bytes. If they exceed a limit, end this request or the one with the most output."""
+        """Set the number of bytes.
+
+        If they exceed a limit, end this request or the one with the most output.
+        """
         added = num_bytes - self.in_use
         self._budget.in_use += added
         self.in_use = num_bytes
@@ -100,15 +114,20 @@ class Output:
         """Stop to count this request."""
         if self.in_use:
             self.set(0)
-        self._end = _do_nothing  # the function before refers to this object, which would be a reference cycle
+        # the function before refers to this object, which would be a reference cycle
+        self._end = _do_nothing
         self._budget.outputs.discard(self)
 
     def _too_large(self) -> DynamoError:
         limit = f"{MAX_OUTPUT_BYTES >> 20} MiB of memory"
         if self._is_streamed:
-            return Overloaded(f"the client reads too slowly: its pending output takes more than {limit}")
+            return Overloaded(
+                f"the client reads too slowly: its pending output takes more than {limit}"
+            )
         text = _FIX.format(max_tokens="max_tokens")
-        return PayloadTooLarge(f"the answer, which is not streamed, takes more than {limit}: {text}")
+        return PayloadTooLarge(
+            f"the answer, which is not streamed, takes more than {limit}: {text}"
+        )
 
 
 class OutputBudget:
@@ -119,7 +138,10 @@ class OutputBudget:
         self.outputs: set[Output] = set()
 
     def open(self, end: _End, *, is_streamed: bool) -> Output:
-        """Return what counts the output of a request, until its `close`. Arguments as for `Output`."""
+        """Return what counts the output of a request, until its `close`.
+
+        Arguments as for `Output`.
+        """
         output = Output(self, end, is_streamed=is_streamed)
         self.outputs.add(output)
         return output
@@ -129,7 +151,8 @@ class OutputBudget:
         largest = max(self.outputs, key=lambda output: output.in_use)
         largest.drop(
             Overloaded(
-                f"output that is not sent yet takes more than {MAX_TOTAL_OUTPUT_BYTES >> 20} MiB of memory, most of it "
-                "that of this request; try again later, or set stream to true and read faster"
+                f"output that is not sent yet takes more than {MAX_TOTAL_OUTPUT_BYTES >> 20} MiB of"
+                " memory, most of it that of this request; try again later, or set stream to true"
+                " and read faster"
             )
         )

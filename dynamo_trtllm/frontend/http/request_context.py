@@ -1,4 +1,6 @@
-"""Hold what one request takes and measures, from its arrival to its log line: permits, bytes, times, metrics."""
+"""Hold what one request takes and measures, from its arrival to its log line: permits, bytes,
+times, metrics.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class AppState:
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     # Ignored fields that were logged, as (client, name), newest last.
     logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
-    planning_time: IterationTime = field(default_factory=IterationTime)  # of bodies that are planned on the event loop
+    # of bodies that are planned on the event loop
+    planning_time: IterationTime = field(default_factory=IterationTime)
     ending_time: IterationTime = field(
         default_factory=IterationTime
     )  # of requests whose last choice has ended, or failed
@@ -82,16 +85,19 @@ class AppState:
 
 
 def program_of(request: HttpRequest) -> str:
-    """Return the name and version of the client's program, from the header User-Agent; without it, the address."""
+    """Return the name and version of the client's program, from the header User-Agent; without it,
+    the address.
+    """
     named = (request.header(b"user-agent") or "").split(maxsplit=1)
     return _NO_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS]) if named else request.client
 
 
 class RequestContext:
-    """One request, from its arrival to its log line: its id, deadline, permits, bytes, times and metrics.
+    """One request, from its arrival to its log line: its id, deadline, permits, bytes, times and
+    metrics.
 
-    Its choices hold what belongs to one choice. Times count from the end of the request's head. Each delta costs one
-    clock reading.
+    Its choices hold what belongs to one choice. Times count from the end of the request's head.
+    Each delta costs one clock reading.
     """
 
     def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
@@ -118,19 +124,26 @@ class RequestContext:
         self._output: Output | None = None
         self._num_choices = 0  # known with the plan
         self._num_permits = 0
-        self.traceparent = valid_traceparent(request.header(b"traceparent"))  # None: it is missing or not valid
+        # None: it is missing or not valid
+        self.traceparent = valid_traceparent(request.header(b"traceparent"))
         self._arrived_at = time.time()
-        self._begun_s = self.received_s = request.arrived_s  # `received_s`: when the whole body was there
+        # `received_s`: when the whole body was there
+        self._begun_s = self.received_s = request.arrived_s
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
         self._model = ""
         self._candidates = 1
         app_state.metrics.request_started()
 
     async def read_body(self, request: HttpRequest) -> bytes:
-        """Return the body, whose bytes are reserved until `release_body`. Raises as `admission.read_body`."""
+        """Return the body, whose bytes are reserved until `release_body`.
+
+        Raises as `admission.read_body`.
+        """
         config = self._app_state.config
         budget = self._app_state.body_budget
-        body = await read_body(request, config.max_body_bytes, config.receive_timeout_s, budget, self._body_bytes)
+        body = await read_body(
+            request, config.max_body_bytes, config.receive_timeout_s, budget, self._body_bytes
+        )
         self.enter("tokenize_queue")
         self.received_s = self._spans[-1].begin_s
         return body
@@ -149,7 +162,8 @@ class RequestContext:
         self.deadline = self._arrived_at + (max_s if timeout_s is None else min(timeout_s, max_s))
 
     def report_ignored(self, names: Iterable[str], request: HttpRequest) -> None:
-        """Report ignored fields in a response header, in metrics, and once per field and client in the log.
+        """Report ignored fields in a response header, in metrics, and once per field and client in
+        the log.
 
         A client is the program that its header User-Agent names.
         """
@@ -170,7 +184,8 @@ class RequestContext:
             del logged[next(iter(logged))]
 
     def accept(self, plan: GenerationPlan, id_prefix: str) -> None:
-        """Check and record the plan of the request, and create the id of the response, which begins with `id_prefix`.
+        """Check and record the plan of the request, and create the id of the response, which begins
+        with `id_prefix`.
 
         Raises:
             InvalidRequest: it has more choices than the limit.
@@ -183,13 +198,22 @@ class RequestContext:
         for choice_request in plan.choices[:: plan.candidates]:
             record_prompt(choice_request.request)
         if count > limit:
-            raise InvalidRequest(f"the request has {count} choices; this server runs at most {limit} at once, lower n")
-        self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
+            raise InvalidRequest(
+                f"the request has {count} choices; this server runs at most {limit} at once,"
+                " lower n"
+            )
+        # `explain` finds the request by it
+        self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"
 
     def create_choices(self, plan: GenerationPlan) -> None:
-        """Create the choices. Call it after the wait for permits, because 128 choices take 0.5 MB."""
+        """Create the choices.
+
+        Call it after the wait for permits, because 128 choices take 0.5 MB.
+        """
         self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
-        self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
+        self.choices = [
+            ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)
+        ]
         if len(self.choices) > 1:
             share_suspicions(self.choices, plan.candidates)
         for choice in self.choices:
@@ -201,7 +225,11 @@ class RequestContext:
         Raises:
             Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
         """
-        metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, self._num_choices
+        metrics, limiter, count = (
+            self._app_state.metrics,
+            self._app_state.limiter,
+            self._num_choices,
+        )
         self.enter("frontend_queue")
         try:
             await limiter.acquire(count, self.client, self.deadline - time.time())
@@ -211,14 +239,20 @@ class RequestContext:
         self._num_permits = count
 
     def observe(self, delta: ChoiceDelta) -> None:
-        """Record a delta when it arrives. TTFT counts once per request, inter-token latency in each choice."""
+        """Record a delta when it arrives.
+
+        TTFT counts once per request, inter-token latency in each choice.
+        """
         trace, now = self.choices[delta.index].trace, time.monotonic()
         if delta.tokens:
             if trace.first_s is not None:
-                self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
+                # tokens that arrived together
+                self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)
             else:
                 if self._first_s() is None:
-                    self._app_state.metrics.child("ttft_seconds", self._model).observe(now - self._begun_s)
+                    self._app_state.metrics.child("ttft_seconds", self._model).observe(
+                        now - self._begun_s
+                    )
                     if trace.expected is not None:
                         selected_s, predicted = trace.expected
                         self._app_state.metrics.observe_prediction(
@@ -230,7 +264,9 @@ class RequestContext:
         if delta.finish is not None:
             choice = self.choices[delta.index]
             RECORDER.unfollow(choice)
-            RECORDER.record(choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish)
+            RECORDER.record(
+                choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish
+            )
 
     def open_output(self, end: Callable[[DynamoError, bool], None]) -> Output:
         """Return what counts the unsent output, until the request ends. `end`: as for `Output`."""
@@ -251,9 +287,12 @@ class RequestContext:
         """Start the streams of all choices, in turns with other requests."""
         pipeline = self._app_state.pipeline
         if len(self.choices) == 1:
-            self.choices[0].start(pipeline, on_delta)  # reading its body takes longer, so it takes no turn
+            # reading its body takes longer, so it takes no turn
+            self.choices[0].start(pipeline, on_delta)
             return
-        await self._app_state.starts.run(self.choices, lambda choice: choice.start(pipeline, on_delta))
+        await self._app_state.starts.run(
+            self.choices, lambda choice: choice.start(pipeline, on_delta)
+        )
 
     async def end_choices(self) -> None:
         """End the streams of all choices that still run, in turns with other requests."""
@@ -265,7 +304,10 @@ class RequestContext:
             self.cancel()  # those that are left if this task was cancelled
 
     def usage(self) -> Usage:
-        """Return the usage so far. A prompt counts once for all its candidates, with the first one's cached tokens."""
+        """Return the usage so far.
+
+        A prompt counts once for all its candidates, with the first one's cached tokens.
+        """
         if len(self.choices) == 1:
             return self.choices[0].usage()
         each = [choice.usage() for choice in self.choices]
@@ -278,7 +320,9 @@ class RequestContext:
         )
 
     def served_by(self) -> dict[str, str]:
-        """Return response headers with the instances that are known by now, and with the ignored fields."""
+        """Return response headers with the instances that are known by now, and with the ignored
+        fields.
+        """
         headers = {
             "x-prefill-instance": self._prefill_ids(),
             "x-decode-instance": self._decode_ids(),
@@ -297,8 +341,14 @@ class RequestContext:
             nvext = extras["nvext"] = {}
             if "worker_id" in self.extra_fields:
                 trace = self.choices[0].trace
-                known = [each for each in (trace.prefill_instance, trace.decode_instance) if each is not None]
-                nvext["worker_id"] = {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
+                known = [
+                    each
+                    for each in (trace.prefill_instance, trace.decode_instance)
+                    if each is not None
+                ]
+                nvext["worker_id"] = (
+                    {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
+                )
             if "timing" in self.extra_fields:
                 nvext["timing"] = self._timing()
         return extras
@@ -311,7 +361,12 @@ class RequestContext:
             "kv_hit_rate": usage.cached_tokens / max(1, usage.prompt_tokens),
         }
         first_s = self._first_s()
-        called_s = (span.begin_s for choice in self.choices for span in choice.trace.spans if span.phase in _CALLS)
+        called_s = (
+            span.begin_s
+            for choice in self.choices
+            for span in choice.trace.spans
+            if span.phase in _CALLS
+        )
         call_s = min(called_s, default=None)
         if first_s is not None and call_s is not None:
             timing["prefill_wait_time_ms"] = (call_s - self._begun_s) * 1e3
@@ -320,9 +375,14 @@ class RequestContext:
         return timing
 
     def _stats_of(self, choices: list[ChoiceState]) -> Stats:
-        """Return the statistics of some choices. They run in parallel; the phases are those of the last one."""
+        """Return the statistics of some choices.
+
+        They run in parallel; the phases are those of the last one.
+        """
         transfers, last = [choice.transfer for choice in choices], _last_of(choices)
-        first_s = min((choice.trace.first_s or choice.trace.last_s for choice in choices), default=0.0)
+        first_s = min(
+            (choice.trace.first_s or choice.trace.last_s for choice in choices), default=0.0
+        )
         end_s = time.monotonic() if len(choices) == len(self.choices) else last.trace.last_s
         phases = _by_name(self._phases(last, end_s))
         return {
@@ -340,7 +400,9 @@ class RequestContext:
 
     def _phases(self, choice: ChoiceState, end_s: float) -> PhaseSeconds:
         """Return the phases of this request with one of its choices, which has ended last."""
-        return divide(self._spans_with(choice), end_s, choice.trace.prefill_stats, choice.trace.decode_stats)
+        return divide(
+            self._spans_with(choice), end_s, choice.trace.prefill_stats, choice.trace.decode_stats
+        )
 
     def _spans_with(self, choice: ChoiceState) -> list[Span]:
         respond = [] if choice.finish is None else [Span("respond", choice.trace.last_s)]
@@ -357,10 +419,13 @@ class RequestContext:
         self._app_state.limiter.release(self._num_permits)
         if self._output is not None:
             self._output.close()
-            self._output = None  # it refers to frames of the handler, which would be a reference cycle
+            # it refers to frames of the handler, which would be a reference cycle
+            self._output = None
         code = outcome if isinstance(outcome, str) else outcome.code
         metrics, end_s = self._app_state.metrics, time.monotonic()
-        metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s)
+        metrics.request_finished(
+            model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s
+        )
         usage = self.usage() if self.choices else Usage()
         if self.choices:
             metrics.child("prompt_tokens_total", self._model).inc(usage.prompt_tokens)
@@ -376,16 +441,23 @@ class RequestContext:
         phases = self._phases(_last_of(self.choices), end_s) if self.choices else {}
         metrics.observe_phases(model=self._model, phases=phases)
         reason = (self._finishes() or code) if outcome == "ok" else code
-        RECORDER.record(self.id, RecordedEvent.FINISHED, status, usage.completion_tokens, reason=reason)
+        RECORDER.record(
+            self.id, RecordedEvent.FINISHED, status, usage.completion_tokens, reason=reason
+        )
         if self._app_state.traces is not None:
             self._app_state.traces.add(self._ended(code, status, usage, end_s))
         if log.isEnabledFor(logging.INFO):
             self._log(self._summary(outcome, status, usage, _by_name(phases)))
 
     def _log(self, summary: str) -> None:
-        """Write the log line. Unlike `log.info`, this does not look for the line of code, which takes CPU time."""
+        """Write the log line.
+
+        Unlike `log.info`, this does not look for the line of code, which takes CPU time.
+        """
         args = self._unique[:8], summary
-        log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, "request %s ended: %s", args, None))
+        log.handle(
+            log.makeRecord(log.name, logging.INFO, __file__, 0, "request %s ended: %s", args, None)
+        )
 
     def _ended(self, code: str, status: int, usage: Usage, end_s: float) -> EndedRequest:
         """Return what the request's trace is made of."""
@@ -410,11 +482,17 @@ class RequestContext:
             error="" if code == "ok" else code,
         )
 
-    def _summary(self, outcome: str | DynamoError, status: int, usage: Usage, phases: Mapping[str, float]) -> str:
+    def _summary(
+        self, outcome: str | DynamoError, status: int, usage: Usage, phases: Mapping[str, float]
+    ) -> str:
         """Return the known facts of the request as name=value, without empty values."""
         first_s, rate = self._first_s(), _tokens_per_s(self.choices)
         if isinstance(outcome, DynamoError):  # its message may quote the client
-            param = f" param={outcome.field}" if isinstance(outcome, RequestError) and outcome.field else ""
+            param = (
+                f" param={outcome.field}"
+                if isinstance(outcome, RequestError) and outcome.field
+                else ""
+            )
             finish = f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
         else:
             finish = (self._finishes() or "ok") if outcome == "ok" else outcome
@@ -441,7 +519,9 @@ class RequestContext:
         return min((trace.first_s for trace in traces if trace.first_s is not None), default=None)
 
     def _finishes(self) -> str:
-        return ",".join(dict.fromkeys(choice.finish for choice in self.choices if choice.finish is not None))
+        return ",".join(
+            dict.fromkeys(choice.finish for choice in self.choices if choice.finish is not None)
+        )
 
     def _prefill_ids(self) -> str | None:
         return _joined(choice.trace.prefill_instance for choice in self.choices)
@@ -470,7 +550,10 @@ def _seconds(value: float) -> str | None:
 
 def _joined(instances: Iterable[int | None]) -> str | None:
     """Join distinct instance ids in hexadecimal; None if there are none."""
-    return ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None)) or None
+    return (
+        ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None))
+        or None
+    )
 
 
 def _tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:

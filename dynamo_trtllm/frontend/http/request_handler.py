@@ -1,4 +1,6 @@
-"""Serve a generating endpoint: admit a request, read its body, run its choices, and answer in every case."""
+"""Serve a generating endpoint: admit a request, read its body, run its choices, and answer in every
+case.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from dynamo_trtllm.frontend.generation.responses.response_builder import Respons
 from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
 from dynamo_trtllm.frontend.http.keep_alive import COMMENT, KeepAlive
-from dynamo_trtllm.frontend.http.output_budget import COUNTED_TOKENS, TOKEN_BYTES, check_answer, scored_tokens
+from dynamo_trtllm.frontend.http.output_budget import (
+    COUNTED_TOKENS,
+    TOKEN_BYTES,
+    check_answer,
+    scored_tokens,
+)
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
@@ -57,12 +64,15 @@ class ApiAdapter(Protocol[B]):
             call: that of the body, without prompt and sampling values.
 
         Returns:
-            The work that plans the request, and the characters of stored text that it renders. The work may take long,
+            The work that plans the request, and the characters of stored text that it renders. The
+                work may take long,
             is safe in a thread, and raises RequestError if the request is wrong or not supported.
         """
 
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> AnswerBuilder:
-        """Return the encoder of the response's events if it is streamed, otherwise its aggregator."""
+        """Return the encoder of the response's events if it is streamed, otherwise its
+        aggregator.
+        """
 
     async def on_complete(self, answer: Any, client: str) -> None:
         """Handle a complete response before its last part is sent.
@@ -74,10 +84,15 @@ class ApiAdapter(Protocol[B]):
 
 
 def _session_id(request: HttpRequest) -> str:
-    """Return the conversation of a request as its header names it; "" without one. Raises InvalidRequest."""
+    """Return the conversation of a request as its header names it; "" without one.
+
+    Raises InvalidRequest.
+    """
     session_id = (request.header(b"x-session-id") or "").strip()
     if len(session_id) > _MAX_SESSION_ID:
-        raise InvalidRequest(f"X-Session-ID has {len(session_id)} characters; at most {_MAX_SESSION_ID} are allowed")
+        raise InvalidRequest(
+            f"X-Session-ID has {len(session_id)} characters; at most {_MAX_SESSION_ID} are allowed"
+        )
     return session_id
 
 
@@ -88,8 +103,13 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         super().__init__(adapter.endpoint, app_state)
         self._adapter = adapter
 
-    async def _serve(self, context: RequestContext, request: HttpRequest, response: HttpResponse) -> None:
-        """Send the response. Raises any error; the caller then reports it to the client with `_fail`."""
+    async def _serve(
+        self, context: RequestContext, request: HttpRequest, response: HttpResponse
+    ) -> None:
+        """Send the response.
+
+        Raises any error; the caller then reports it to the client with `_fail`.
+        """
         adapter = self._adapter
         self._app_state.limiter.check(context.client)
         check_json(request)
@@ -128,8 +148,13 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         finally:
             del running[context.answer_id]
 
-    async def _plan(self, context: RequestContext, request: HttpRequest) -> tuple[B, GenerationPlan]:
-        """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
+    async def _plan(
+        self, context: RequestContext, request: HttpRequest
+    ) -> tuple[B, GenerationPlan]:
+        """Read the body, parse it and plan the request.
+
+        The returned body has no prompt, to free its memory.
+        """
         adapter, raw_body = self._adapter, await context.read_body(request)
         unknown_fields = self._app_state.config.unknown_fields
         ignored = collector(unknown_fields)
@@ -146,16 +171,23 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                 call = replace(call, traceparent=context.traceparent)
             prepare, stored_chars = await adapter.resolve(body, served, call)
             size = max(len(raw_body), stored_chars)
-            plan = await self._tokenize(context, served, prepare, size, is_large=is_large, num_choices=body.num_choices)
+            plan = await self._tokenize(
+                context, served, prepare, size, is_large=is_large, num_choices=body.num_choices
+            )
             if unknown_fields != "ignore":
                 context.report_ignored([*(ignored or ()), *plan.ignored], request)
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
 
-    async def _deltas(self, context: RequestContext, response: HttpResponse) -> AsyncGenerator[ChoiceDelta, None]:
-        """Run all choices. Yield their deltas that were not written at once; the first error ends all choices.
+    async def _deltas(
+        self, context: RequestContext, response: HttpResponse
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """Run all choices.
 
-        A delta of a stream is written within the call that has its tokens. It waits to be yielded while the client
-        reads slowly, behind earlier ones or an error, and if it is the last of its choice.
+        Yield their deltas that were not written at once; the first error ends all choices.
+
+        A delta of a stream is written within the call that has its tokens. It waits to be yielded
+        while the client reads slowly, behind earlier ones or an error, and if it is the last of its
+        choice.
         """
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
         num_pending = 0  # unsent output in units of TOKEN_BYTES; an error that waits counts as one
@@ -168,7 +200,8 @@ class GenerateEndpoint(Endpoint, Generic[B]):
             if isinstance(item, ChoiceDelta):
                 context.observe(item)
                 if item.finish is None and not num_pending and encoder is not None:
-                    if not context.has_begun:  # in a task, it would be later, and all deltas until then would wait
+                    # in a task, it would be later, and all deltas until then would wait
+                    if not context.has_begun:
                         _start(context, response, encoder)
                     if response.is_writable:
                         if data := encoder.delta(item):
@@ -208,12 +241,16 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         finally:
             num_pending += 1  # so that `deliver` writes nothing more
             await context.end_choices()
-            # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
+            # An error refers to this frame. If the frame also referred to it, the cycle would keep
+            # the body in memory.
             item = None
             _clear(arrived)
 
-    async def _stream(self, context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
-        num_unfinished = len(context.choices)  # all are returned: `best_of` is rejected with `stream`
+    async def _stream(
+        self, context: RequestContext, response: HttpResponse, encoder: AnswerBuilder
+    ) -> None:
+        # all are returned: `best_of` is rejected with `stream`
+        num_unfinished = len(context.choices)
         sender = context.keep_alive or response
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
@@ -230,14 +267,20 @@ class GenerateEndpoint(Endpoint, Generic[B]):
                     await sender.send_events(data, last=not num_unfinished)
 
     async def _aggregate(
-        self, context: RequestContext, response: HttpResponse, plan: GenerationPlan, aggregator: AnswerBuilder
+        self,
+        context: RequestContext,
+        response: HttpResponse,
+        plan: GenerationPlan,
+        aggregator: AnswerBuilder,
     ) -> None:
         candidates: list[ChoiceDelta] = []
         add = aggregator.push if plan.candidates == plan.keep else candidates.append
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
                 add(delta)
-        for delta in pick_best_of(candidates, plan, lambda index: context.choices[index].mean_logprob):
+        for delta in pick_best_of(
+            candidates, plan, lambda index: context.choices[index].mean_logprob
+        ):
             aggregator.push(delta)
 
         def encode() -> bytes:
@@ -252,8 +295,12 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         await self._adapter.on_complete(aggregator, context.client)
         response.send(200, body, headers=context.served_by())
 
-    async def _fail(self, error: DynamoError, response: HttpResponse, context: RequestContext) -> None:
-        """Send the error as HTTP status, or as the last event of a started stream, or log it after the last."""
+    async def _fail(
+        self, error: DynamoError, response: HttpResponse, context: RequestContext
+    ) -> None:
+        """Send the error as HTTP status, or as the last event of a started stream, or log it after
+        the last.
+        """
         if response.ended:
             log.info("a request failed after its complete response: %s", error)
         elif context.builder is not None and context.is_streamed and response.started:

@@ -39,7 +39,9 @@ R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountToken
 
 # Reads what a request refers to. Returns the work that makes the response, which may take long and
 # is safe in a thread, and the characters of stored text that it renders.
-Resolve: TypeAlias = Callable[[R, ServedModel], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]]
+Resolve: TypeAlias = Callable[
+    [R, ServedModel], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]
+]
 
 
 class TokenizationEndpoint(Endpoint, Generic[R]):
@@ -50,7 +52,9 @@ class TokenizationEndpoint(Endpoint, Generic[R]):
         self._body: type[R] = body
         self._resolve: Resolve[R] = resolve
 
-    async def _serve(self, context: RequestContext, request: HttpRequest, response: HttpResponse) -> None:
+    async def _serve(
+        self, context: RequestContext, request: HttpRequest, response: HttpResponse
+    ) -> None:
         check_json(request)
         raw_body = await context.read_body(request)
         unknown_fields = self._app_state.config.unknown_fields
@@ -62,7 +66,9 @@ class TokenizationEndpoint(Endpoint, Generic[R]):
             served = self._app_state.models.get(body.model)
             prepare, stored_chars = await self._resolve(body, served)
             size = max(len(raw_body), stored_chars)
-            data = await self._tokenize(context, served, lambda: orjson.dumps(prepare()), size, is_large=is_large)
+            data = await self._tokenize(
+                context, served, lambda: orjson.dumps(prepare()), size, is_large=is_large
+            )
         if ignored is not None and unknown_fields != "ignore":
             context.report_ignored(ignored, request)
         response.send(200, data, headers=context.served_by())
@@ -88,7 +94,9 @@ def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> lis
     ]
 
 
-async def _tokenization(body: TokenizeRequest, served: ServedModel) -> tuple[Callable[[], TokenizationObject], int]:
+async def _tokenization(
+    body: TokenizeRequest, served: ServedModel
+) -> tuple[Callable[[], TokenizationObject], int]:
     """Return the work that answers `/tokenize`."""
     return lambda: _tokenized(body, served), 0
 
@@ -144,7 +152,9 @@ async def _detokenization(
 def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
     """Return what resolves requests of `/v1/responses/input_tokens`."""
 
-    async def resolve(body: ResponseRequest, served: ServedModel) -> tuple[Callable[[], InputTokensObject], int]:
+    async def resolve(
+        body: ResponseRequest, served: ServedModel
+    ) -> tuple[Callable[[], InputTokensObject], int]:
         prompt, size = await adapter.resolve_prompt(body, served)
         return lambda: {"object": "response.input_tokens", "input_tokens": len(prompt())}, size
 

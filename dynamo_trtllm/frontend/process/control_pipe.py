@@ -1,6 +1,7 @@
 """Exchange readiness and metrics between a frontend process and its parent over a socket pair.
 
-Both ends work alike: either may request a snapshot of the other's metrics. Requests and tokens never take this path.
+Both ends work alike: either may request a snapshot of the other's metrics. Requests and tokens
+never take this path.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """A request for a snapshot of the receiver's metrics, the reply to one, or neither: the sender is ready.
+    """A request for a snapshot of the receiver's metrics, the reply to one, or neither: the sender
+    is ready.
 
     When the parent is ready, all processes are.
     """
@@ -97,7 +99,9 @@ class ControlPipe:
             async with asyncio.timeout(within_s):
                 return await future
         except TimeoutError:
-            raise DeadlineExceeded(f"no metrics from the other frontend process within {within_s:g} s") from None
+            raise DeadlineExceeded(
+                f"no metrics from the other frontend process within {within_s:g} s"
+            ) from None
         finally:
             del self._waiting[number]
 

@@ -1,7 +1,8 @@
-"""Start a frontend that answers status requests at once, while the rest loads: `python -m dynamo_trtllm.frontend`.
+"""Start a frontend that answers status requests at once, while the rest loads: `python -m
+dynamo_trtllm.frontend`.
 
-This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a thread. `python -m`
-of this module runs one of several frontend processes on a port.
+This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a
+thread. `python -m` of this module runs one of several frontend processes on a port.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's ma
 
 PROG = "python -m dynamo_trtllm.frontend"
 
-log = logging.getLogger("dynamo_trtllm.frontend.process.main")  # it is __main__ in one of several processes
+# it is __main__ in one of several processes
+log = logging.getLogger("dynamo_trtllm.frontend.process.main")
 
 _STARTING = "this frontend is starting"
-_NO_LISTS: dict[str, object] = dict.fromkeys(("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ())
+_NO_LISTS: dict[str, object] = dict.fromkeys(
+    ("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ()
+)
 _NO_COUNTS = {"num_instances": {}, "num_pairs": 0, "num_quarantined": 0}
 _EARLY = {
     "/live": (200, {"status": "live"}),
@@ -51,7 +55,8 @@ _EARLY = {
 class StartupGate:
     """The handler of a starting frontend. Requests wait until `open` or `close` is called, once.
 
-    Status requests are answered at once. Another one needs the models: an earlier answer would be 404.
+    Status requests are answered at once. Another one needs the models: an earlier answer would be
+    404.
     """
 
     def __init__(self) -> None:
@@ -85,7 +90,10 @@ class StartupGate:
 
 @command(FrontendConfig, PROG)
 def main(config: FrontendConfig) -> int:
-    """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
+    """Run the frontend.
+
+    Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure.
+    """
     OUTPUTS.start("frontend", config.log_format)
     observe_logging.setup(config.log_level, "frontend", config.log_format)
     warn_of_ignored_variables(config)
@@ -104,9 +112,11 @@ def main(config: FrontendConfig) -> int:
 
 @command(FrontendProcessConfig, PROG)
 def process_main(config: FrontendProcessConfig) -> None:
-    """Run one of several frontend processes, which `process_group` starts with a socket pair as standard input.
+    """Run one of several frontend processes, which `process_group` starts with a socket pair as
+    standard input.
 
-    It serves like a single frontend process, and exits with its parent. The exit statuses are those of `main`.
+    It serves like a single frontend process, and exits with its parent. The exit statuses are those
+    of `main`.
     """
     name = f"frontend-{config.number}"
     OUTPUTS.start(name, config.log_format)
@@ -117,7 +127,9 @@ def process_main(config: FrontendProcessConfig) -> None:
 async def _serve_with_parent(config: FrontendProcessConfig) -> None:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 
-    pipe = ControlPipe(*await asyncio.open_unix_connection(sock=socket.socket(fileno=sys.stdin.fileno())))
+    pipe = ControlPipe(
+        *await asyncio.open_unix_connection(sock=socket.socket(fileno=sys.stdin.fileno()))
+    )
     await serve(config, listen(config.http_host, config.http_port, is_shared=True), pipe)
 
 
@@ -125,11 +137,14 @@ def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 
-async def serve(config: FrontendConfig, sock: socket.socket, pipe: ControlPipe | None = None) -> None:
+async def serve(
+    config: FrontendConfig, sock: socket.socket, pipe: ControlPipe | None = None
+) -> None:
     """Serve on `sock` until SIGTERM or SIGINT, then close it. Raises what `run_app` raises.
 
     Args:
-        pipe: leads to the parent, if this process is one of several on the port. Its end stops this process.
+        pipe: leads to the parent, if this process is one of several on the port. Its end stops this
+            process.
     """
     _tune_malloc()
     with sock:
@@ -142,7 +157,9 @@ async def serve(config: FrontendConfig, sock: socket.socket, pipe: ControlPipe |
 
         async def run() -> None:
             # This takes most of the start-up time, so it runs in a thread.
-            await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
+            await asyncio.to_thread(
+                importlib.import_module, "dynamo_trtllm.frontend.process.run_app"
+            )
             from dynamo_trtllm.frontend.process.run_app import run_app
 
             await run_app(config, open_gate, pipe, server.stop)
@@ -173,12 +190,17 @@ async def serve(config: FrontendConfig, sock: socket.socket, pipe: ControlPipe |
 def _tune_malloc() -> None:
     """Make glibc return freed memory to the system: fixed thresholds and few arenas (mallopt(3)).
 
-    By default glibc raises its threshold for large blocks to the largest freed one, and keeps an arena per thread.
-    After some hundred megabytes of request bodies, the process would keep most of that memory.
+    By default glibc raises its threshold for large blocks to the largest freed one, and keeps an
+    arena per thread. After some hundred megabytes of request bodies, the process would keep most of
+    that memory.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
     if mallopt is not None:
-        for parameter, value in ((_M_MMAP_THRESHOLD, 256 << 10), (_M_TRIM_THRESHOLD, 1 << 20), (_M_ARENA_MAX, 2)):
+        for parameter, value in (
+            (_M_MMAP_THRESHOLD, 256 << 10),
+            (_M_TRIM_THRESHOLD, 1 << 20),
+            (_M_ARENA_MAX, 2),
+        ):
             mallopt(parameter, value)
 
 

@@ -1,7 +1,8 @@
 """Run several frontend processes on one port and aggregate their metrics.
 
-The parent handles no requests: the kernel distributes connections among the processes. It aggregates metrics because it
-outlives the processes. This module imports only what starting a process needs.
+The parent handles no requests: the kernel distributes connections among the processes. It
+aggregates metrics because it outlives the processes. This module imports only what starting a
+process needs.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
     """Reserve the port for processes that share it, without listening.
 
     Raises:
-        ConfigError: the port is in use, also if another frontend would share it; or the machine has too few cores.
+        ConfigError: the port is in use, also if another frontend would share it; or the machine has
+            too few cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if config.workers > _PROCESSES_PER_CORE * cores:
         raise ConfigError(
-            f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of the {cores} CPU "
-            "cores; one process per core is enough"
+            f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of"
+            f" the {cores} CPU cores; one process per core is enough"
         )
     with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
@@ -56,7 +60,8 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
 def process_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
     """Return the command line of process `number`, counted from 1.
 
-    Every user of the host can read a command line, so settings that may contain a password are in `process_environ`.
+    Every user of the host can read a command line, so settings that may contain a password are in
+    `process_environ`.
     """
     settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
     return [sys.executable, "-m", _MODULE, *to_argv(FrontendProcessConfig, settings)]
@@ -68,16 +73,21 @@ def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[
 
 
 def combined_exit_status(statuses: Mapping[str, int]) -> int:
-    """Return one exit status for all processes: the largest, where death by signal N counts as 128 + N.
+    """Return one exit status for all processes: the largest, where death by signal N counts as 128
+    + N.
 
-    SIGTERM counts as 0: it is sent to all at shutdown, and it kills a process that is just starting.
+    SIGTERM counts as 0: it is sent to all at shutdown, and it kills a process that is just
+    starting.
     """
     counted = (0 if status == -signal.SIGTERM else status for status in statuses.values())
     return max((status if status >= 0 else 128 - status for status in counted), default=0)
 
 
 class ProcessGroup:
-    """The processes of one frontend. Created and run once, in the main thread. Processes inherit `environ`."""
+    """The processes of one frontend.
+
+    Created and run once, in the main thread. Processes inherit `environ`.
+    """
 
     def __init__(self, config: FrontendConfig, port: int, environ: Mapping[str, str]) -> None:
         self._config = config
@@ -89,7 +99,10 @@ class ProcessGroup:
         self._supervisor = Supervisor(RestartConfig(), partial(log.error, "%s"))
 
     async def run(self) -> int:
-        """Run until a signal or until a process can't be restarted. Return the exit status; no process is left."""
+        """Run until a signal or until a process can't be restarted.
+
+        Return the exit status; no process is left.
+        """
         try:
             return combined_exit_status(await self._supervisor.run(self._start_all()))
         except RunFailed as failed:
@@ -98,14 +111,22 @@ class ProcessGroup:
     async def _start_all(self) -> None:
         for number in range(1, self._config.workers + 1):
             name = f"frontend-{number}"
-            self._supervisor.keep(name, partial(self._running, name, process_argv(self._config, number, self._port)))
+            self._supervisor.keep(
+                name, partial(self._running, name, process_argv(self._config, number, self._port))
+            )
 
     @asynccontextmanager
     async def _running(self, name: str, argv: Sequence[str]) -> AsyncIterator[Child]:
         """Start one process with a control pipe, and serve the pipe until the process ends."""
         own_end, child_end = socket.socketpair()
-        connected, on_ready = asyncio.open_unix_connection(sock=own_end), partial(self._on_process_ready, name)
-        with child_end, closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe:
+        connected, on_ready = (
+            asyncio.open_unix_connection(sock=own_end),
+            partial(self._on_process_ready, name),
+        )
+        with (
+            child_end,
+            closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe,
+        ):
             # The child has an output relay of its own, and counts its dropped lines.
             streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}
             child = Child(spawn(argv, env=self._environ, **streams), _STOP_S)
@@ -125,7 +146,10 @@ class ProcessGroup:
             raise RunFailed(f"{name} {describe(status)} before it was ready", exit_status)
 
     def _on_process_ready(self, name: str) -> None:
-        """Record that a process is ready. Once all are, notify each, so that `/ready` answers alike everywhere."""
+        """Record that a process is ready.
+
+        Once all are, notify each, so that `/ready` answers alike everywhere.
+        """
         self._ready.add(name)
         if len(self._ready) == self._config.workers:
             for pipe in self._pipes.values():

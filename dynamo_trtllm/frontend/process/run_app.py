@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OTHERS_START = "other processes of this frontend are starting"
-_METRICS_TIMEOUT_S = 5.0  # for the totals of all processes; the parent's wait per process is shorter
+# for the totals of all processes; the parent's wait per process is shorter
+_METRICS_TIMEOUT_S = 5.0
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
-_SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted: others may be ready
+# longest wait for existing models before the first request is accepted: others may be ready
+_SETTLE_S = 15.0
 
 
 async def run_app(
@@ -56,37 +58,54 @@ async def run_app(
     pipe: ControlPipe | None,
     stop: Callable[[], None],
 ) -> None:
-    """Run the frontend until cancelled. Calls `open_gate` when the models of registered workers are loaded.
+    """Run the frontend until cancelled.
+
+    Calls `open_gate` when the models of registered workers are loaded.
 
     Args:
         pipe: leads to the parent, if this process is one of several on the port.
-        stop: called when a background task has ended. `/ready` reports it, the server finishes running requests, and
-            the failure is raised once this is cancelled.
+        stop: called when a background task has ended. `/ready` reports it, the server finishes
+            running requests, and the failure is raised once this is cancelled.
 
     Raises:
-        Unreachable: etcd or NATS cannot be reached, or NATS has no JetStream and the response store needs it.
+        Unreachable: etcd or NATS cannot be reached, or NATS has no JetStream and the response store
+            needs it.
     """
     async with AsyncExitStack() as stack:
-        view, breakers, metrics, tasks = ClusterView(), PairBreakers(), FrontendMetrics(), BackgroundTasks()
+        view, breakers, metrics, tasks = (
+            ClusterView(),
+            PairBreakers(),
+            FrontendMetrics(),
+            BackgroundTasks(),
+        )
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
-        # An overloaded process reads acknowledgments seconds late: with less, it would count workers as unreachable.
-        limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
-        plane = await NatsPlane.connect(config.nats_server, limits, tasks, metrics.message_unreadable)
+        # An overloaded process reads acknowledgments seconds late: with less, it would count
+        # workers as unreachable.
+        limits = PlaneLimits(
+            ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3
+        )
+        plane = await NatsPlane.connect(
+            config.nats_server, limits, tasks, metrics.message_unreadable
+        )
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)
         if pipe is not None:
             _share_metrics(pipe, metrics)
         has_probes = config.canary_interval_s > 0
-        models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
+        models = ModelRegistry(
+            view, discovery, plane, config.namespace, breakers if has_probes else None
+        )
         stack.push_async_callback(models.aclose)
         pipeline = pipeline_of(config, view, plane, breakers, metrics)
         stack.push_async_callback(pipeline.aclose)
         store = None  # the memory of this process
         if config.shares_responses:
-            store = await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
+            store = await JetStreamStore.connect(
+                config.nats_server, config.namespace, store_limits(config)
+            )
             stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
@@ -146,22 +165,31 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
         await changed.wait()
 
 
-def routing_work(namespace: str, pipeline: Pipeline, metrics: FrontendMetrics) -> dict[str, Coroutine[Any, Any, None]]:
-    """Return the background work, by the names of its tasks, that keeps up to date what selections read."""
+def routing_work(
+    namespace: str, pipeline: Pipeline, metrics: FrontendMetrics
+) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return the background work, by the names of its tasks, that keeps up to date what selections
+    read.
+    """
     view, plane, placement = pipeline.view, pipeline.plane, pipeline.placement
     work = {"pairs": prune_breakers(view, pipeline.breakers)}
     if placement is not None:
         work["loads"] = follow_loads(plane, namespace, view, placement.loads)
         if placement.prefixes is not None:
-            work["kv-events"] = PrefixFeed(placement.prefixes, view, plane, namespace, metrics).run()
+            work["kv-events"] = PrefixFeed(
+                placement.prefixes, view, plane, namespace, metrics
+            ).run()
     return work
 
 
 async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: FleetLoad) -> None:
-    """Take the load that workers report, and drop that of workers that are gone, until cancelled."""
+    """Take the load that workers report, and drop that of workers that are gone, until
+    cancelled.
+    """
 
     def take(report: LoadReport) -> None:
-        if view.instance(report.instance_id) is not None:  # else it came late, or before the instance
+        # else it came late, or before the instance
+        if view.instance(report.instance_id) is not None:
             loads.on_report(report, time.monotonic())
 
     changes = view.subscribe()
@@ -190,11 +218,26 @@ def _options(config: FrontendConfig) -> PipelineOptions:
 
 
 def pipeline_of(
-    config: FrontendConfig, view: ClusterView, plane: Plane, breakers: PairBreakers, metrics: FrontendMetrics
+    config: FrontendConfig,
+    view: ClusterView,
+    plane: Plane,
+    breakers: PairBreakers,
+    metrics: FrontendMetrics,
 ) -> Pipeline:
-    """Return the pipeline that runs requests. It counts queries of death and collected KV in `metrics`."""
+    """Return the pipeline that runs requests.
+
+    It counts queries of death and collected KV in `metrics`.
+    """
     suspects = Suspects(metrics.query_of_death)
-    return Pipeline(view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected, suspects)
+    return Pipeline(
+        view,
+        plane,
+        _options(config),
+        breakers,
+        placement_of(config),
+        metrics.kv_collected,
+        suspects,
+    )
 
 
 def placement_of(config: FrontendConfig) -> Placement | None:
@@ -208,11 +251,14 @@ def placement_of(config: FrontendConfig) -> Placement | None:
     return Placement(config.router_mode, prefixes, overlap_credit=credit, temperature=temperature)
 
 
-THRESHOLDS = (10_000, 50, 100)  # per GC generation, in allocations or collections of the younger generation
+# per GC generation, in allocations or collections of the younger generation
+THRESHOLDS = (10_000, 50, 100)
 
 
 def tune_gc() -> None:
-    """Exclude all existing objects from garbage collection, which takes tens of ms, and collect less often."""
+    """Exclude all existing objects from garbage collection, which takes tens of ms, and collect
+    less often.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

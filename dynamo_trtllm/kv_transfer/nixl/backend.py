@@ -1,6 +1,7 @@
 """Implement the KV transfer backend over NIXL.
 
-It uses three threads: one registers memory, one runs the fetches, and one listens for readers' acknowledgments.
+It uses three threads: one registers memory, one runs the fetches, and one listens for readers'
+acknowledgments.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from dynamo_trtllm.messages import encode
 
 log = logging.getLogger(__name__)
 
-_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two checks for acknowledgments
-_LINGER_S = 2.0  # keep listening after the last transfer: some transports need it to serve late readers
+# shortest and longest pause between two checks for acknowledgments
+_NOTICE_WAIT_S = (0.0002, 0.005)
+# keep listening after the last transfer: some transports need it to serve late readers
+_LINGER_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _NixlPublished:
     slot: int  # its validity slot
     in_region: bool  # its memory is part of a registered region
-    registered: Any | None = None  # NIXL's handle of memory that is registered for this transfer only
+    # NIXL's handle of memory that is registered for this transfer only
+    registered: Any | None = None
     checksum: OfferChecksum | None = None
 
 
@@ -75,7 +79,9 @@ class NixlBackend:
         self.prepare_thread()  # reads may begin on this thread, too
         self._fetching = TransferPoller("nixl-fetch", self.prepare_thread)
         self._registering = ThreadPoolExecutor(1, "nixl-register", initializer=self.prepare_thread)
-        opening = self._registering.submit(self._bindings.open, self._agent_name, self._validity_slots)
+        opening = self._registering.submit(
+            self._bindings.open, self._agent_name, self._validity_slots
+        )
         self._connection, self._validity_connection = await asyncio.wrap_future(opening)
         self._listener = threading.Thread(target=self._listen, name="nixl-notices", daemon=True)
         self._listener.start()
@@ -85,7 +91,10 @@ class NixlBackend:
             return
         threads = self._listener, self._fetching.thread
         if names := " and ".join(thread.name for thread in threads if not thread.is_alive()):
-            raise EngineFailed(f"KV transfer over {self.name} has stopped: thread {names} ended; restart the worker")
+            raise EngineFailed(
+                f"KV transfer over {self.name} has stopped: thread {names} ended; restart the"
+                " worker"
+            )
 
     def _require_running(self, wanted: str) -> None:
         if self._bindings.agent is None or self._ending is not None:
@@ -97,20 +106,30 @@ class NixlBackend:
 
     def _register(self, region: MemoryRegion) -> None:
         """Register a region. Runs on the registration thread."""
-        with self._bindings.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
-            self._bindings.registered.append(RegisteredMemory(region, *self._bindings.register([region])))
+        with self._bindings.translated(
+            f"can't register {region.num_bytes >> 20} MiB of {region.device}"
+        ):
+            self._bindings.registered.append(
+                RegisteredMemory(region, *self._bindings.register([region]))
+            )
 
-    # --- prefill worker --------------------------------------------------------------------------------------
+    # --- prefill worker ---------------------------------------------------------------------------
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None
+    ) -> bytes:
         self._require_running("publishing KV")
         if transfer_id in self._published:
-            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
+            raise TransferFailed(
+                f"KV transfer {transfer_id} is already published; unpublish it first"
+            )
         kind, live = kind_of(regions), [region for region in regions if region.num_bytes]
         slot = self._validity_slots.acquire()
         nonce = self._validity_slots.activate(slot, len(regions) if ready is None else ready)
         region = self._bindings.region_of(live)
-        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=region is not None or not live)
+        self._published[transfer_id] = _NixlPublished(
+            slot=slot, in_region=region is not None or not live
+        )
         if not live:
             memory = b""
         elif region is not None:
@@ -171,10 +190,15 @@ class NixlBackend:
             elif entry.in_region:
                 self._discard(transfer_id)
             else:
-                await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, transfer_id)))
+                await asyncio.shield(
+                    asyncio.wrap_future(self._registering.submit(self._discard, transfer_id))
+                )
 
     def _discard(self, transfer_id: str) -> None:
-        """Discard a transfer. Runs on the registration thread unless its memory is part of a region."""
+        """Discard a transfer.
+
+        Runs on the registration thread unless its memory is part of a region.
+        """
         entry = self._published.pop(transfer_id, None)
         if entry is None:
             return
@@ -184,7 +208,9 @@ class NixlBackend:
                 self._bindings.agent.deregister_memory(entry.registered)
 
     def _listen(self) -> None:
-        """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is published."""
+        """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is
+        published.
+        """
         self.prepare_thread()
         shortest_s, longest_s = _NOTICE_WAIT_S
         wait_s, published_at = shortest_s, 0.0
@@ -209,9 +235,11 @@ class NixlBackend:
             for transfer_id in read:
                 self._loop.call_soon_threadsafe(self._on_fetched, transfer_id)
 
-    # --- decode worker ---------------------------------------------------------------------------------------
+    # --- decode worker ----------------------------------------------------------------------------
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         """Read a transfer, see `TransferBackend.read`.
 
         A cancelled fetch returns when its read has ended, at the latest after `timeout_s` seconds.
@@ -224,7 +252,8 @@ class NixlBackend:
         slot = self._validity_slots.acquire()
         own = self._bindings, self._peers, self._validity_slots, self.checksums
         fetch = Fetch(*own, transfer_id, facts, to, slot, deadline, is_checked)
-        # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
+        # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies
+        # by the CPU are not.
         step_now = facts.kind == "VRAM" and self._peers.is_connected(facts)
         try:
             work = self._fetching.submit(fetch.steps(), step_now=step_now)
@@ -236,7 +265,7 @@ class NixlBackend:
         finally:
             self._validity_slots.release(slot)
 
-    # --- the end -------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         if self._bindings.agent is None or self._ending is not None:
@@ -255,7 +284,10 @@ class NixlBackend:
         self._bindings.agent = self._bindings.validity_agent = None
 
     def _release_all(self) -> None:
-        """Discard all transfers and deregister all memory. The last job of the registration thread."""
+        """Discard all transfers and deregister all memory.
+
+        The last job of the registration thread.
+        """
         for transfer_id in list(self._published):
             self._discard(transfer_id)
         self._peers.close()

@@ -1,7 +1,7 @@
 """Wrap the package NIXL: open its agents, register and describe memory, and translate its errors.
 
-This is the only module that imports NIXL. A thread that passes GPU memory to NIXL needs a current CUDA context, see
-`TransferBackend.prepare_thread`.
+This is the only module that imports NIXL. A thread that passes GPU memory to NIXL needs a current
+CUDA context, see `TransferBackend.prepare_thread`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ Descriptor: TypeAlias = tuple[UInt64, Number, Count]  # address, bytes, device
 class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader needs to read a published transfer.
 
-    The first three fields, and `memory` of a registered region, are the same for every transfer of a backend.
+    The first three fields, and `memory` of a registered region, are the same for every transfer of
+    a backend.
     """
 
     agent: str
     connection: bytes  # metadata for connecting to the agent
-    validity_agent: bytes = msgspec.field(name="guards")  # metadata of the validity agent and of its page of slots
+    # metadata of the validity agent and of its page of slots
+    validity_agent: bytes = msgspec.field(name="guards")
     memory: bytes  # metadata of the registration; empty if the KV has no bytes
     kind: str  # of memory, as NIXL calls it: DRAM or VRAM
     descriptors: list[Descriptor] = msgspec.field(name="spots")  # of the regions
@@ -58,16 +60,18 @@ class RegisteredMemory(NamedTuple):
         """Return whether `region` is completely in this memory."""
         begin, end = self.region.address, self.region.address + self.region.num_bytes
         return (
-            region.device == self.region.device and begin <= region.address and region.address + region.num_bytes <= end
+            region.device == self.region.device
+            and begin <= region.address
+            and region.address + region.num_bytes <= end
         )
 
 
 class NixlBindings:
     """NIXL in this process.
 
-    It has two agents. NIXL reports a transfer as done only after everything posted earlier to the same peer of that
-    agent (1.5.1 flushes the endpoint). With one agent, reading a validity slot would wait for the KV that is being
-    read.
+    It has two agents. NIXL reports a transfer as done only after everything posted earlier to the
+    same peer of that agent (1.5.1 flushes the endpoint). With one agent, reading a validity slot
+    would wait for the KV that is being read.
     """
 
     def __init__(self) -> None:
@@ -98,19 +102,26 @@ class NixlBindings:
         Raises:
             ConfigError: NIXL's UCX backend does not start.
         """
-        # NIXL's progress thread (1.5.1) uses a whole core as long as the agent lives. The backend's listener and the
-        # readers' polling make progress instead.
+        # NIXL's progress thread (1.5.1) uses a whole core as long as the agent lives. The backend's
+        # listener and the readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
+        settings = self._api.nixl_agent_config(
+            enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync
+        )
         try:
             agent = self._api.nixl_agent(name, settings)
             connection: bytes = agent.get_agent_metadata()
             validity_agent = self._api.nixl_agent(validity_agent_of(name), settings)
-            page = validity_agent.register_memory([(validity_slots.address, validity_slots.num_bytes, 0, "")], "DRAM")
-            validity_connection: bytes = validity_agent.get_partial_agent_metadata(page, True, _BACKENDS)
+            page = validity_agent.register_memory(
+                [(validity_slots.address, validity_slots.num_bytes, 0, "")], "DRAM"
+            )
+            validity_connection: bytes = validity_agent.get_partial_agent_metadata(
+                page, True, _BACKENDS
+            )
         except self.errors as exc:
             raise ConfigError(
-                f"transfer backend nixl can't start its UCX backend: {exc!r}; use transfer backend tcp"
+                f"transfer backend nixl can't start its UCX backend: {exc!r}; use transfer"
+                " backend tcp"
             ) from exc
         self.agent, self.validity_agent = agent, validity_agent
         return connection, validity_connection
@@ -121,7 +132,10 @@ class NixlBindings:
             agent.get_new_notifs()  # no notifications are used, but the call makes progress
 
     def register(self, regions: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
-        """Register regions of one kind of memory. Return the handle and the metadata for readers."""
+        """Register regions of one kind of memory.
+
+        Return the handle and the metadata for readers.
+        """
         descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, regions)]
         handle = self.agent.register_memory(descriptors, kind_of(regions))
         try:
@@ -132,11 +146,15 @@ class NixlBindings:
 
     def region_of(self, regions: Sequence[MemoryRegion]) -> RegisteredMemory | None:
         """Return the registered memory that contains all `regions`, or None."""
-        return next((memory for memory in self.registered if all(map(memory.contains, regions))), None)
+        return next(
+            (memory for memory in self.registered if all(map(memory.contains, regions))), None
+        )
 
     @contextlib.contextmanager
     def temporarily_registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
-        """Register regions for the time of the context, unless they are part of a registered region."""
+        """Register regions for the time of the context, unless they are part of a registered
+        region.
+        """
         if not regions or self.region_of(regions) is not None:
             yield
             return
@@ -178,12 +196,17 @@ def kind_of(regions: Sequence[MemoryRegion]) -> str:
     kinds = {region.device.partition(":")[0] for region in regions}
     if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
         raise TransferFailed(
-            f"transfer backend nixl transfers CPU or CUDA memory, one kind per transfer, not {sorted(kinds)}"
+            "transfer backend nixl transfers CPU or CUDA memory, one kind per transfer, not"
+            f" {sorted(kinds)}"
         )
     return "VRAM" if kinds == {"cuda"} else "DRAM"
 
 
 def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that NIXL raises, which have no common base class."""
-    classes = [each for each in vars(bindings).values() if isinstance(each, type) and issubclass(each, Exception)]
+    classes = [
+        each
+        for each in vars(bindings).values()
+        if isinstance(each, type) and issubclass(each, Exception)
+    ]
     return (*classes, RuntimeError)

@@ -1,7 +1,9 @@
-"""Fetch one transfer step by step: read its regions as they become ready, verify it, and acknowledge it.
+"""Fetch one transfer step by step: read its regions as they become ready, verify it, and
+acknowledge it.
 
-A few reads are in flight at once. Threads hash regions while others arrive. The checksum is in the validity slot, which
-a reader reads last. NIXL can only be polled, so each fetch yields to the others while it waits, see `poller`.
+A few reads are in flight at once. Threads hash regions while others arrive. The checksum is in the
+validity slot, which a reader reads last. NIXL can only be polled, so each fetch yields to the
+others while it waits, see `poller`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     validity_agent_of,
 )
 from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
-from dynamo_trtllm.kv_transfer.nixl.validity import ACK_BYTES, ACK_OFFSET, SLOT_BYTES, Validity, ValiditySlots, part
+from dynamo_trtllm.kv_transfer.nixl.validity import (
+    ACK_BYTES,
+    ACK_OFFSET,
+    SLOT_BYTES,
+    Validity,
+    ValiditySlots,
+    part,
+)
 
 PEER_LOADS = 1024  # NIXL frees the metadata of a peer's memory only with the whole peer
 
@@ -43,7 +52,10 @@ class RemoteAgent:
 
 
 class RemoteAgents:
-    """The connected agents. An agent that failed is removed, so that the next fetch connects again."""
+    """The connected agents.
+
+    An agent that failed is removed, so that the next fetch connects again.
+    """
 
     def __init__(self, bindings: NixlBindings) -> None:
         self._bindings = bindings
@@ -57,7 +69,9 @@ class RemoteAgents:
 
     @contextlib.contextmanager
     def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
-        """Connect to the offer's agent and load the metadata of its memory, for the time of the context."""
+        """Connect to the offer's agent and load the metadata of its memory, for the time of the
+        context.
+        """
         agent = self._bindings.agent
         with self._lock:
             peer = self._connected.get(offer.agent)
@@ -111,7 +125,10 @@ class _XferHandle(NamedTuple):
 
 @dataclass(slots=True)
 class Fetch:
-    """One fetch of a transfer. `steps` is called once, by the thread that takes the steps of all fetches."""
+    """One fetch of a transfer.
+
+    `steps` is called once, by the thread that takes the steps of all fetches.
+    """
 
     bindings: NixlBindings
     peers: RemoteAgents
@@ -132,12 +149,17 @@ class Fetch:
         """Read the transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
         if time.monotonic() >= self.deadline:
             raise TransferTimeout(
-                f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in time"
+                f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in"
+                " time"
             )
         with (
-            self.bindings.translated(f"KV transfer {self.transfer_id}: reading from its prefill worker failed"),
+            self.bindings.translated(
+                f"KV transfer {self.transfer_id}: reading from its prefill worker failed"
+            ),
             self.peers.connected(self.offer) as self._peer,
-            self.bindings.temporarily_registered([region for region in self.to.regions if region.num_bytes]),
+            self.bindings.temporarily_registered(
+                [region for region in self.to.regions if region.num_bytes]
+            ),
         ):
             self._moved_at = time.monotonic()
             try:
@@ -147,10 +169,14 @@ class Fetch:
                 yield from self._end_hashing()
 
     def _data(self) -> PollSteps:
-        """Read all regions in order. When this returns or raises, NIXL writes to none of them any more."""
+        """Read all regions in order.
+
+        When this returns or raises, NIXL writes to none of them any more.
+        """
         self._ready = self.offer.ready
         begun, total = 0, len(self.to.regions)
-        in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by region; None: a region without bytes
+        # by region; None: a region without bytes
+        in_flight: deque[tuple[int, _XferHandle | None]] = deque()
         try:
             while begun < total or in_flight:
                 while begun < self._ready and len(in_flight) < _IN_FLIGHT:
@@ -177,7 +203,11 @@ class Fetch:
         """Post a read or write of the prefill worker's validity slot."""
         agent, peer = self.bindings.validity_agent, validity_agent_of(self._peer.name)
         return self._post(
-            agent, peer, verb, self.bindings.descriptors(ours, "DRAM"), self.bindings.descriptors(theirs, "DRAM")
+            agent,
+            peer,
+            verb,
+            self.bindings.descriptors(ours, "DRAM"),
+            self.bindings.descriptors(theirs, "DRAM"),
         )
 
     def _post(self, agent: Any, peer: str, verb: str, ours: Any, theirs: Any) -> _XferHandle:
@@ -196,7 +226,9 @@ class Fetch:
     def _require_alive(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
             self._peer.broken = True
-            raise TransferFailed(f"a NIXL transfer with agent {self._peer.name} ended in state {state}")
+            raise TransferFailed(
+                f"a NIXL transfer with agent {self._peer.name} ended in state {state}"
+            )
         return state == "DONE"
 
     def _complete(self, index: int, xfer: _XferHandle | None) -> None:
@@ -219,7 +251,8 @@ class Fetch:
         """Verify the transfer and notify the prefill worker that it was read.
 
         Raises:
-            TransferFailed: The transfer was unpublished or its checksum differs, so the data is invalid.
+            TransferFailed: The transfer was unpublished or its checksum differs, so the data is
+                invalid.
         """
         self._moved_at = time.monotonic()
         ours = yield from self._checksum()
@@ -234,7 +267,9 @@ class Fetch:
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
-        """Return the checksum of the data once all of it is hashed, or None if it is not checked."""
+        """Return the checksum of the data once all of it is hashed, or None if it is not
+        checked.
+        """
         if not self.is_checked:
             return None
         checksum = NOTHING
@@ -262,7 +297,9 @@ class Fetch:
         yield from self._finish(self._post_validity("READ", ours, theirs))
         entry = self.validity_slots.get(self.slot)
         if entry.nonce != self.offer.nonce:
-            raise TransferFailed(f"KV transfer {self.transfer_id} is no longer published by its prefill worker")
+            raise TransferFailed(
+                f"KV transfer {self.transfer_id} is no longer published by its prefill worker"
+            )
         return entry
 
     def _finish(self, xfer: _XferHandle) -> PollSteps:
@@ -281,7 +318,8 @@ class Fetch:
         now = time.monotonic()
         if now >= self.deadline:
             raise TransferTimeout(
-                f"KV transfer {self.transfer_id}: prefill worker {self._peer.name} did not answer in time"
+                f"KV transfer {self.transfer_id}: prefill worker {self._peer.name} did not answer"
+                " in time"
             )
         return now - self._moved_at
 

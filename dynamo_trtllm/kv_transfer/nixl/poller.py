@@ -1,6 +1,8 @@
-"""Run all fetches of a backend on one thread, one step at a time, because several polling threads contend for NIXL.
+"""Run all fetches of a backend on one thread, one step at a time, because several polling threads
+contend for NIXL.
 
-A fetch is a generator. It yields when other fetches may run, with the seconds since its last progress.
+A fetch is a generator. It yields when other fetches may run, with the seconds since its last
+progress.
 """
 
 from __future__ import annotations
@@ -67,24 +69,33 @@ class TransferPoller:
         self.thread.start()
 
     def submit(self, steps: PollSteps, *, step_now: bool = False) -> Future[None]:
-        """Queue a fetch. Its steps are taken to the end, unless the future is cancelled before the first step.
+        """Queue a fetch.
+
+        Its steps are taken to the end, unless the future is cancelled before the first step.
 
         Args:
             steps: The fetch.
-            step_now: Take the first step on the calling thread if no other fetch is queued, so that its reads start
-                before the polling thread wakes up.
+            step_now: Take the first step on the calling thread if no other fetch is queued, so that
+                its reads start before the polling thread wakes up.
 
         Returns:
             A future that is done when the fetch has ended.
         """
         fetch = _PolledFetch(steps)
-        is_first = not self._waiting and self._coming.empty() and len(self._moving) < MAX_CONCURRENT_FETCHES
+        is_first = (
+            not self._waiting
+            and self._coming.empty()
+            and len(self._moving) < MAX_CONCURRENT_FETCHES
+        )
         if not (step_now and is_first and fetch.begin()) or fetch.step():
             self._coming.put(fetch)
         return fetch.result
 
     def shutdown(self) -> None:
-        """Wait for running fetches and cancel queued ones. `submit` must not be called after this."""
+        """Wait for running fetches and cancel queued ones.
+
+        `submit` must not be called after this.
+        """
         self._coming.put(None)
         self.thread.join()
 
@@ -100,9 +111,14 @@ class TransferPoller:
             pause_s = self._step(is_rested=pause_s != 0)
 
     def _receive(self, pause_s: float | None) -> None:
-        """Take the queued fetches. Wait up to `pause_s` seconds (None: without limit) for the first one."""
+        """Take the queued fetches.
+
+        Wait up to `pause_s` seconds (None: without limit) for the first one.
+        """
         try:
-            coming = self._coming.get(timeout=pause_s) if pause_s != 0 else self._coming.get_nowait()
+            coming = (
+                self._coming.get(timeout=pause_s) if pause_s != 0 else self._coming.get_nowait()
+            )
             while True:
                 if coming is None:
                     self._close()
@@ -123,8 +139,8 @@ class TransferPoller:
     def _step(self, *, is_rested: bool) -> float | None:
         """Let the running fetches take a step.
 
-        If the thread has not paused since the last call, only the oldest fetch and one other take a step. Each poll
-        takes time, and fetches mostly end in the order in which they started.
+        If the thread has not paused since the last call, only the oldest fetch and one other take a
+        step. Each poll takes time, and fetches mostly end in the order in which they started.
 
         Returns:
             The seconds to pause until the next call; None: until a fetch is submitted.

@@ -1,12 +1,15 @@
-"""Manage validity slots, which show readers whether the memory of a published transfer is still valid.
+"""Manage validity slots, which show readers whether the memory of a published transfer is still
+valid.
 
-Readers read slots over NIXL, as they read the KV. A slot contains, in this order: a nonce of 16 random bytes, which is
-cleared when the transfer is unpublished; the number of regions that hold their data; the acknowledgment; and the
-checksum of all regions once it is known. Readers without checksums read only the part before it.
+Readers read slots over NIXL, as they read the KV. A slot contains, in this order: a nonce of 16
+random bytes, which is cleared when the transfer is unpublished; the number of regions that hold
+their data; the acknowledgment; and the checksum of all regions once it is known. Readers without
+checksums read only the part before it.
 
-A reader copies the slot into a slot of its own. After a successful read it writes the first 8 bytes of the nonce as the
-acknowledgment, so a late acknowledgment of another transfer has no effect. NIXL's notifications are not used, because
-the next read from the same peer would wait until that peer has received them.
+A reader copies the slot into a slot of its own. After a successful read it writes the first 8 bytes
+of the nonce as the acknowledgment, so a late acknowledgment of another transfer has no effect.
+NIXL's notifications are not used, because the next read from the same peer would wait until that
+peer has received them.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ class Validity(NamedTuple):
 
 
 class ValiditySlots:
-    """The slots of one process. `acquire` and `release` are thread-safe, because list operations are atomic."""
+    """The slots of one process.
+
+    `acquire` and `release` are thread-safe, because list operations are atomic.
+    """
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, SLOTS * SLOT_BYTES)
@@ -52,7 +58,9 @@ class ValiditySlots:
             TransferFailed: All slots are in use.
         """
         if not self.free_slots:
-            raise TransferFailed(f"transfer backend nixl has {SLOTS} transfers open; retry when some have ended")
+            raise TransferFailed(
+                f"transfer backend nixl has {SLOTS} transfers open; retry when some have ended"
+            )
         return self.free_slots.pop()
 
     def release(self, slot: int) -> None:
@@ -81,7 +89,10 @@ class ValiditySlots:
         self._write(slot, NONCE_BYTES, ready.to_bytes(COUNT_BYTES, "little"))
 
     def set_checksum(self, slot: int, checksum: int | None) -> None:
-        """Publish the checksum of all regions. Thread-safe. None: it can't be computed; fail its reads instead."""
+        """Publish the checksum of all regions.
+
+        Thread-safe. None: it can't be computed; fail its reads instead.
+        """
         if checksum is None:
             self.clear(slot)
             return
@@ -108,17 +119,24 @@ class ValiditySlots:
         """Return the content of a slot."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         ready, checksum = entry[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], entry[PLAIN_BYTES:]
-        return Validity(entry[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
+        return Validity(
+            entry[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little")
+        )
 
     def descriptor(self, slot: int) -> tuple[int, int, int]:
-        """Return NIXL's descriptor of a slot without its checksum: address, size in bytes, device."""
+        """Return NIXL's descriptor of a slot without its checksum: address, size in bytes,
+        device.
+        """
         return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
 
 
-def part(validity_slot: tuple[int, int, int], num_bytes: int, offset: int = 0) -> tuple[int, int, int]:
+def part(
+    validity_slot: tuple[int, int, int], num_bytes: int, offset: int = 0
+) -> tuple[int, int, int]:
     """Return the descriptor of a part of a slot, given that of the slot.
 
-    The acknowledgment is ACK_BYTES at ACK_OFFSET. A reader sends the first ACK_BYTES of the nonce in its own slot.
+    The acknowledgment is ACK_BYTES at ACK_OFFSET. A reader sends the first ACK_BYTES of the nonce
+    in its own slot.
     """
     address, _, device = validity_slot
     return address + offset, num_bytes, device

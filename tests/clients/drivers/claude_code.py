@@ -21,7 +21,9 @@ def _environment(base_url: str, model: str) -> dict[str, str]:
     """Return the environment after the documented lines, with a home folder of its own."""
     home = Path("home").absolute()
     home.mkdir()
-    text = CONFIG.replace("MODEL=MODEL", f"MODEL={model}").replace("http://localhost:8000", base_url)
+    text = CONFIG.replace("MODEL=MODEL", f"MODEL={model}").replace(
+        "http://localhost:8000", base_url
+    )
     exports = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("export ")]
     variables = dict(word.split("=", 1) for words in exports for word in words)
     # Without this, it also calls servers of Anthropic, for updates and statistics.

@@ -36,7 +36,8 @@ def check(condition: object, *shown: object) -> None:
 
 
 def ask_with_tool(client: Any, model: str) -> str:
-    """Ask with a tool and return the answer to its result, with the message object itself, as OpenAI documents it.
+    """Ask with a tool and return the answer to its result, with the message object itself, as
+    OpenAI documents it.
 
     Args:
         client: an `openai.OpenAI`.

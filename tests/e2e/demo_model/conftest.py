@@ -1,4 +1,5 @@
-"""The demo model by real processes, one cluster of them for all tests of this folder, which run in one process.
+"""The demo model by real processes, one cluster of them for all tests of this folder, which run in
+one process.
 
 The worker that serves aggregated requests is the example of a worker inside another program.
 """
@@ -29,12 +30,15 @@ class TorchCluster:
     prefill: Process
     decode: Process
     aggregated: Process
-    resident_bytes: dict[str, int] = field(default_factory=dict)  # by role, once each had served a chat
+    # by role, once each had served a chat
+    resident_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="session")
 def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
-    """The demo model twice: by a prefill and a decode worker, and by the example under another name."""
+    """The demo model twice: by a prefill and a decode worker, and by the example under another
+    name.
+    """
     cluster = Cluster(etcd_server, nats_server, f"torch-{secrets.token_hex(4)}")
     try:
         workers = TorchCluster(
@@ -51,20 +55,32 @@ def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
 
 
 def _start_example(cluster: Cluster) -> Process:
-    flags = {"--etcd-endpoints": "ETCD_ENDPOINTS", "--nats-server": "NATS_SERVER", "--namespace": "DYN_NAMESPACE"}
+    flags = {
+        "--etcd-endpoints": "ETCD_ENDPOINTS",
+        "--nats-server": "NATS_SERVER",
+        "--namespace": "DYN_NAMESPACE",
+    }
     argv = [text for flag, name in flags.items() for text in (flag, cluster.env[name])]
     return cluster.script([sys.executable, str(EXAMPLE)], argv)
 
 
 def _measure(torch: TorchCluster) -> None:
-    """Before the tests: they may use what takes more, such as guided decoding, which keeps a tokenizer of 80 MB."""
+    """Before the tests: they may use what takes more, such as guided decoding, which keeps a
+    tokenizer of 80 MB.
+    """
     with torch.cluster.client() as client:
         for name in (TINY, AGGREGATED):
-            body = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
+            body = {
+                "model": name,
+                "messages": [{"role": "user", "content": "Hello"}],
+                "max_tokens": 20,
+            }
             assert client.post("/v1/chat/completions", json=body).status_code == 200
     processes = {"prefill": torch.prefill, "decode": torch.decode, "whole": torch.aggregated}
     processes["frontend"] = torch.cluster.frontend
-    torch.resident_bytes.update({role: psutil.Process(p.pid).memory_info().rss for role, p in processes.items()})
+    torch.resident_bytes.update(
+        {role: psutil.Process(p.pid).memory_info().rss for role, p in processes.items()}
+    )
 
 
 @pytest.fixture

@@ -8,8 +8,11 @@ from typing import Any
 
 from tests.e2e.cluster import TINY
 
-GUIDES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "guide_requests.json").read_text())
+GUIDES: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "data" / "guide_requests.json").read_text()
+)
 REQUESTS: dict[str, dict[str, Any]] = {
-    " ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY} for each in GUIDES["requests"]
+    " ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY}
+    for each in GUIDES["requests"]
 }
 FIRST, SECOND = "first round 001", "second round 001"

@@ -36,6 +36,8 @@ def whole(sdk: openai.OpenAI, **asked: Any) -> ChatCompletion:
 
 
 def at_once(*asks: Callable[[], Any]) -> list[Any]:
-    """The answers to requests that need not wait for each other: one step of the model serves them all."""
+    """The answers to requests that need not wait for each other: one step of the model serves them
+    all.
+    """
     with ThreadPoolExecutor(len(asks)) as pool:
         return [asked.result() for asked in [pool.submit(ask) for ask in asks]]

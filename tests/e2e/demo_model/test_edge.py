@@ -1,4 +1,6 @@
-"""What the HTTP edge adds to a generation, over real processes: several choices at once, and its own description."""
+"""What the HTTP edge adds to a generation, over real processes: several choices at once, and its
+own description.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,23 @@ from tests.e2e.demo_model.conftest import TorchCluster
 
 pytestmark = pytest.mark.timeout(180)
 
-ASKED: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+ASKED: dict[str, Any] = {
+    "model": TINY,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 16,
+}
 CHAT = "/v1/chat/completions"
 
 
-def test_choices_when_streamed_then_each_is_whole_and_the_sum_is_counted_once(tiny: httpx.Client) -> None:
-    asked = ASKED | {"n": 3, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+def test_choices_when_streamed_then_each_is_whole_and_the_sum_is_counted_once(
+    tiny: httpx.Client,
+) -> None:
+    asked = ASKED | {
+        "n": 3,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     with tiny.stream("POST", CHAT, json=asked) as answer:
         chunks = list(events(answer.iter_lines()))
     for chunk in chunks:
@@ -42,17 +55,33 @@ def test_choices_when_streamed_then_each_is_whole_and_the_sum_is_counted_once(ti
 
 
 def test_best_of_then_the_answer_is_the_likeliest(tiny: httpx.Client) -> None:
-    asked = {"model": TINY, "prompt": "Hello", "max_tokens": 8, "temperature": 1.5, "seed": 11, "logprobs": 0}
+    asked = {
+        "model": TINY,
+        "prompt": "Hello",
+        "max_tokens": 8,
+        "temperature": 1.5,
+        "seed": 11,
+        "logprobs": 0,
+    }
     tried = tiny.post("/v1/completions", json=asked | {"n": 4}).json()["choices"]
     best = tiny.post("/v1/completions", json=asked | {"best_of": 4}).json()["choices"]
-    means = [sum(each["logprobs"]["token_logprobs"]) / len(each["logprobs"]["token_logprobs"]) for each in tried]
+    means = [
+        sum(each["logprobs"]["token_logprobs"]) / len(each["logprobs"]["token_logprobs"])
+        for each in tried
+    ]
     assert [each["text"] for each in best] == [tried[means.index(max(means))]["text"]]
 
 
-def test_stats_when_several_choices_then_those_of_each(tiny: httpx.Client, torch_cluster: TorchCluster) -> None:
+def test_stats_when_several_choices_then_those_of_each(
+    tiny: httpx.Client, torch_cluster: TorchCluster
+) -> None:
     answer = tiny.post(CHAT, json=ASKED | {"n": 2}, headers={"x-dynamo-stats": "1"})
     stats = answer.json()["dynamo_trtllm"]
-    assert stats["prefill_instance"] == torch_cluster.prefill.instance() == answer.headers["x-prefill-instance"]
+    assert (
+        stats["prefill_instance"]
+        == torch_cluster.prefill.instance()
+        == answer.headers["x-prefill-instance"]
+    )
     assert stats["kv_bytes"] == sum(choice["kv_bytes"] for choice in stats["choices"]) > 0
     assert all(0 < stats["ttft_s"] <= choice["ttft_s"] for choice in stats["choices"])
 

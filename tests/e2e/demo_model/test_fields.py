@@ -1,4 +1,6 @@
-"""Request fields through the OpenAI SDK and real processes: choices, forced and guided output, refusals by name."""
+"""Request fields through the OpenAI SDK and real processes: choices, forced and guided output,
+refusals by name.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 PLACE = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "get_system_health", "parameters": {"type": "object"}}},
-    {"type": "function", "function": {"name": "get_weather", "parameters": PLACE | {"additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {"name": "get_system_health", "parameters": {"type": "object"}},
+    },
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": PLACE | {"additionalProperties": False}},
+    },
 ]
 WEATHER: Any = {"type": "function", "function": {"name": "get_weather"}}
 
@@ -39,7 +47,12 @@ def test_response_format_when_the_sdk_parses_then_an_instance(sdk: openai.OpenAI
 
 def test_json_object_when_streamed_then_the_content_is_an_object(sdk: openai.OpenAI) -> None:
     stream = sdk.chat.completions.create(
-        model=TINY, messages=HELLO, response_format={"type": "json_object"}, max_tokens=60, seed=1, stream=True
+        model=TINY,
+        messages=HELLO,
+        response_format={"type": "json_object"},
+        max_tokens=60,
+        seed=1,
+        stream=True,
     )
     chunks = [chunk.choices[0] for chunk in stream]
     content = "".join(chunk.delta.content or "" for chunk in chunks)
@@ -66,7 +79,9 @@ def test_output_format_of_vllm_then_content_and_completion_are_of_it(
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
-def test_tool_choice_when_a_call_is_demanded_then_one_that_was_offered(sdk: openai.OpenAI, choice: Any) -> None:
+def test_tool_choice_when_a_call_is_demanded_then_one_that_was_offered(
+    sdk: openai.OpenAI, choice: Any
+) -> None:
     answer = sdk.chat.completions.create(
         model=TINY, messages=HELLO, tools=TOOLS, tool_choice=choice, seed=1, max_tokens=300
     )
@@ -81,21 +96,32 @@ def test_tool_choice_when_a_call_is_demanded_then_one_that_was_offered(sdk: open
 
 
 def test_n_when_whole_then_as_many_choices_in_order(sdk: openai.OpenAI) -> None:
-    answer = sdk.chat.completions.create(model=TINY, messages=HELLO, n=3, seed=5, temperature=2, max_tokens=20)
+    answer = sdk.chat.completions.create(
+        model=TINY, messages=HELLO, n=3, seed=5, temperature=2, max_tokens=20
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content or str(choice.message) for choice in answer.choices}) > 1
 
 
 def test_logit_bias_when_it_forces_a_token_then_it_comes(sdk: openai.OpenAI) -> None:
     answer = sdk.completions.create(
-        model=TINY, prompt="a", max_tokens=3, logit_bias={"9906": 100}, temperature=0, extra_body={"ignore_eos": True}
+        model=TINY,
+        prompt="a",
+        max_tokens=3,
+        logit_bias={"9906": 100},
+        temperature=0,
+        extra_body={"ignore_eos": True},
     )
-    plain = sdk.completions.create(model=TINY, prompt=[9906, 9906, 9906], max_tokens=1, echo=True, temperature=0)
+    plain = sdk.completions.create(
+        model=TINY, prompt=[9906, 9906, 9906], max_tokens=1, echo=True, temperature=0
+    )
     assert plain.choices[0].text.startswith(answer.choices[0].text)
 
 
 def test_best_of_and_several_prompts_then_one_set_of_choices_for_each(sdk: openai.OpenAI) -> None:
-    answer = sdk.completions.create(model=TINY, prompt=["a", "b"], n=1, best_of=2, max_tokens=4, echo=True, seed=3)
+    answer = sdk.completions.create(
+        model=TINY, prompt=["a", "b"], n=1, best_of=2, max_tokens=4, echo=True, seed=3
+    )
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert [choice.text[0] for choice in answer.choices] == ["a", "b"]
     assert answer.choices[0].logprobs is None
@@ -104,9 +130,17 @@ def test_best_of_and_several_prompts_then_one_set_of_choices_for_each(sdk: opena
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", "invalid_request"),
+        (
+            {"response_format": {"type": "json_object"}, "min_tokens": 3},
+            "min_tokens",
+            "invalid_request",
+        ),
         ({"reasoning_effort": "minimal"}, "reasoning_effort", "unsupported_parameter"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", None),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            None,
+        ),
         ({"logit_bias": {"201088": 1}}, "logit_bias", "invalid_request"),
         ({"verbosity": "high"}, "verbosity", "unsupported_parameter"),
     ],
@@ -121,7 +155,10 @@ def test_field_that_can_not_be_supported_then_the_sdk_gets_its_name(
 
 
 def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: openai.OpenAI) -> None:
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    schema: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},
+    }
     with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as caught:
         sdk.chat.completions.create(model=TINY, messages=HELLO, response_format=schema)
     assert caught.value.code == "engine_refused"

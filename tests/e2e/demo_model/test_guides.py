@@ -1,7 +1,9 @@
-"""What the guides tell people to send, byte for byte but for the model's name, against the demo model.
+"""What the guides tell people to send, byte for byte but for the model's name, against the demo
+model.
 
-The guides' answers are held by structure and meaning: their fields, the call, who answers what. Never the words.
-The guides set no temperature, so an answer to a request as written is sampled: its meaning is checked greedily.
+The guides' answers are held by structure and meaning: their fields, the call, who answers what.
+Never the words. The guides set no temperature, so an answer to a request as written is sampled: its
+meaning is checked greedily.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 CHATS = [name for name, body in REQUESTS.items() if "messages" in body]
 RESPONSES = "responses 000 001 004"
 EXPLAIN = REQUESTS[RESPONSES]["input"]
-OPERATOR = {"Authorization": "Bearer NOT USED", "Accept": "text/event-stream"}  # what the benchmark adds
+# what the benchmark adds
+OPERATOR = {"Authorization": "Bearer NOT USED", "Accept": "text/event-stream"}
 
 
 EFFORTS = ("low", "medium", "high")
@@ -47,22 +50,36 @@ class Asked(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(torch_cluster: TorchCluster) -> Asked:
-    """All that is asked here and needs no other answer, sent at once: a step of the model then serves many requests."""
-    ways: list[dict[str, Any]] = [{}, GREEDY, GREEDY | {"stream": True, "stream_options": {"include_usage": True}}]
+    """All that is asked here and needs no other answer, sent at once: a step of the model then
+    serves many requests.
+    """
+    ways: list[dict[str, Any]] = [
+        {},
+        GREEDY,
+        GREEDY | {"stream": True, "stream_options": {"include_usage": True}},
+    ]
     explain: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": EXPLAIN}]}
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     with torch_cluster.cluster.client() as client, ThreadPoolExecutor(32) as pool:
 
-        def send(path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Future[httpx.Response]:
+        def send(
+            path: str, body: dict[str, Any], headers: Mapping[str, str] = {}
+        ) -> Future[httpx.Response]:
             return pool.submit(client.post, path, json=body, headers=headers)
 
         benchmark = send(CHAT, explain | GUIDES["benchmark"] | usage, OPERATOR)
-        thinking = [{"chat_template_args": {"reasoning_effort": effort}, "max_tokens": 100} for effort in EFFORTS]
+        thinking = [
+            {"chat_template_args": {"reasoning_effort": effort}, "max_tokens": 100}
+            for effort in EFFORTS
+        ]
         efforts = [send(CHAT, explain | GREEDY | effort) for effort in thinking]
         chats = {name: [send(CHAT, REQUESTS[name] | way) for way in ways] for name in CHATS}
         responses = send("/v1/responses", REQUESTS[RESPONSES])
         return Asked(
-            chats={name: Answers(*(each.result() for each in futures)) for name, futures in chats.items()},
+            chats={
+                name: Answers(*(each.result() for each in futures))
+                for name, futures in chats.items()
+            },
             efforts=[each.result() for each in efforts],
             benchmark=benchmark.result(),
             responses=responses.result(),
@@ -107,7 +124,10 @@ def check_choice(name: str, message: dict[str, Any], finish: str) -> None:
         assert (finish, message["content"]) == ("tool_calls", None)
         (call,) = message["tool_calls"]
         assert call["id"].startswith("call-")
-        assert (call["type"], call["function"]) == ("function", {"name": "get_system_health", "arguments": "{}"})
+        assert (call["type"], call["function"]) == (
+            "function",
+            {"name": "get_system_health", "arguments": "{}"},
+        )
         return
     assert "tool_calls" not in message
     assert message["content"]
@@ -134,7 +154,9 @@ def test_chat_when_asked_as_in_the_guides_then_answered_as_there(asked: Asked, n
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(asked: Asked, name: str) -> None:
+def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(
+    asked: Asked, name: str
+) -> None:
     whole, answer = asked.chats[name].greedy.json(), asked.chats[name].streamed
     assert answer.headers["content-type"].startswith("text/event-stream")
     chunks = list(events(answer.iter_lines()))
@@ -143,7 +165,8 @@ def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(asked:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     *parts, totals = chunks
-    cached = {"prompt_tokens_details": whole["usage"]["prompt_tokens_details"]}  # what the prefix cache had
+    # what the prefix cache had
+    cached = {"prompt_tokens_details": whole["usage"]["prompt_tokens_details"]}
     assert (totals["choices"], totals["usage"] | cached) == ([], whole["usage"])
     choices = [chunk["choices"][0] for chunk in parts]
     assert choices[0]["delta"]["role"] == "assistant"
@@ -153,9 +176,13 @@ def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(asked:
     assert joined(choices, "content") == (message["content"] or "")
     assert joined(choices, "reasoning_content") == message["reasoning_content"]
     calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == names(message)
+    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == names(
+        message
+    )
     arguments = "".join(call["function"].get("arguments", "") for call in calls)
-    assert arguments == "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+    assert arguments == "".join(
+        call["function"]["arguments"] for call in message.get("tool_calls", ())
+    )
 
 
 def joined(choices: list[dict[str, Any]], name: str) -> str:
@@ -173,7 +200,9 @@ def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tool
     assert first["finish_reason"] == "tool_calls"
     question, _, result = REQUESTS[SECOND]["messages"]
     result = result | {"tool_call_id": first["message"]["tool_calls"][0]["id"]}
-    second = tiny.post(CHAT, json=REQUESTS[SECOND] | GREEDY | {"messages": [question, first["message"], result]})
+    second = tiny.post(
+        CHAT, json=REQUESTS[SECOND] | GREEDY | {"messages": [question, first["message"], result]}
+    )
     assert second.status_code == 200, second.text
     choice = second.json()["choices"][0]
     check_choice(SECOND, choice["message"], choice["finish_reason"])
@@ -184,7 +213,8 @@ def test_responses_when_asked_as_in_the_guides_then_a_whole_response(asked: Aske
     assert answer.status_code == 200, answer.text
     response = Response.model_validate_json(answer.text, strict=True)
     assert (response.object, response.model) == ("response", TINY)
-    assert response.status in ("completed", "incomplete")  # sampled: it may think until its tokens are used up
+    # sampled: it may think until its tokens are used up
+    assert response.status in ("completed", "incomplete")
     assert response.output[0].type == "reasoning"
     assert "<|" not in answer.text
     assert response.usage is not None
@@ -207,13 +237,17 @@ def test_benchmarks_request_then_as_many_tokens_as_it_wants(asked: Asked) -> Non
     assert totals["usage"]["completion_tokens"] == GUIDES["benchmark"]["max_tokens"]
 
 
-def test_health_when_all_serve_then_both_guides_shapes(tiny: httpx.Client, torch_cluster: TorchCluster) -> None:
+def test_health_when_all_serve_then_both_guides_shapes(
+    tiny: httpx.Client, torch_cluster: TorchCluster
+) -> None:
     body = tiny.get("/health").json()
     for expected in GUIDES["health"]:
         check_shape(expected, body)
     namespace = torch_cluster.cluster.env["DYN_NAMESPACE"]
     assert body["status"] == "healthy"
-    endpoints = {expected.replace("dynamo", namespace) for expected in GUIDES["health"][0]["endpoints"]}
+    endpoints = {
+        expected.replace("dynamo", namespace) for expected in GUIDES["health"][0]["endpoints"]
+    }
     assert set(body["endpoints"]) == endpoints
     by_id = {f"{each['instance_id']:x}": each for each in body["instances"]}
     workers = (torch_cluster.prefill, torch_cluster.decode, torch_cluster.aggregated)

@@ -15,8 +15,10 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 QUESTION = {"role": "user", "content": "Hey, quick check: is everything up and running?"}
 TOOL = {
     "name": "get_system_health",
-    "description": "Returns the current health status of the LLM runtime—use before critical operations"
-    " to verify the service is live.",
+    "description": (
+        "Returns the current health status of the LLM runtime—use before critical operations"
+        " to verify the service is live."
+    ),
     "input_schema": {"type": "object", "properties": {}},
 }
 HEALTH = '{"status":"ok","uptime_seconds":372045}'

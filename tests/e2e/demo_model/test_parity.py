@@ -1,6 +1,7 @@
 """Greedy tokens after a hand-off between two processes equal those of one process.
 
-Through `/v1/completions`, fp32, the demo model. Compared by text, token texts and the log-probability of every token.
+Through `/v1/completions`, fp32, the demo model. Compared by text, token texts and the
+log-probability of every token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 OUTPUT_TOKENS = 16
 LENGTHS = [1, 33, 129, 1000]
-# Every boundary of a block and of the window is met in one process by tests/contract/test_engine_torch.py.
+# Every boundary of a block and of the window is met in one process by
+# tests/contract/test_engine_torch.py.
 MORE_LENGTHS = [31, 32, 127, 128, 5000]
 TOLERANCE = 1e-3  # of a log-probability: sums in another order
 
@@ -37,7 +39,12 @@ def prompt_ids(length: int, seed: int = 0) -> list[int]:
 
 
 def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
-    body: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+    }
     answer = client.post("/v1/completions", json=body | {"ignore_eos": True, "logprobs": 0})
     assert answer.status_code == 200, answer.text
     assert ("x-prefill-instance" in answer.headers) == (model == TINY)  # two calls, or one
@@ -49,8 +56,12 @@ def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
     return Answer(choice["text"], tuple(logprobs["tokens"]), tuple(logprobs["token_logprobs"]))
 
 
-@pytest.mark.parametrize("length", [*LENGTHS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_LENGTHS)])
-def test_tokens_when_prefilled_by_another_worker_then_equal_to_one_process(tiny: httpx.Client, length: int) -> None:
+@pytest.mark.parametrize(
+    "length", [*LENGTHS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_LENGTHS)]
+)
+def test_tokens_when_prefilled_by_another_worker_then_equal_to_one_process(
+    tiny: httpx.Client, length: int
+) -> None:
     prompt = prompt_ids(length)
     disaggregated = complete(tiny, TINY, prompt)
     single = complete(tiny, AGGREGATED, prompt)
@@ -67,7 +78,9 @@ def test_tokens_when_prompts_differ_then_answers_differ(tiny: httpx.Client) -> N
     assert len(answers) > 3
 
 
-def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_itself(tiny: httpx.Client) -> None:
+def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_itself(
+    tiny: httpx.Client,
+) -> None:
     prompts = [prompt_ids(20 + 17 * number, seed=7) for number in range(8)]
     with ThreadPoolExecutor(len(prompts)) as pool:
 
@@ -75,6 +88,8 @@ def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_i
             return list(pool.map(lambda prompt: complete(tiny, model, prompt), prompts))
 
         disaggregated, single, again = at_once(TINY), at_once(AGGREGATED), at_once(AGGREGATED)
-    share = sum(a.tokens == b.tokens for a, b in zip(disaggregated, single, strict=True)) / len(prompts)
+    share = sum(a.tokens == b.tokens for a, b in zip(disaggregated, single, strict=True)) / len(
+        prompts
+    )
     itself = sum(a.tokens == b.tokens for a, b in zip(again, single, strict=True)) / len(prompts)
     assert share >= itself

@@ -13,7 +13,9 @@ BARS = {"prefill": 700 * MB, "decode": 700 * MB, "whole": 700 * MB, "frontend": 
 
 
 @pytest.mark.parametrize("role", BARS)
-def test_memory_when_a_process_has_served_then_under_its_bar(torch_cluster: TorchCluster, role: str) -> None:
+def test_memory_when_a_process_has_served_then_under_its_bar(
+    torch_cluster: TorchCluster, role: str
+) -> None:
     used = torch_cluster.resident_bytes[role]
     print(f"\nresident MB of {role}: {used / MB:.0f}")
     assert used < BARS[role]

@@ -23,8 +23,10 @@ QUESTION = "Hey, quick check: is everything up and running?"
 HEALTH_TOOL: Any = {
     "type": "function",
     "name": "get_system_health",
-    "description": "Returns the current health status of the LLM runtime—use before critical operations to verify the"
-    " service is live.",
+    "description": (
+        "Returns the current health status of the LLM runtime—use before critical operations to"
+        " verify the service is live."
+    ),
     "parameters": {"type": "object", "properties": {}},
     "strict": False,
 }
@@ -48,7 +50,8 @@ def said(response: Response) -> list[tuple[str, str]]:
 def test_sdk_when_it_streams_then_the_same_response_as_whole(sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = GREEDY | {"input": QUESTION, "max_output_tokens": 150}
     whole, events = at_once(
-        lambda: sdk.responses.create(**asked), lambda: list(sdk.responses.create(**asked, stream=True))
+        lambda: sdk.responses.create(**asked),
+        lambda: list(sdk.responses.create(**asked, stream=True)),
     )
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
@@ -58,15 +61,23 @@ def test_sdk_when_it_streams_then_the_same_response_as_whole(sdk: openai.OpenAI)
     assert last.response.usage is not None
     assert whole.usage is not None
     assert last.response.usage.output_tokens == whole.usage.output_tokens
-    thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
-    answered = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    thought = "".join(
+        event.delta for event in events if event.type == "response.reasoning_text.delta"
+    )
+    answered = "".join(
+        event.delta for event in events if event.type == "response.output_text.delta"
+    )
     assert thought == "".join(text for kind, text in said(whole) if kind == "reasoning")
     assert answered == whole.output_text
 
 
 def test_sdk_when_its_stream_helper_adds_up_then_the_final_response(sdk: openai.OpenAI) -> None:
     with sdk.responses.stream(**GREEDY, input=QUESTION, tools=[HEALTH_TOOL]) as stream:
-        arguments = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+        arguments = [
+            event.snapshot
+            for event in stream
+            if event.type == "response.function_call_arguments.delta"
+        ]
     final = stream.get_final_response()
     *_, call = final.output
     assert isinstance(call, ResponseFunctionToolCall)
@@ -76,7 +87,9 @@ def test_sdk_when_its_stream_helper_adds_up_then_the_final_response(sdk: openai.
 
 async def test_async_sdk_then_whole_and_streamed(async_sdk: openai.AsyncOpenAI) -> None:
     whole = await async_sdk.responses.create(**GREEDY, input="Hello", max_output_tokens=20)
-    stream = await async_sdk.responses.create(**GREEDY, input="Hello", max_output_tokens=20, stream=True)
+    stream = await async_sdk.responses.create(
+        **GREEDY, input="Hello", max_output_tokens=20, stream=True
+    )
     *_, last = [event async for event in stream]
     assert last.type in ("response.completed", "response.incomplete")
     assert said(last.response) == said(whole)
@@ -87,7 +100,8 @@ def test_two_turns_then_the_second_is_shown_the_first(sdk: openai.OpenAI) -> Non
     first = sdk.responses.create(**GREEDY, input="My name is Ada.", max_output_tokens=60)
     asked: dict[str, Any] = GREEDY | {"input": "What is my name?", "max_output_tokens": 20}
     alone, second = at_once(
-        lambda: sdk.responses.create(**asked), lambda: sdk.responses.create(**asked, previous_response_id=first.id)
+        lambda: sdk.responses.create(**asked),
+        lambda: sdk.responses.create(**asked, previous_response_id=first.id),
     )
     assert second.previous_response_id == first.id
     assert second.usage is not None
@@ -102,7 +116,12 @@ CHOICES: list[Any] = ["auto", "required", {"type": "function", "name": "get_syst
 
 def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI) -> None:
     asked: dict[str, Any] = GREEDY | {"tools": [HEALTH_TOOL]}
-    rounds = at_once(*(partial(sdk.responses.create, **asked, input=QUESTION, tool_choice=each) for each in CHOICES))
+    rounds = at_once(
+        *(
+            partial(sdk.responses.create, **asked, input=QUESTION, tool_choice=each)
+            for each in CHOICES
+        )
+    )
     seconds: list[Callable[[], Response]] = []
     for choice, first in zip(CHOICES, rounds, strict=True):
         *before, call = first.output
@@ -110,8 +129,11 @@ def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI) -> 
         assert (call.name, json.loads(call.arguments)) == ("get_system_health", {})
         assert [item.type for item in before] == (["reasoning"] if choice == "auto" else [])
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": HEALTH}
-        seconds.append(partial(sdk.responses.create, **asked, input=[result], previous_response_id=first.id))
-        if choice == "auto":  # once is enough, and only there the replayed items include a reasoning
+        seconds.append(
+            partial(sdk.responses.create, **asked, input=[result], previous_response_id=first.id)
+        )
+        # once is enough, and only there the replayed items include a reasoning
+        if choice == "auto":
             items = [item.to_dict() for item in first.output]
             replayed: Any = [{"role": "user", "content": QUESTION}, *items, result]
     *answers, same = at_once(*seconds, partial(sdk.responses.create, **asked, input=replayed))
@@ -123,7 +145,9 @@ def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI) -> 
 
 
 def test_kept_response_then_retrieved_listed_and_deleted(sdk: openai.OpenAI) -> None:
-    response = sdk.responses.create(**GREEDY, input="Hello", max_output_tokens=10, metadata={"run": "7"})
+    response = sdk.responses.create(
+        **GREEDY, input="Hello", max_output_tokens=10, metadata={"run": "7"}
+    )
     assert sdk.responses.retrieve(response.id).to_dict() == response.to_dict()
     (item,) = sdk.responses.input_items.list(response.id)
     assert item.to_dict()["content"] == [{"type": "input_text", "text": "Hello"}]
@@ -137,9 +161,15 @@ def test_kept_response_then_retrieved_listed_and_deleted(sdk: openai.OpenAI) -> 
     assert caught.value.param == "previous_response_id"
 
 
-def test_running_stream_when_cancelled_then_both_calls_end(sdk: openai.OpenAI, torch_cluster: TorchCluster) -> None:
+def test_running_stream_when_cancelled_then_both_calls_end(
+    sdk: openai.OpenAI, torch_cluster: TorchCluster
+) -> None:
     stream = sdk.responses.create(
-        **GREEDY, input="Count.", stream=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
+        **GREEDY,
+        input="Count.",
+        stream=True,
+        max_output_tokens=1500,
+        extra_body={"ignore_eos": True},
     )
     events = []
     cancelled = None
@@ -160,7 +190,12 @@ def test_running_stream_when_cancelled_then_both_calls_end(sdk: openai.OpenAI, t
 
 
 def test_what_we_do_not_have_then_refused_by_name(sdk: openai.OpenAI) -> None:
-    for fields in ({"background": True}, {"conversation": "c"}, {"truncation": "auto"}, {"prompt": {"id": "p"}}):
+    for fields in (
+        {"background": True},
+        {"conversation": "c"},
+        {"truncation": "auto"},
+        {"prompt": {"id": "p"}},
+    ):
         (name,) = fields
         with pytest.raises(openai.BadRequestError) as caught:
             sdk.responses.create(**GREEDY, input="x", **fields)  # type: ignore[call-overload]
@@ -180,7 +215,11 @@ def test_tool_of_a_server_then_left_out_and_named(sdk: openai.OpenAI) -> None:
 
 def test_json_schema_then_the_answer_keeps_to_it(sdk: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    wanted: Any = {"type": "json_schema", "name": "health", "schema": schema | {"additionalProperties": False}}
+    wanted: Any = {
+        "type": "json_schema",
+        "name": "health",
+        "schema": schema | {"additionalProperties": False},
+    }
     response = sdk.responses.create(**GREEDY, input="Is it up?", text={"format": wanted})
     assert response.status == "completed"
     assert isinstance(json.loads(response.output_text)["ok"], bool)
@@ -199,7 +238,9 @@ def sharing(torch_cluster: TorchCluster) -> Iterator[tuple[openai.OpenAI, openai
             http = stack.enter_context(openai.DefaultHttpxClient(**PLAIN))
             base_url = f"{frontend.url()}/v1"
             frontend.wait_for(f"model {TINY} is ready")
-            clients.append(openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0))
+            clients.append(
+                openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0)
+            )
         yield clients[0], clients[1]
 
 
@@ -211,7 +252,9 @@ def test_conversation_when_frontends_share_then_its_next_turn_may_go_to_another(
     *_, call = first.output
     assert isinstance(call, ResponseFunctionToolCall)
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": HEALTH}
-    second = there.responses.create(**GREEDY, input=[result], tools=[HEALTH_TOOL], previous_response_id=first.id)
+    second = there.responses.create(
+        **GREEDY, input=[result], tools=[HEALTH_TOOL], previous_response_id=first.id
+    )
     assert "system" in second.output_text
     assert here.responses.retrieve(second.id).to_dict() == second.to_dict()
     with pytest.raises(openai.NotFoundError, match="--response-store jetstream"):

@@ -1,4 +1,6 @@
-"""Errors and headers in the OpenAI SDK, clients of it that leave, and the terminal client, through real processes."""
+"""Errors and headers in the OpenAI SDK, clients of it that leave, and the terminal client, through
+real processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 CHAT_CLIENT = "dynamo_trtllm.chat"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0}
-ENDLESS: dict[str, Any] = {"model": TINY, "messages": HELLO, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+ENDLESS: dict[str, Any] = {
+    "model": TINY,
+    "messages": HELLO,
+    "max_tokens": 1500,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 def check_idle(torch: TorchCluster) -> None:
@@ -62,7 +69,9 @@ REFUSED: dict[str, tuple[Callable[[openai.OpenAI], Any], type[openai.APIStatusEr
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_error_then_the_sdks_exception_with_code_param_and_request_id(sdk: openai.OpenAI, name: str) -> None:
+def test_error_then_the_sdks_exception_with_code_param_and_request_id(
+    sdk: openai.OpenAI, name: str
+) -> None:
     ask, kind, code, param = REFUSED[name]
     with pytest.raises(kind) as caught:
         ask(sdk)
@@ -80,12 +89,16 @@ def narrow(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
     try:
         frontend.wait_for(f"model {TINY} is ready")
         with openai.DefaultHttpxClient(**PLAIN) as http:
-            yield openai.OpenAI(base_url=f"{frontend.url()}/v1", api_key="none", http_client=http, max_retries=0)
+            yield openai.OpenAI(
+                base_url=f"{frontend.url()}/v1", api_key="none", http_client=http, max_retries=0
+            )
     finally:
         frontend.stop()
 
 
-def test_frontend_when_full_then_rate_limit_and_a_client_that_tries_again_gets_through(narrow: openai.OpenAI) -> None:
+def test_frontend_when_full_then_rate_limit_and_a_client_that_tries_again_gets_through(
+    narrow: openai.OpenAI,
+) -> None:
     stream = narrow.chat.completions.create(**ENDLESS, stream=True)
     next(iter(stream))
     with pytest.raises(openai.RateLimitError) as caught:
@@ -152,7 +165,16 @@ def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colo
     torch_cluster: TorchCluster,
 ) -> None:
     cluster = torch_cluster.cluster
-    argv = ["--url", cluster.frontend.url(), "--model", TINY, "--temperature", "0", "--max-tokens", "24"]
+    argv = [
+        "--url",
+        cluster.frontend.url(),
+        "--model",
+        TINY,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "24",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", CHAT_CLIENT, *argv, "--reasoning-effort", "low"],
         input="What is prefill?\n\nWhat is decode?\n",
@@ -162,13 +184,19 @@ def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colo
         timeout=START_TIMEOUT_S,
         check=False,
     )
-    assert (done.returncode, done.stderr.count("TTFT"), done.stderr.count("tokens/s")) == (0, 2, 2), done.stderr
+    assert (done.returncode, done.stderr.count("TTFT"), done.stderr.count("tokens/s")) == (
+        0,
+        2,
+        2,
+    ), done.stderr
     assert len(done.stdout.splitlines()) >= 2
     assert "\x1b" not in done.stdout + done.stderr
     assert "<|" not in done.stdout
 
 
-def test_chat_when_several_models_are_served_and_none_is_named_then_says_which(torch_cluster: TorchCluster) -> None:
+def test_chat_when_several_models_are_served_and_none_is_named_then_says_which(
+    torch_cluster: TorchCluster,
+) -> None:
     cluster = torch_cluster.cluster
     status, said = command([CHAT_CLIENT, "--url", cluster.frontend.url()], cluster.env)
     assert status == 2

@@ -1,4 +1,6 @@
-"""Tools through the OpenAI SDK's helpers, sync and async, against the demo model through real processes."""
+"""Tools through the OpenAI SDK's helpers, sync and async, against the demo model through real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,22 @@ from tests.e2e.demo_model.sdk_answers import at_once, checked, streamed, whole
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
-GREEDY: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-HEALTH: dict[str, Any] = {name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")} | {"temperature": 0}
+GREEDY: dict[str, Any] = {
+    "model": TINY,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "temperature": 0,
+}
+HEALTH: dict[str, Any] = {
+    name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")
+} | {"temperature": 0}
 PLACE = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
 WEATHER_TOOL: Any = {
     "type": "function",
-    "function": {"name": "get_weather", "strict": True, "parameters": PLACE | {"additionalProperties": False}},
+    "function": {
+        "name": "get_weather",
+        "strict": True,
+        "parameters": PLACE | {"additionalProperties": False},
+    },
 }
 WEATHER: Any = {"type": "function", "function": {"name": "get_weather"}}
 
@@ -40,14 +52,18 @@ class Health(NamedTuple):
 
 @pytest.fixture(scope="module")
 def health(sdk: openai.OpenAI) -> Health:
-    """The same question in four ways, asked at once: a step of the model then serves all of them."""
+    """The same question in four ways, asked at once: a step of the model then serves all of
+    them.
+    """
 
     def helped() -> tuple[list[Any], ChatCompletion]:
         with sdk.chat.completions.stream(**HEALTH) as stream:
             return list(stream), stream.get_final_completion()
 
     function = HEALTH["tools"][0]["function"]
-    tool = openai.pydantic_function_tool(NoArguments, name=function["name"], description=function["description"])
+    tool = openai.pydantic_function_tool(
+        NoArguments, name=function["name"], description=function["description"]
+    )
     assert tool["function"].get("strict") is True
     (events, added_up), *others = at_once(
         helped,
@@ -58,7 +74,9 @@ def health(sdk: openai.OpenAI) -> Health:
     return Health(events, added_up, *others)
 
 
-def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(health: Health) -> None:
+def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(
+    health: Health,
+) -> None:
     for event in health.events:
         if event.type == "chunk":
             checked(event.chunk)
@@ -70,7 +88,10 @@ def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(h
     assert (final.message.content or "", expected.message.content) == ("", None)
     (added_up,), (parsed,) = final.message.tool_calls or [], expected.message.tool_calls or []
     assert parsed.type == "function"
-    assert (added_up.function.name, added_up.function.arguments) == (parsed.function.name, parsed.function.arguments)
+    assert (added_up.function.name, added_up.function.arguments) == (
+        parsed.function.name,
+        parsed.function.arguments,
+    )
     assert added_up.id != parsed.id
     thought = (final.message.model_extra or {})["reasoning_content"]
     assert thought == (expected.message.model_extra or {})["reasoning_content"]
@@ -97,9 +118,13 @@ async def test_tool_when_demanded_then_its_arguments_stream_before_the_call_is_w
     assert call.function.parsed_arguments == json.loads(done.arguments)
 
 
-def test_tool_when_the_call_is_cut_off_then_what_there_is_of_its_arguments_came(sdk: openai.OpenAI) -> None:
+def test_tool_when_the_call_is_cut_off_then_what_there_is_of_its_arguments_came(
+    sdk: openai.OpenAI,
+) -> None:
     cut = streamed(sdk, **GREEDY, tools=[WEATHER_TOOL], tool_choice=WEATHER, max_tokens=2)
-    calls = [call for chunk in cut for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    calls = [
+        call for chunk in cut for choice in chunk.choices for call in choice.delta.tool_calls or []
+    ]
     arguments = "".join(call.function.arguments or "" for call in calls if call.function)
     assert arguments.startswith("{")
     with pytest.raises(json.JSONDecodeError):

@@ -18,11 +18,21 @@ HELLO = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "max
 def test_metrics_when_requests_were_served_then_every_name_counts(tiny: httpx.Client) -> None:
     assert tiny.post("/v1/chat/completions", json=HELLO).status_code == 200
     text = tiny.get("/metrics").text
-    for name in ("requests_total", "ttft_seconds_bucket", "itl_seconds_bucket", "request_seconds_bucket"):
+    for name in (
+        "requests_total",
+        "ttft_seconds_bucket",
+        "itl_seconds_bucket",
+        "request_seconds_bucket",
+    ):
         assert f"dynamo_trtllm_{name}{{" in text, name
     for name in ("prompt_tokens_total", "output_tokens_total", "kv_bytes_total"):
         assert f"dynamo_trtllm_{name}{{" in text, name
-    for phase, role in (("queue", "prefill"), ("prefill", "prefill"), ("handoff", "decode"), ("decode_wait", "decode")):
+    for phase, role in (
+        ("queue", "prefill"),
+        ("prefill", "prefill"),
+        ("handoff", "decode"),
+        ("decode_wait", "decode"),
+    ):
         count = f'dynamo_trtllm_phase_seconds_count{{model="{TINY}",phase="{phase}",role="{role}"}}'
         assert count in text, phase
     assert "dynamo_trtllm_inflight " in text
@@ -33,21 +43,38 @@ def test_stats_when_asked_for_then_who_served_and_how(
     tiny: httpx.Client, torch_cluster: TorchCluster, stream: bool
 ) -> None:
     asked = HELLO | {"stream": stream}
-    with tiny.stream("POST", "/v1/chat/completions", json=asked, headers={"x-dynamo-stats": "1"}) as answer:
+    with tiny.stream(
+        "POST", "/v1/chat/completions", json=asked, headers={"x-dynamo-stats": "1"}
+    ) as answer:
         if stream:
             stats = list(events(answer.iter_lines()))[-1]["dynamo_trtllm"]
         else:
             answer.read()
             stats = answer.json()["dynamo_trtllm"]
-    assert stats["prefill_instance"] == torch_cluster.prefill.instance() == answer.headers["x-prefill-instance"]
-    assert stats["decode_instance"] == torch_cluster.decode.instance() == answer.headers["x-decode-instance"]
+    assert (
+        stats["prefill_instance"]
+        == torch_cluster.prefill.instance()
+        == answer.headers["x-prefill-instance"]
+    )
+    assert (
+        stats["decode_instance"]
+        == torch_cluster.decode.instance()
+        == answer.headers["x-decode-instance"]
+    )
     assert stats["kv_bytes"] > 0
     assert stats["transport"] in ("nixl/ucx", "tcp")
     assert 0 < stats["ttft_s"] < 20
     assert stats["tokens_per_s"] > 0
-    assert {"tokenize", "send", "queue", "prefill", "export", "handoff", "decode_wait", "decode"} <= set(
-        stats["phase_s"]
-    )
+    assert {
+        "tokenize",
+        "send",
+        "queue",
+        "prefill",
+        "export",
+        "handoff",
+        "decode_wait",
+        "decode",
+    } <= set(stats["phase_s"])
     assert sum(stats["phase_s"].values()) == pytest.approx(stats["total_s"])
     assert 0 < stats["part_s"]["handoff.read"] <= stats["phase_s"]["handoff"]
 

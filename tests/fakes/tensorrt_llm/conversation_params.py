@@ -1,4 +1,7 @@
-"""`ConversationParams`: the conversation that a request belongs to. Releases after 1.3.0rc20 have it."""
+"""`ConversationParams`: the conversation that a request belongs to.
+
+Releases after 1.3.0rc20 have it.
+"""
 
 from __future__ import annotations
 

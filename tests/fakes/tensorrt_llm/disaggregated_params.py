@@ -12,7 +12,10 @@ _REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 def check_request_type(params: Any) -> None:
     """Raises ValueError for a type that there is not."""
     if params.request_type not in _REQUEST_TYPES:
-        raise ValueError(f"Unknown request type: {params.request_type}. Must be one of {', '.join(_REQUEST_TYPES)}")
+        raise ValueError(
+            f"Unknown request type: {params.request_type}. Must be one of"
+            f" {', '.join(_REQUEST_TYPES)}"
+        )
 
 
 def _post_init(self: Any) -> None:
@@ -22,5 +25,8 @@ def _post_init(self: Any) -> None:
 
 
 DisaggregatedParams: Any = fields_class(
-    "DisaggregatedParams", {"__post_init__": _post_init, "__module__": __name__}, slots=True, kw_only=True
+    "DisaggregatedParams",
+    {"__post_init__": _post_init, "__module__": __name__},
+    slots=True,
+    kw_only=True,
 )

@@ -51,7 +51,10 @@ def _validate(self: Any) -> None:
 
 
 def _setup(self: Any, eos_token_ids: tuple[int, ...]) -> Any:
-    """Called only when `end_id` is None. What the tokenizer and the generation config say goes on the object."""
+    """Called only when `end_id` is None.
+
+    What the tokenizer and the generation config say goes on the object.
+    """
     self.end_id = eos_token_ids[0]
     if self.pad_id is None:
         self.pad_id = self.end_id
@@ -63,7 +66,9 @@ def _setup(self: Any, eos_token_ids: tuple[int, ...]) -> Any:
 
 def _get_stop_words(self: Any) -> list[list[int]]:
     if self.stop is not None and self._stop_word_ids is None:
-        raise RuntimeError(f"stop={self.stop!r} is not processed by tokenizer, please call the setup method")
+        raise RuntimeError(
+            f"stop={self.stop!r} is not processed by tokenizer, please call the setup method"
+        )
     return [[token] for token in self.stop_token_ids or []]
 
 

@@ -1,4 +1,7 @@
-"""A stand-in for vLLM 0.24 and 0.32: its names, its connector's book-keeping, fake tokens. Nothing of vLLM runs."""
+"""A stand-in for vLLM 0.24 and 0.32: its names, its connector's book-keeping, fake tokens.
+
+Nothing of vLLM runs.
+"""
 
 from vllm.standin.release import VERSION
 

@@ -12,7 +12,9 @@ class _Part(SimpleNamespace):
     def __init__(self, **values: Any) -> None:
         unknown = set(values) - set(LIBRARY.newest.fields(type(self).__name__))
         if unknown:
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {sorted(unknown)[0]!r}")
+            raise TypeError(
+                f"{type(self).__name__} got an unexpected keyword argument {sorted(unknown)[0]!r}"
+            )
         super().__init__(**values)
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 _KNOWN = (
-    "max_tokens min_tokens temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty "
-    "logit_bias seed stop_token_ids ignore_eos logprobs detokenize extra_args structured_outputs output_kind "
-    "prompt_logprobs"
+    "max_tokens min_tokens temperature top_p top_k min_p frequency_penalty presence_penalty"
+    " repetition_penalty logit_bias seed stop_token_ids ignore_eos logprobs detokenize extra_args"
+    " structured_outputs output_kind prompt_logprobs"
 ).split()
 
 
@@ -26,7 +26,9 @@ class SamplingParams(SimpleNamespace):
             raise ValueError(f"max_tokens must be at least 1, got {values['max_tokens']}.")
         if values["min_tokens"] > values["max_tokens"]:
             raise ValueError("min_tokens must be less than or equal to max_tokens")
-        super().__init__(**{"extra_args": None, "structured_outputs": None, "prompt_logprobs": None, **values})
+        super().__init__(
+            **{"extra_args": None, "structured_outputs": None, "prompt_logprobs": None, **values}
+        )
 
 
 class StructuredOutputsParams(SimpleNamespace):

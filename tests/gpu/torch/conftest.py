@@ -1,7 +1,8 @@
-"""Where the torch engine's tests run: on the GPUs that are there, one for each role if there are two.
+"""Where the torch engine's tests run: on the GPUs that are there, one for each role if there are
+two.
 
-`pytest tests/gpu/torch --torch-device cpu` runs the same texts in small and without a GPU, which is how they are
-known to work; it says nothing about GPUs.
+`pytest tests/gpu/torch --torch-device cpu` runs the same texts in small and without a GPU, which is
+how they are known to work; it says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--torch-device", choices=("cuda", "cpu"), default="cuda", help="cpu: rehearse without a GPU")
+    parser.addoption(
+        "--torch-device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: rehearse without a GPU",
+    )
 
 
 def _device(config: pytest.Config) -> str:
-    return str(config.getoption("--torch-device", default="cuda"))  # unknown where this folder was not named
+    # unknown where this folder was not named
+    return str(config.getoption("--torch-device", default="cuda"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,8 +66,11 @@ def pair(
     if name == "tiny":
         folder = request.getfixturevalue("tiny")
     else:
-        folder = write_gpt_oss_20b_shape(tmp_path_factory.mktemp("gpt-oss-20b"), full=site.device == "cuda")
-    # Dummy weights answer differently when bfloat16 rounds differently, as it does for the rest of a cached prompt.
+        folder = write_gpt_oss_20b_shape(
+            tmp_path_factory.mktemp("gpt-oss-20b"), full=site.device == "cuda"
+        )
+    # Dummy weights answer differently when bfloat16 rounds differently, as it does for the rest of
+    # a cached prompt.
     is_tiny = name == "tiny"
     flags = () if is_tiny else ("--load-format", "dummy")
     cluster = Cluster(etcd_server, nats_server, f"gpu-torch-{secrets.token_hex(4)}")

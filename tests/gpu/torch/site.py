@@ -28,7 +28,9 @@ class Site:
     def gpus(self) -> int:
         if self.device == "cpu":
             return 0
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=True
+        ).stdout
         return listed.count("GPU ")
 
     def env(self, number: int) -> dict[str, str]:
@@ -38,12 +40,21 @@ class Site:
     def engine_args(self, **more: Any) -> dict[str, Any]:
         """bf16 everywhere; little enough KV memory that several engines fit."""
         cpu = {"device": "cpu", "num_threads": 1} if self.device == "cpu" else {"device": "cuda"}
-        return {**cpu, "dtype": "bfloat16", "kv_cache_gib": 4 if self.gpus else 0.2, "max_seq_len": 6144, **more}
+        return {
+            **cpu,
+            "dtype": "bfloat16",
+            "kv_cache_gib": 4 if self.gpus else 0.2,
+            "max_seq_len": 6144,
+            **more,
+        }
 
 
 def write_gpt_oss_20b_shape(folder: Path, *, full: bool) -> Path:
-    """A config.json alone: gpt-oss-20b's widths, experts and vocabulary in 4 layers of its 24. Not `full`: of that the
-    vocabulary alone."""
+    """A config.json alone: gpt-oss-20b's widths, experts and vocabulary in 4 layers of its 24.
+
+    Not `full`: of that the
+    vocabulary alone.
+    """
     config = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -71,7 +82,9 @@ def write_gpt_oss_20b_shape(folder: Path, *, full: bool) -> Path:
 
 @dataclass
 class Pair:
-    """Workers of one model: a prefill and a decode worker under one name, an aggregated one under another."""
+    """Workers of one model: a prefill and a decode worker under one name, an aggregated one under
+    another.
+    """
 
     cluster: Cluster
     site: Site
@@ -83,8 +96,15 @@ class Pair:
     whole: Process = field(init=False)
 
     def start(self, role: str, name: str, gpu: int) -> Process:
-        args = ["--override-engine-args", json.dumps(self.site.engine_args(**self.engine_args)), "--lease-ttl-s", "2"]
-        return self.cluster.torch(role, name, *args, *self.flags, model=str(self.folder), env=self.site.env(gpu))
+        args = [
+            "--override-engine-args",
+            json.dumps(self.site.engine_args(**self.engine_args)),
+            "--lease-ttl-s",
+            "2",
+        ]
+        return self.cluster.torch(
+            role, name, *args, *self.flags, model=str(self.folder), env=self.site.env(gpu)
+        )
 
     def start_prefill(self) -> None:
         self.prefill = self.start("prefill", PAIR, 0)
@@ -104,7 +124,9 @@ class Pair:
             until(partial(_is_idle, worker), IDLE_S)
 
 
-def start_pair(cluster: Cluster, site: Site, folder: Path, flags: Sequence[str], **engine_args: Any) -> Pair:
+def start_pair(
+    cluster: Cluster, site: Site, folder: Path, flags: Sequence[str], **engine_args: Any
+) -> Pair:
     pair = Pair(cluster, site, folder, flags, engine_args)
     pair.start_prefill()
     pair.start_decode()
@@ -125,11 +147,19 @@ class Answer(NamedTuple):
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Ids that every vocabulary here has."""
-    return [100 + (number * number * 31 + number * 7 + seed * 101) % 1800 for number in range(length)]
+    return [
+        100 + (number * number * 31 + number * 7 + seed * 101) % 1800 for number in range(length)
+    ]
 
 
 def body_of(model: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-    body = {"model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     return body | more
 
 

@@ -1,4 +1,6 @@
-"""Engines of one process on GPUs with a backend that moves host memory only: KV goes through pinned memory."""
+"""Engines of one process on GPUs with a backend that moves host memory only: KV goes through pinned
+memory.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def make_on(site: Site, folder: Path, role: Role, number: int = 0, **args: Any) 
 
 
 async def check_nothing_staged(engine: Any) -> None:
-    """A parcel is free once the copies that were queued before it was given back are done, which can only be asked."""
+    """A parcel is free once the copies that were queued before it was given back are done, which
+    can only be asked.
+    """
     buffer = engine._scheduler.transfer_buffer
     for _ in range(500):
         if all(event.query() for _, event in buffer._leaving):
             break
         await asyncio.sleep(0.01)
-    assert buffer._used == sorted((allocation for allocation, _ in buffer._leaving), key=lambda each: each.begin)
+    assert buffer._used == sorted(
+        (allocation for allocation, _ in buffer._leaving), key=lambda each: each.begin
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -56,39 +62,50 @@ async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then
     async with started(whole, prefill, decode):
         for length in LENGTHS:
             expected = await collect(whole, ask(prompt_of(length), **sampling))
-            assert tokens(await prefill_then_decode(prefill, decode, prompt_of(length), **sampling)) == tokens(
-                expected
-            ), length
+            assert tokens(
+                await prefill_then_decode(prefill, decode, prompt_of(length), **sampling)
+            ) == tokens(expected), length
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
     said = [record for record in caplog.records if "pinned host memory" in record.message]
-    assert len(said) == (3 if site.device == "cuda" else 0)  # each has a backend here, also the one that needs none
+    # each has a backend here, also the one that needs none
+    assert len(said) == (3 if site.device == "cuda" else 0)
 
 
 async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
     site: Site, tiny: Path
 ) -> None:
     exact = {"dtype": "float32"}  # or sums would depend on what else is in a batch
-    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0012, **exact}  # 1.3 MB; 900 tokens move 1.1
+    # 1.3 MB; 900 tokens move 1.1
+    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0012, **exact}
     whole = make_on(site, tiny, Role.AGGREGATED, **exact)
-    prefill, decode = make_on(site, tiny, Role.PREFILL, **small), make_on(site, tiny, Role.DECODE, 1, **small)
+    prefill, decode = (
+        make_on(site, tiny, Role.PREFILL, **small),
+        make_on(site, tiny, Role.DECODE, 1, **small),
+    )
     prompts = [prompt_of(900, seed) for seed in range(12)]
     async with started(whole, prefill, decode):
         alone = [await answer(whole, prompt) for prompt in prompts]
-        answers = await asyncio.gather(*(prefill_then_decode(prefill, decode, prompt) for prompt in prompts))
+        answers = await asyncio.gather(
+            *(prefill_then_decode(prefill, decode, prompt) for prompt in prompts)
+        )
         assert [tokens(each) for each in answers] == alone
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
 
 
-async def test_kv_when_calls_are_cancelled_at_random_then_every_block_is_free(site: Site, tiny: Path) -> None:
+async def test_kv_when_calls_are_cancelled_at_random_then_every_block_is_free(
+    site: Site, tiny: Path
+) -> None:
     prefill, decode = make_on(site, tiny, Role.PREFILL), make_on(site, tiny, Role.DECODE, 1)
     chosen = random.Random(3)
 
     async def one(number: int) -> None:
-        calls = asyncio.create_task(prefill_then_decode(prefill, decode, prompt_of(chosen.randrange(1, 1500), number)))
+        calls = asyncio.create_task(
+            prefill_then_decode(prefill, decode, prompt_of(chosen.randrange(1, 1500), number))
+        )
         if chosen.random() < 0.3:
             await asyncio.sleep(chosen.random() / 2)
             calls.cancel()
@@ -107,18 +124,24 @@ async def test_dummy_weights_when_made_twice_then_equal(site: Site, tmp_path: Pa
     from tests.gpu.torch.site import write_gpt_oss_20b_shape
 
     folder = write_gpt_oss_20b_shape(tmp_path, full=False)
-    engines = [make_on(site, folder, Role.AGGREGATED, number, load_format="dummy") for number in (0, 1)]
+    engines = [
+        make_on(site, folder, Role.AGGREGATED, number, load_format="dummy") for number in (0, 1)
+    ]
     async with started(*engines):
         first, second = [await answer(engine, prompt_of(100), max_tokens=24) for engine in engines]
         assert first == second
         assert len(set(first)) > 1
 
 
-async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(site: Site, tiny: Path) -> None:
+async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(
+    site: Site, tiny: Path
+) -> None:
     prefill = make_on(site, tiny, Role.PREFILL)
     async with started(prefill):
         for length in (10, 600, 3000):
-            call = asyncio.create_task(collect(prefill, ask(prompt_of(length), phase=Phase.PREFILL)))
+            call = asyncio.create_task(
+                collect(prefill, ask(prompt_of(length), phase=Phase.PREFILL))
+            )
             await asyncio.sleep(0.02)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)

@@ -1,4 +1,6 @@
-"""The torch engine as real processes, prefill on one GPU and decode on another: parity, cancellation, kill -9."""
+"""The torch engine as real processes, prefill on one GPU and decode on another: parity,
+cancellation, kill -9.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_log_when_started_then_kv_lies_on_the_gpu_and_moves_over_nixl(pair: Pair
 def test_tokens_when_prefilled_on_another_gpu_then_equal_to_one_process(pair: Pair) -> None:
     with pair.cluster.client(120.0) as client:
         for length in LENGTHS:
-            disaggregated, single = (greedy(client, model, prompt_of(length)) for model in (PAIR, WHOLE))
+            disaggregated, single = (
+                greedy(client, model, prompt_of(length)) for model in (PAIR, WHOLE)
+            )
             assert disaggregated.tokens == single.tokens, length
             assert disaggregated.logprobs == pytest.approx(single.logprobs, abs=1e-3), length
         different = {greedy(client, PAIR, prompt_of(129, seed)).logprobs for seed in range(4)}
@@ -43,9 +47,14 @@ def test_stream_when_client_leaves_then_nothing_is_left(pair: Pair) -> None:
     pair.check_idle()
 
 
-def test_kv_when_200_requests_ran_and_some_were_cancelled_at_random_then_every_block_is_free(pair: Pair) -> None:
+def test_kv_when_200_requests_ran_and_some_were_cancelled_at_random_then_every_block_is_free(
+    pair: Pair,
+) -> None:
     chosen = random.Random(6)
-    plan = [(chosen.randrange(1, 1500), chosen.random() < CANCELLED, chosen.random()) for _ in range(REQUESTS)]
+    plan = [
+        (chosen.randrange(1, 1500), chosen.random() < CANCELLED, chosen.random())
+        for _ in range(REQUESTS)
+    ]
     with ThreadPoolExecutor(12) as pool:
         ended = list(pool.map(lambda each: _one(pair, *each), plan))
     wanted = [0 if is_cancelled else OUTPUT_TOKENS for _, is_cancelled, _ in plan]
@@ -60,7 +69,8 @@ def _one(pair: Pair, length: int, is_cancelled: bool, when: float) -> int | None
     body = body_of(PAIR, prompt_of(length, seed=length))
     if is_cancelled and when < 0.5:
         try:
-            with pair.cluster.client(0.001 + when / 5) as client:  # leaves while it is prefilled or moved
+            # leaves while it is prefilled or moved
+            with pair.cluster.client(0.001 + when / 5) as client:
                 client.post("/v1/completions", json=body | {"max_tokens": 4000})
         except httpx.TimeoutException:
             return None
@@ -74,15 +84,22 @@ def _one(pair: Pair, length: int, is_cancelled: bool, when: float) -> int | None
 
 
 def _leave_after(pair: Pair, body: dict[str, Any], count: int) -> None:
-    """So many events, or all: a model with dummy weights may generate only control tokens, which have no text."""
-    with pair.cluster.client(120.0) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+    """So many events, or all: a model with dummy weights may generate only control tokens, which
+    have no text.
+    """
+    with (
+        pair.cluster.client(120.0) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
         assert answer.status_code == 200, answer.read()
         for _ in islice(events(answer.iter_lines()), count):
             pass
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_requests_when_a_worker_is_killed_then_the_other_frees_all_and_a_new_one_serves(pair: Pair, side: str) -> None:
+def test_requests_when_a_worker_is_killed_then_the_other_frees_all_and_a_new_one_serves(
+    pair: Pair, side: str
+) -> None:
     with ThreadPoolExecutor(8) as pool, pair.cluster.client(120.0) as client:
         before = greedy(client, PAIR, prompt_of(700))
         body = body_of(PAIR, prompt_of(2000), max_tokens=200, stream=True)
@@ -101,7 +118,10 @@ def test_requests_when_a_worker_is_killed_then_the_other_frees_all_and_a_new_one
 
 def _ends_somehow(pair: Pair, body: dict[str, Any]) -> bool:
     """With all tokens or a named error: a status, or an event of the stream."""
-    with pair.cluster.client(180.0) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+    with (
+        pair.cluster.client(180.0) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
         if answer.status_code != 200:
             answer.read()
             return bool(answer.json()["error"]["code"])

@@ -1,4 +1,6 @@
-"""What TensorRT-LLM's engine must do as a worker, asked over HTTP. Run with the real package, and with the stand-in so
+"""What TensorRT-LLM's engine must do as a worker, asked over HTTP.
+
+Run with the real package, and with the stand-in so
 that this text is known to work.
 """
 
@@ -48,7 +50,10 @@ class Site:
             "cuda_graph_config": None,
         }
         if role != "prefill_and_decode":
-            chosen["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": STEP_TOKENS}
+            chosen["cache_transceiver_config"] = {
+                "backend": "UCX",
+                "max_tokens_in_buffer": STEP_TOKENS,
+            }
         chosen["disable_overlap_scheduler"] = role == "prefill"
         return chosen | dict(self.engine_args) | more
 
@@ -67,11 +72,15 @@ class Served:
         return self.whole, self.prefill, self.decode
 
 
-def start_worker(cluster: Cluster, site: Site, role: str, name: str, gpu: int = 0, **more: Any) -> Process:
+def start_worker(
+    cluster: Cluster, site: Site, role: str, name: str, gpu: int = 0, **more: Any
+) -> Process:
     return cluster.trtllm(role, name, site.model, site.devices(gpu), **site.arguments(role, **more))
 
 
-def start(cluster: Cluster, site: Site, start_whole: Callable[[Cluster], Process] | None = None) -> Served:
+def start(
+    cluster: Cluster, site: Site, start_whole: Callable[[Cluster], Process] | None = None
+) -> Served:
     """`start_whole` starts the worker that serves WHOLE in another way."""
     if start_whole is None:
         start_whole = partial(start_worker, site=site, role="prefill_and_decode", name=WHOLE)
@@ -98,12 +107,21 @@ def prompt_of(length: int) -> list[int]:
 
 
 def body_of(model: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-    body = {"model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     return body | more
 
 
 def greedy(client: httpx.Client, model: str, length: int) -> str:
-    """The answer's text. Log-probabilities would show its tokens, but a pair has none up to 1.2.1."""
+    """The answer's text.
+
+    Log-probabilities would show its tokens, but a pair has none up to 1.2.1.
+    """
     answer = client.post("/v1/completions", json=body_of(model, prompt_of(length)))
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -147,10 +165,19 @@ def check_cancellation(served: Served) -> None:
 
 
 def check_chunked_prefill(served: Served) -> None:
-    """A prompt longer than a step gives the same tokens with chunked prefill, and is rejected without."""
+    """A prompt longer than a step gives the same tokens with chunked prefill, and is rejected
+    without.
+    """
     name, length = "chunked", 300
     small = {"max_num_tokens": 128, "max_batch_size": 4}
-    worker = start_worker(served.cluster, served.site, "prefill_and_decode", name, enable_chunked_prefill=True, **small)
+    worker = start_worker(
+        served.cluster,
+        served.site,
+        "prefill_and_decode",
+        name,
+        enable_chunked_prefill=True,
+        **small,
+    )
     await_serving(worker)
     served.cluster.until_ready(name)
     with served.cluster.client(120.0) as client:
@@ -165,8 +192,12 @@ def check_attention_dp(served: Served) -> None:
     """Two ranks, each with whole requests: the same tokens as one, for more requests than ranks."""
     name = "attention-dp"
     site = served.site
-    arguments = site.arguments("prefill_and_decode", tensor_parallel_size=2, enable_attention_dp=True)
-    worker = served.cluster.trtllm("prefill_and_decode", name, site.model, site.devices(0, count=2), **arguments)
+    arguments = site.arguments(
+        "prefill_and_decode", tensor_parallel_size=2, enable_attention_dp=True
+    )
+    worker = served.cluster.trtllm(
+        "prefill_and_decode", name, site.model, site.devices(0, count=2), **arguments
+    )
     await_serving(worker)
     served.cluster.until_ready(name)
     with served.cluster.client(120.0) as client:
@@ -189,16 +220,26 @@ def check_drain(served: Served) -> None:
         arriving = events(answer.iter_lines())
         next(arriving)
         worker.send(signal.SIGTERM)
-        reasons = [choice["finish_reason"] for event in arriving for choice in event.get("choices", ())]
+        reasons = [
+            choice["finish_reason"] for event in arriving for choice in event.get("choices", ())
+        ]
     assert [reason for reason in reasons if reason] == ["length"]
     assert worker.wait(60.0) == 0
 
 
-def check_death(served: Served, kill: Callable[[Process], None], env: Mapping[str, str] = {}) -> None:
-    """When the executor dies under a running request, the client gets an error and the worker leaves with 1."""
+def check_death(
+    served: Served, kill: Callable[[Process], None], env: Mapping[str, str] = {}
+) -> None:
+    """When the executor dies under a running request, the client gets an error and the worker
+    leaves with 1.
+    """
     name, site = "dying", served.site
     worker = served.cluster.trtllm(
-        "prefill_and_decode", name, site.model, {**site.devices(0), **env}, **site.arguments("prefill_and_decode")
+        "prefill_and_decode",
+        name,
+        site.model,
+        {**site.devices(0), **env},
+        **site.arguments("prefill_and_decode"),
     )
     await_serving(worker)
     served.cluster.until_ready(name)

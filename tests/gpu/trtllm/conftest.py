@@ -1,4 +1,6 @@
-"""Where the tests of the real package run: the GPUs that nvidia-smi lists, and the model that was named."""
+"""Where the tests of the real package run: the GPUs that nvidia-smi lists, and the model that was
+named.
+"""
 
 from __future__ import annotations
 

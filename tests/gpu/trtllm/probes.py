@@ -1,4 +1,5 @@
-"""Questions to one LLM of the installed TensorRT-LLM, asked without the adapter: does it behave as the adapter assumes?
+"""Questions to one LLM of the installed TensorRT-LLM, asked without the adapter: does it behave as
+the adapter assumes?
 
 `tests.gpu.trtllm.report` runs this as a process of its own; over the stand-in, a test does.
 """
@@ -50,17 +51,29 @@ class Answer:
 class Probes:
     """One LLM and the questions to it."""
 
-    def __init__(self, package: Any, llm: Any, release: ApiManifest, *, vocab_size: int, kv_timeout_s: float) -> None:
+    def __init__(
+        self, package: Any, llm: Any, release: ApiManifest, *, vocab_size: int, kv_timeout_s: float
+    ) -> None:
         self._package, self._llm, self._release = package, llm, release
         self._vocab_size, self._kv_timeout_s = vocab_size, kv_timeout_s
         self._greedy: list[int] = []
 
     def _sampling(self, **more: Any) -> Any:
-        values = {"end_id": -1, "max_tokens": 24, "top_k": 1, "detokenize": False, "include_stop_str_in_output": True}
+        values = {
+            "end_id": -1,
+            "max_tokens": 24,
+            "top_k": 1,
+            "detokenize": False,
+            "include_stop_str_in_output": True,
+        }
         return self._package.SamplingParams(**{**values, **more})
 
     async def _ask(self, **sampling: Any) -> Any:
-        return (await self._llm.generate_async(inputs=PROMPT, sampling_params=self._sampling(**sampling))).outputs[0]
+        return (
+            await self._llm.generate_async(
+                inputs=PROMPT, sampling_params=self._sampling(**sampling)
+            )
+        ).outputs[0]
 
     async def _ids(self, **sampling: Any) -> list[int]:
         return list((await self._ask(**sampling)).token_ids)
@@ -87,9 +100,17 @@ class Probes:
         for token, value in _FAVORED.items():
             bias[token] = value
         plain = await self._ids(embedding_bias=bias)
-        applied = [name for name in _PENALTIES if await self._ids(embedding_bias=bias, **{name: 1.9}) != plain]
+        applied = [
+            name
+            for name in _PENALTIES
+            if await self._ids(embedding_bias=bias, **{name: 1.9}) != plain
+        ]
         return (
-            _IGNORED if not applied else _APPLIED if len(applied) == len(_PENALTIES) else f"only {', '.join(applied)}"
+            _IGNORED
+            if not applied
+            else _APPLIED
+            if len(applied) == len(_PENALTIES)
+            else f"only {', '.join(applied)}"
         )
 
     async def stop_tokens_with_ignore_eos(self) -> str:
@@ -112,12 +133,20 @@ class Probes:
         if self._release.presence("DisaggregatedParams", "disagg_request_id") is Presence.PRESENT:
             params["disagg_request_id"] = 1 << 62 | time.monotonic_ns() & ((1 << 40) - 1)  # type: ignore[assignment]
         disagg = self._package.DisaggregatedParams(**params)
-        result = self._llm.generate_async(inputs=PROMPT, sampling_params=self._sampling(), disaggregated_params=disagg)
+        result = self._llm.generate_async(
+            inputs=PROMPT, sampling_params=self._sampling(), disaggregated_params=disagg
+        )
         return await result
 
     async def context_answer(self) -> str:
         answered = (await self._context()).outputs[0].disaggregated_params
-        names = ("first_gen_tokens", "ctx_request_id", "opaque_state", "ctx_info_endpoint", "disagg_request_id")
+        names = (
+            "first_gen_tokens",
+            "ctx_request_id",
+            "opaque_state",
+            "ctx_info_endpoint",
+            "disagg_request_id",
+        )
         return ", ".join(name for name in names if getattr(answered, name, None))
 
     async def kv_after_abort(self) -> str:
@@ -181,11 +210,13 @@ def assumptions(version: str, runtime: str) -> Mapping[str, str]:
         "penalties": _IGNORED if _is_before(version, _PENALTIES_SINCE) else _APPLIED,
         "stop_tokens_with_ignore_eos": "kept" if old else "dropped",
         "last_stop_token": "length",
-        "context_answer": f"first_gen_tokens, ctx_request_id, {place}" + ("" if old else ", disagg_request_id"),
+        "context_answer": f"first_gen_tokens, ctx_request_id, {place}"
+        + ("" if old else ", disagg_request_id"),
         "kv_after_abort": "never freed" if line < (1, 2) else "freed by kv_transfer_timeout_ms",
         "statistics_when_idle": "TypeError" if line < (1, 2) else "0 rows",
     }
-    return answers if line < (1, 2) else answers | {"structural_tag": "accepted"}  # which the adapter sends from 1.2 on
+    # which the adapter sends from 1.2 on
+    return answers if line < (1, 2) else answers | {"structural_tag": "accepted"}
 
 
 async def _answers(probes: Probes, assumed: Mapping[str, str]) -> list[Answer]:
@@ -201,7 +232,9 @@ async def _answers(probes: Probes, assumed: Mapping[str, str]) -> list[Answer]:
     return answers
 
 
-def run(package: Any, model: str, *, runtime: str, kv_timeout_s: float = TRANSCEIVER_TIMEOUT_S) -> list[Answer]:
+def run(
+    package: Any, model: str, *, runtime: str, kv_timeout_s: float = TRANSCEIVER_TIMEOUT_S
+) -> list[Answer]:
     """Build an LLM on a thread, as a worker does, and ask it everything.
 
     Args:
@@ -212,7 +245,10 @@ def run(package: Any, model: str, *, runtime: str, kv_timeout_s: float = TRANSCE
     """
     version = str(package.__version__)
     release = release_for(version)
-    transceiver: dict[str, Any] = {"backend": "NIXL" if runtime == "PYTHON" else "UCX", "max_tokens_in_buffer": 2048}
+    transceiver: dict[str, Any] = {
+        "backend": "NIXL" if runtime == "PYTHON" else "UCX",
+        "max_tokens_in_buffer": 2048,
+    }
     if release.presence("CacheTransceiverConfig", "kv_transfer_timeout_ms") is Presence.PRESENT:
         transceiver["kv_transfer_timeout_ms"] = int(kv_timeout_s * 1000)
     if release.presence("CacheTransceiverConfig", "transceiver_runtime") is Presence.PRESENT:
@@ -240,9 +276,15 @@ def run(package: Any, model: str, *, runtime: str, kv_timeout_s: float = TRANSCE
     try:
         names = differences(package, release)
         answers.append(
-            Answer(question="names and defaults", assumed="none differs", found="; ".join(names) or "none differs")
+            Answer(
+                question="names and defaults",
+                assumed="none differs",
+                found="; ".join(names) or "none differs",
+            )
         )
-        vocab_size = int(json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        vocab_size = int(
+            json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        )
         probes = Probes(package, llm, release, vocab_size=vocab_size, kv_timeout_s=kv_timeout_s)
         return answers + asyncio.run(_answers(probes, assumptions(version, runtime)))
     finally:

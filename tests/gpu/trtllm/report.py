@@ -1,4 +1,5 @@
-"""Answers every open question about the installed TensorRT-LLM on a machine with GPUs, and prints a table.
+"""Answers every open question about the installed TensorRT-LLM on a machine with GPUs, and prints a
+table.
 
 python -m tests.gpu.trtllm.report --model FOLDER
 """
@@ -73,7 +74,10 @@ def worker_checks(site: checks.Site) -> Iterator[tuple[str, Callable[[checks.Ser
     if site.gpus >= 2:
         yield "attention DP gives the tokens of one rank", checks.check_attention_dp
     yield "a worker that is stopped finishes its requests", checks.check_drain
-    yield "a worker whose ranks are killed exits", lambda served: checks.check_death(served, _kill_ranks)
+    yield (
+        "a worker whose ranks are killed exits",
+        lambda served: checks.check_death(served, _kill_ranks),
+    )
 
 
 def _kill_ranks(worker: Process) -> None:
@@ -94,7 +98,9 @@ def table(rows: list[Row]) -> str:
     lines = ["| question | assumed | found | |", "|---|---|---|---|"]
     for row in rows:
         cells = [cell.replace("|", "\\|").replace("\n", " ")[:200] for cell in row]
-        lines.append(f"| {' | '.join(cells)} | {'' if row.assumed == row.found else '**differs**'} |")
+        lines.append(
+            f"| {' | '.join(cells)} | {'' if row.assumed == row.found else '**differs**'} |"
+        )
     return "\n".join(lines)
 
 

@@ -23,7 +23,9 @@ def differences(package: Any, release: ApiManifest) -> list[str]:
             found += _names(owner, _parameters(getattr(package.LLM, method)), release)
     output = set(dir(package.llmapi.CompletionOutput))
     found += [
-        f"CompletionOutput.{name} is missing" for name in release.fields("CompletionOutput") if name not in output
+        f"CompletionOutput.{name} is missing"
+        for name in release.fields("CompletionOutput")
+        if name not in output
     ]
     return found
 

@@ -1,8 +1,9 @@
-"""Real vLLM engines on the GPUs that nvidia-smi lists: gpt-oss-120b's shape with few layers and dummy weights.
+"""Real vLLM engines on the GPUs that nvidia-smi lists: gpt-oss-120b's shape with few layers and
+dummy weights.
 
-VLLM_TEST_MODEL names a model folder instead. VLLM_TEST_GPUS=0,0 lets two workers share a GPU; then limit the memory of
-each with VLLM_TEST_ARGUMENTS='{"gpu_memory_utilization": 0.4}'. Without GPUs the engines run on the CPU if vLLM's build
-does.
+VLLM_TEST_MODEL names a model folder instead. VLLM_TEST_GPUS=0,0 lets two workers share a GPU; then
+limit the memory of each with VLLM_TEST_ARGUMENTS='{"gpu_memory_utilization": 0.4}'. Without GPUs
+the engines run on the CPU if vLLM's build does.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def plan_for(model: str, count: int, first: int | None = None) -> Plan:
         layers=_LAYERS,
         is_eager=True,
         ready_s=_READY_S,
-        extra={"jit_monitor_verbose": True} | json.loads(os.environ.get("VLLM_TEST_ARGUMENTS", "{}")),
+        extra={"jit_monitor_verbose": True}
+        | json.loads(os.environ.get("VLLM_TEST_ARGUMENTS", "{}")),
     )
 
 
@@ -67,7 +69,9 @@ def plan(request: pytest.FixtureRequest, model: str) -> Plan:
 @pytest.fixture(scope="module")
 def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What two aggregated workers answer. They are gone when this returns."""
-    deployed = GpuDeployment(plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log")
+    deployed = GpuDeployment(
+        plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log"
+    )
     try:
         deployed.start()
         return asyncio.run(reference(deployed.url, SIZES))
@@ -76,7 +80,9 @@ def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def pair(whole: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuDeployment]:
+def pair(
+    whole: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuDeployment]:
     """A prefill and a decode worker, started when the aggregated ones have left the GPUs."""
     yield from started(plan, tmp_path_factory.mktemp("log") / "disaggregated.log")
 

@@ -1,4 +1,6 @@
-"""vLLM behind our frontend and workers on real GPUs: what is answered, what is freed, what a kill does."""
+"""vLLM behind our frontend and workers on real GPUs: what is answered, what is freed, what a kill
+does.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,21 @@ async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_en
     rows, detail = await parity(pair.url, whole, SIZES)
     check(rows[:2])  # one at a time: under load the answers of dummy weights differ from run to run
     assert detail["alone"] == detail["aggregated alone"] == []
-    assert detail["different answers"] > SIZES.parity_prompts // 2, "the model says the same to everything"
+    assert detail["different answers"] > SIZES.parity_prompts // 2, (
+        "the model says the same to everything"
+    )
 
 
-async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_for_it(pair: GpuDeployment) -> None:
+async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_for_it(
+    pair: GpuDeployment,
+) -> None:
     (record,) = await tokens.send(
-        pair.url, tokens.prompts(1, 300, seed=3), osl=8, concurrency=1, extra=tokens.SAMPLED, timeout_s=30.0
+        pair.url,
+        tokens.prompts(1, 300, seed=3),
+        osl=8,
+        concurrency=1,
+        extra=tokens.SAMPLED,
+        timeout_s=30.0,
     )
     assert record.is_ok
     assert record.first_s is not None
@@ -45,25 +56,43 @@ async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_f
 
 async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: GpuDeployment) -> None:
     records = await tokens.send(
-        pair.url, tokens.prompts(48, 1000, seed=4), osl=32, concurrency=24, extra=tokens.SAMPLED, timeout_s=300.0
+        pair.url,
+        tokens.prompts(48, 1000, seed=4),
+        osl=32,
+        concurrency=24,
+        extra=tokens.SAMPLED,
+        timeout_s=300.0,
     )
     assert [record.error for record in records if not record.is_ok] == []
     assert {record.output_tokens for record in records} == {32}
     assert {record.prompt_tokens for record in records} == {1000}
 
 
-async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(pair: GpuDeployment) -> None:
+async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(
+    pair: GpuDeployment,
+) -> None:
     rows, detail = await cancellations(pair, SIZES)
     check(rows)
     assert detail["left"] > 0, "no client left in time"
 
 
-async def test_kernels_when_requests_of_all_kinds_have_run_then_none_was_compiled_for_them(pair: GpuDeployment) -> None:
-    """The log of a ready worker: vLLM's monitor, which the warm-up turns off, logs each later compilation."""
-    for extra in ({"logprobs": 5}, {"top_k": 20, "seed": 1}, {"top_p": 0.9, "seed": 1}, {"top_k": 9, "top_p": 0.9}):
+async def test_kernels_when_requests_of_all_kinds_have_run_then_none_was_compiled_for_them(
+    pair: GpuDeployment,
+) -> None:
+    """The log of a ready worker: vLLM's monitor, which the warm-up turns off, logs each later
+    compilation.
+    """
+    for extra in (
+        {"logprobs": 5},
+        {"top_k": 20, "seed": 1},
+        {"top_p": 0.9, "seed": 1},
+        {"top_k": 9, "top_p": 0.9},
+    ):
         for count in (1, 8, 24):
             given = tokens.prompts_between(count, 10, 3000, seed=count)
-            records = await tokens.send(pair.url, given, osl=4, concurrency=count, extra=tokens.SAMPLED | extra)
+            records = await tokens.send(
+                pair.url, given, osl=4, concurrency=count, extra=tokens.SAMPLED | extra
+            )
             assert [record.error for record in records if not record.is_ok] == []
     assert [line for line in pair.lines if "JIT compilation during inference" in line] == []
 
@@ -82,7 +111,14 @@ def test_answers_when_decode_is_wider_than_prefill_then_all_come_and_are_the_sam
     plan: Plan = plan_for(model, 3, first=1)
     for deployed in started(plan, tmp_path_factory.mktemp("log") / "unequal.log"):
         given = tokens.prompts_between(8, 100, 4000, seed=5)
-        asked: dict[str, Any] = {"osl": 16, "concurrency": 1, "extra": tokens.GREEDY, "keep_text": True}
-        first, again = (tokens.texts(asyncio.run(tokens.send(deployed.url, given, **asked))) for _ in range(2))
+        asked: dict[str, Any] = {
+            "osl": 16,
+            "concurrency": 1,
+            "extra": tokens.GREEDY,
+            "keep_text": True,
+        }
+        first, again = (
+            tokens.texts(asyncio.run(tokens.send(deployed.url, given, **asked))) for _ in range(2)
+        )
         assert None not in first.values()
         assert first == again

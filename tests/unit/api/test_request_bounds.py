@@ -1,4 +1,6 @@
-"""No request costs more than its size: every string, list and object has a bound, and one error is made at most."""
+"""No request costs more than its size: every string, list and object has a bound, and one error is
+made at most.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ from dynamo_trtllm.api.schemas import check_schema
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import InvalidRequest
 
-BODIES: tuple[type[SamplingFields], ...] = (ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest)
+BODIES: tuple[type[SamplingFields], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    MessagesRequest,
+)
 SCHEMAS = request_schemas(*BODIES)
 WRONG = True  # no list and no object of the API holds it
 MANY = 3000
@@ -68,7 +75,9 @@ def least(schema: Any) -> Any:
 
 
 def beyond(schema: Any) -> Iterator[Any]:
-    """Values of the schema with one string, list or object in them that is too large, or full of wrong elements."""
+    """Values of the schema with one string, list or object in them that is too large, or full of
+    wrong elements.
+    """
     schema = resolved(schema)
     for variant in variants(schema):
         yield from beyond(variant)
@@ -92,7 +101,9 @@ def beyond(schema: Any) -> Iterator[Any]:
 
 
 def nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema that has objects and lists in it, except what only describes a core schema."""
+    """All objects in a schema that has objects and lists in it, except what only describes a core
+    schema.
+    """
     if isinstance(schema, dict):
         yield schema
         inner = [value for key, value in schema.items() if key != "json_schema_input_schema"]
@@ -114,12 +125,17 @@ def test_every_field_then_the_api_reference_has_its_bound(name: str) -> None:
 def test_every_collection_then_it_has_a_bound_and_ends_at_its_first_wrong_element(
     model: type[SamplingFields],
 ) -> None:
-    found = [node for node in nodes(model.__pydantic_core_schema__) if isinstance(node.get("type"), str)]
-    collections = [node for node in found if node["type"] in ("list", "dict", "set", "frozenset", "tuple")]
+    found = [
+        node for node in nodes(model.__pydantic_core_schema__) if isinstance(node.get("type"), str)
+    ]
+    collections = [
+        node for node in found if node["type"] in ("list", "dict", "set", "frozenset", "tuple")
+    ]
     assert collections
     checked_before = [node["schema"] for node in found if node["type"] == "function-before"]
     for node in collections:
-        if node["type"] == "dict":  # pydantic below 2.14 has no fail_fast for them: a function checks them before
+        # pydantic below 2.14 has no fail_fast for them: a function checks them before
+        if node["type"] == "dict":
             assert any(node is schema for schema in checked_before), node
         else:
             assert node.get("fail_fast"), node
@@ -130,7 +146,9 @@ def test_every_collection_then_it_has_a_bound_and_ends_at_its_first_wrong_elemen
 
 @pytest.mark.parametrize("model", BODIES)
 def test_anything_goes_only_where_its_bytes_are_counted(model: type[SamplingFields]) -> None:
-    """A value of any type is bounded by a validator around it, which counts the bytes of its JSON."""
+    """A value of any type is bounded by a validator around it, which counts the bytes of its
+    JSON.
+    """
     for node in nodes(model.__pydantic_core_schema__):
         for inner in node.values():
             if isinstance(inner, dict) and inner.get("values_schema", {}).get("type") == "any":
@@ -160,7 +178,9 @@ def test_object_with_many_long_keys_then_one_error_is_made(field: str) -> None:
         "messages": [{"role": "user", "content": "hi"}],
         field: {f"{number:0600}": "x" for number in range(16)},
     }
-    with pytest.raises(InvalidRequest, match=r"may have keys of \d+ characters at most; '0+…' has 600") as refused:
+    with pytest.raises(
+        InvalidRequest, match=r"may have keys of \d+ characters at most; '0+…' has 600"
+    ) as refused:
         parse(ChatRequest, orjson.dumps(body))
     assert refused.value.field == field
     assert refused.value.__cause__.error_count() == 1  # type: ignore[union-attr]
@@ -181,7 +201,10 @@ def test_object_with_many_long_keys_then_one_error_is_made(field: str) -> None:
         (b'{"' + b"k" * MAX_VALUES + b'":1}', "kkkk… is not a known field"),
         (b'{"model":"m","messages":[{"role":"' + b"r" * MAX_VALUES + b'"}]}', "not 'rrrr"),
         (b'{"model":"m","messages":[1' + b"0" * 400 + b"]}", "not valid JSON"),
-        (b'{"prompt":[1,' + b"[" * 1000 + b"]" * 1000 + b"]}", "prompt is not supported: use messages"),
+        (
+            b'{"prompt":[1,' + b"[" * 1000 + b"]" * 1000 + b"]}",
+            "prompt is not supported: use messages",
+        ),
     ],
 )
 def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None:
@@ -203,12 +226,25 @@ def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None
         (MessagesRequest, {"tools": "DEEP"}),
         (MessagesRequest, {"tools": [{"type": "DEEP"}]}),
         (MessagesRequest, {"messages": [{"role": "user", "content": ["DEEP"]}]}),
-        (MessagesRequest, {"messages": [{"role": "assistant", "content": [USE | {"input": {"a": "DEEP"}}]}]}),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "assistant", "content": [USE | {"input": {"a": "DEEP"}}]}]},
+        ),
         (ChatRequest, {"chat_template_args": {"a": "DEEP"}, "chat_template_kwargs": {"a": "DEEP"}}),
-        (ChatRequest, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["DEEP"]}}}}),
+        (
+            ChatRequest,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"enum": ["DEEP"]}},
+                }
+            },
+        ),
     ],
 )
-def test_deep_nesting_then_refused_wherever_it_is(model: type[SamplingFields], fields: dict[str, Any]) -> None:
+def test_deep_nesting_then_refused_wherever_it_is(
+    model: type[SamplingFields], fields: dict[str, Any]
+) -> None:
     body = orjson.dumps(fields | {"model": "m"}).replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
     with pytest.raises(InvalidRequest):
         parse(model, body)

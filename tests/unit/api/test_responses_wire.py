@@ -28,7 +28,11 @@ from dynamo_trtllm.api.responses import (
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import OutputFormat
 
-TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "get_system_health",
+    "parameters": {"type": "object", "properties": {}},
+}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
 
 SUPPORTED: dict[str, Any] = {
@@ -54,10 +58,16 @@ SUPPORTED: dict[str, Any] = {
 IN_PART: dict[str, tuple[Any, Any]] = {  # what is taken, what is refused
     "background": (False, True),
     "prompt_cache_options": ({"mode": "implicit"}, {"mode": "implicit", "prewarm": True}),
-    "reasoning": ({"effort": "low", "summary": "auto", "mode": "standard"}, {"summary": "detailed"}),
+    "reasoning": (
+        {"effort": "low", "summary": "auto", "mode": "standard"},
+        {"summary": "detailed"},
+    ),
     "service_tier": ("flex", "turbo"),
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
-    "text": ({"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, {"verbosity": "low"}),
+    "text": (
+        {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        {"verbosity": "low"},
+    ),
     "tool_choice": ({"type": "function", "name": "get_system_health"}, {"type": "web_search"}),
     "truncation": ("disabled", "auto"),
 }
@@ -87,7 +97,9 @@ def check_refused(field: str, **fields: Any) -> str:
 
 def test_all_fields_of_the_sdk_are_known_here() -> None:
     fields = set(ResponseCreateParamsBase.__annotations__)
-    fields |= set(ResponseCreateParamsStreaming.__annotations__) | set(ResponseCreateParamsNonStreaming.__annotations__)
+    fields |= set(ResponseCreateParamsStreaming.__annotations__) | set(
+        ResponseCreateParamsNonStreaming.__annotations__
+    )
     assert fields == set(SUPPORTED) | set(IN_PART) | set(REFUSED) | NO_MATTER
 
 
@@ -117,7 +129,8 @@ def test_field_we_do_not_honour_then_refused_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [each for each in ResponseIncludable.__args__ if each not in (LOGPROBS, ENCRYPTED_REASONING)]
+    "wanted",
+    [each for each in ResponseIncludable.__args__ if each not in (LOGPROBS, ENCRYPTED_REASONING)],
 )  # type: ignore[attr-defined]
 def test_include_of_what_there_is_not_then_refused_with_its_name(wanted: str) -> None:
     assert wanted in check_refused("include", include=[wanted])
@@ -133,7 +146,9 @@ def test_include_of_what_there_is_not_then_refused_with_its_name(wanted: str) ->
         ({"top_logprobs": 2}, 2),
     ],
 )
-def test_logprobs_when_included_or_counted_then_asked_for(fields: dict[str, Any], expected: int | None) -> None:
+def test_logprobs_when_included_or_counted_then_asked_for(
+    fields: dict[str, Any], expected: int | None
+) -> None:
     assert asked(**fields).logprobs == expected
 
 
@@ -145,18 +160,32 @@ def test_max_tokens_then_taken_as_the_guides_say() -> None:
 
 
 def test_extensions_then_taken_as_in_chat() -> None:
-    body = asked(min_tokens=2, top_k=4, seed=1, stop="x", stop_token_ids=[7], nvext={"ignore_eos": True})
-    assert (body.min_tokens, body.top_k, body.seed, body.stop, body.stop_token_ids) == (2, 4, 1, ["x"], [7])
+    body = asked(
+        min_tokens=2, top_k=4, seed=1, stop="x", stop_token_ids=[7], nvext={"ignore_eos": True}
+    )
+    assert (body.min_tokens, body.top_k, body.seed, body.stop, body.stop_token_ids) == (
+        2,
+        4,
+        1,
+        ["x"],
+        [7],
+    )
     assert body.past_eos
     check_refused("n", n=2)
 
 
 def test_tool_choice_then_each_form() -> None:
     assert asked(tools=[TOOL], tool_choice="required").tool_choice == "required"
-    assert asked(tools=[TOOL], tool_choice={"type": "function", "name": "f"}).tool_choice == NamedTool(name="f")
+    assert asked(
+        tools=[TOOL], tool_choice={"type": "function", "name": "f"}
+    ).tool_choice == NamedTool(name="f")
     choice = asked(
         tools=[TOOL],
-        tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "f"}],
+        },
     ).tool_choice
     assert isinstance(choice, ResponsesAllowedTools)
     assert [tool.name for tool in choice.tools] == ["f"]
@@ -164,7 +193,9 @@ def test_tool_choice_then_each_form() -> None:
 
 def test_text_format_then_the_schema_the_answer_keeps_to() -> None:
     assert asked().output_format is None
-    assert asked(text={"format": {"type": "json_object"}}).output_format == OutputFormat(json_schema="{}")
+    assert asked(text={"format": {"type": "json_object"}}).output_format == OutputFormat(
+        json_schema="{}"
+    )
     wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     taken = asked(text={"format": wanted}).output_format
     assert taken is not None
@@ -175,13 +206,27 @@ def test_items_when_they_come_back_from_an_answer_then_taken() -> None:
     part = {"type": "output_text", "text": "All green", "annotations": [], "logprobs": []}
     given = [
         {"role": "user", "content": "hi"},
-        {"role": "developer", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]}
+        {
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "why"}],
+        }
         | {"encrypted_content": None, "status": None},
         {"type": "function_call", "id": "fc_1", "call_id": "call-1", "name": "f", "arguments": "{}"}
         | {"status": "completed", "namespace": None},
         {"type": "function_call_output", "call_id": "call-1", "output": '{"status":"ok"}'},
-        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        },
         {"type": "item_reference", "id": "msg_2"},
         {"id": "msg_3"},
     ]
@@ -202,13 +247,31 @@ def test_items_when_they_come_back_from_an_answer_then_taken() -> None:
     ("item", "field", "words"),
     [
         ({"type": "web_search_call", "id": "x"}, "input[0].type", "web_search_call"),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content", "input_image"),
-        ({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}, "input[0].content", "input_file"),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]}, "input[0].content", "refusal"),
-        ({"type": "reasoning", "id": "x", "summary": [], "encrypted_content": "x"}, "input[0].encrypted_content", ""),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            "input[0].content",
+            "input_image",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_file", "file_id": "x"}]},
+            "input[0].content",
+            "input_file",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]},
+            "input[0].content",
+            "refusal",
+        ),
+        (
+            {"type": "reasoning", "id": "x", "summary": [], "encrypted_content": "x"},
+            "input[0].encrypted_content",
+            "",
+        ),
     ],
 )
-def test_item_we_do_not_take_then_refused_by_its_name(item: dict[str, Any], field: str, words: str) -> None:
+def test_item_we_do_not_take_then_refused_by_its_name(
+    item: dict[str, Any], field: str, words: str
+) -> None:
     assert words in check_refused(field, input=[item])
 
 
@@ -223,7 +286,10 @@ def test_item_we_do_not_take_then_refused_by_its_name(item: dict[str, Any], fiel
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            "input[0].call_id",
+        ),
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),

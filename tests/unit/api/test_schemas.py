@@ -11,7 +11,11 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.errors import InvalidRequest
 
-NODE = {"$defs": {"node": {"type": ["object", "null"], "properties": {"next": {"$ref": "#/$defs/node"}}}}}
+NODE = {
+    "$defs": {
+        "node": {"type": ["object", "null"], "properties": {"next": {"$ref": "#/$defs/node"}}}
+    }
+}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -24,14 +28,21 @@ def nested(depth: int) -> dict[str, Any]:
 def asked(schema: Any) -> ChatRequest:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     messages = [{"role": "user", "content": "hi"}]
-    return parse(ChatRequest, orjson.dumps({"model": "m", "messages": messages, "response_format": form}))
+    return parse(
+        ChatRequest, orjson.dumps({"model": "m", "messages": messages, "response_format": form})
+    )
 
 
 @pytest.mark.parametrize(
     "schema",
     [
         {},
-        {"type": "object", "additionalProperties": False, "properties": {"a": True}, "required": ["a"]},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"a": True},
+            "required": ["a"],
+        },
         {"anyOf": [{"type": "string", "pattern": "^a"}, {"enum": [1, None]}]},
         {"items": [{"type": "integer"}], "x-anything": {"type": "objekt"}},
         {"const": {"type": "objekt"}},
@@ -57,7 +68,10 @@ def test_schema_that_makes_sense_then_taken_as_it_is(schema: dict[str, Any]) -> 
         ({"anyOf": {}}, "must have a list at /anyOf, not an object"),
         ({"allOf": [{"enum": []}]}, "must have a list of values at /allOf/0/enum"),
         ({"required": "a"}, "must have a list of names at /required"),
-        ({"items": {"$ref": "https://example.com/x"}}, r"may only refer to itself \(#/…\) at /items/\$ref"),
+        (
+            {"items": {"$ref": "https://example.com/x"}},
+            r"may only refer to itself \(#/…\) at /items/\$ref",
+        ),
         (nested(49), "is nested deeper than 48 schemas"),
         ({"description": "x" * 70_000}, "may have 65536 bytes of JSON at most"),
     ],

@@ -1,15 +1,23 @@
-"""The benchmark of the cost model, with the mock engine: predictions of unseen loads are within the stated bounds."""
+"""The benchmark of the cost model, with the mock engine: predictions of unseen loads are within the
+stated bounds.
+"""
 
 from __future__ import annotations
 
 from benchmarks import cost_model
 
 
-def test_predictions_when_the_mock_engine_is_noisy_then_unseen_loads_are_within_ten_percent() -> None:
+def test_predictions_when_the_mock_engine_is_noisy_then_unseen_loads_are_within_ten_percent() -> (
+    None
+):
     """Simulated time passes, so this is equal on all machines."""
     args = cost_model.arguments(["mock", "--seed", "2", "--load-s", "8"])
     results = cost_model.simulated(cost_model.measure(args))
-    rows = {row["time"]: row for row in results["rows"] if (row["loads"], row["prediction"]) == ("unseen", "online")}
+    rows = {
+        row["time"]: row
+        for row in results["rows"]
+        if (row["loads"], row["prediction"]) == ("unseen", "online")
+    }
     assert rows.keys() == {"decode_step", "prefill_step", "first_token"}
     for row in rows.values():
         assert row["error_p50"] < 0.1, row

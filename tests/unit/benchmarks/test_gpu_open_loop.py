@@ -1,4 +1,6 @@
-"""Open-loop loads: what a good request is, intervals, warm-up rounds that agree, and ladders of rates."""
+"""Open-loop loads: what a good request is, intervals, warm-up rounds that agree, and ladders of
+rates.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import open_loop
-from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, kept_rates, mean, num_devices, quantile
+from benchmarks.gpu.open_loop import (
+    Slo,
+    agree,
+    cell,
+    compiled,
+    kept_rates,
+    mean,
+    num_devices,
+    quantile,
+)
 from benchmarks.gpu.plan import Plan, topology
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import interval, phase_times
@@ -19,7 +30,9 @@ MEAN = Slo(name="mean", ttft_s=1.0, mean_gap_s=0.02)
 WORST = Slo(name="worst", ttft_s=1.0, worst_gap_s=0.1)
 
 
-def record(*, ttft_s: float = 0.5, gaps_s: tuple[float, ...] = (0.01,) * 10, error: str = "") -> RequestRecord:
+def record(
+    *, ttft_s: float = 0.5, gaps_s: tuple[float, ...] = (0.01,) * 10, error: str = ""
+) -> RequestRecord:
     first = 100.0 + ttft_s
     return RequestRecord(
         index=1,
@@ -50,7 +63,9 @@ def test_request_when_judged_by_mean_and_worst_gap_then_the_definitions_differ(
     assert (MEAN.is_met(found), WORST.is_met(found)) == (by_mean, by_worst)
 
 
-def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and_failed_requests() -> None:
+def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and_failed_requests() -> (
+    None
+):
     records = [record()] * 40 + [record(ttft_s=2.0)] * 30 + [record(error="timeout")] * 10
     found = cell("1P1D@2", (100, 11), 4.0, records, 4, [MEAN, WORST])
     assert found["goodput_percent"] == {"mean": 50.0, "worst": 50.0}
@@ -61,14 +76,20 @@ def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and
     assert (found["requests"], found["failed"]) == (80, 10)
 
 
-def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_no_share_of_ttft() -> None:
+def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_no_share_of_ttft() -> (
+    None
+):
     timed = record()
     timed.sent_s, timed.server_ttft_s = 100.02, 0.4  # planned for 100.0
     timed.phase_s = {"prefill": 0.3, "handoff": 0.08, "handoff.read": 0.05, "decode": 9.0}
     found = phase_times([timed, record()])
-    assert found["phase_ms"]["handoff.read"] == pytest.approx(dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 50.0))
+    assert found["phase_ms"]["handoff.read"] == pytest.approx(
+        dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 50.0)
+    )
     assert found["named_ttft_percent"]["frontend"] == pytest.approx({"mean": 95.0, "lowest": 95.0})
-    assert found["named_ttft_percent"]["client"] == pytest.approx({"mean": 79.17, "lowest": 79.17}, abs=0.01)
+    assert found["named_ttft_percent"]["client"] == pytest.approx(
+        {"mean": 79.17, "lowest": 79.17}, abs=0.01
+    )
     assert phase_times([record()]) == {}
 
 
@@ -85,12 +106,20 @@ def test_interval_when_values_are_more_then_narrower_and_around_the_statistic() 
 def test_rounds_when_every_figure_is_near_then_they_agree() -> None:
     assert agree({"a": 100.0, "b": 10.0}, {"a": 110.0, "b": 10.5}, 0.15)
     assert not agree({"a": 100.0, "b": 10.0}, {"a": 101.0, "b": 30.0}, 0.15)
-    assert not agree({"a": math.nan}, {"a": math.nan}, 0.15), "a round without an answer says nothing"
+    assert not agree({"a": math.nan}, {"a": math.nan}, 0.15), (
+        "a round without an answer says nothing"
+    )
 
 
 def test_ladder_when_rates_rise_then_the_highest_that_was_kept_counts() -> None:
     def at(rate: float, percent: float) -> dict[str, Any]:
-        share = {"topology": "2A", "gpus": 2, "input_tokens": 8, "output_tokens": 2, "requests_per_s": rate}
+        share = {
+            "topology": "2A",
+            "gpus": 2,
+            "input_tokens": 8,
+            "output_tokens": 2,
+            "requests_per_s": rate,
+        }
         return share | {"goodput_percent": {"worst": percent}}
 
     assert kept_rates([at(1, 100), at(2, 91), at(4, 60)]) == [("2A", "8/2", "worst", 2, 1.0)]
@@ -103,12 +132,21 @@ def test_devices_when_workers_have_several_gpus_or_none_then_all_are_counted() -
 
 
 def test_log_when_kernels_were_compiled_then_they_are_counted() -> None:
-    line = "WARNING Triton kernel JIT compilation during inference: _topk_forward. This causes a latency spike"
+    line = (
+        "WARNING Triton kernel JIT compilation during inference: _topk_forward. This causes a"
+        " latency spike"
+    )
     assert compiled(["ready", line, line]) == 2
 
 
 @pytest.mark.parametrize(
-    ("word", "part"), [("2X", "is no topology"), ("0A", "is no topology"), ("3A", "needs 3 GPUs"), ("2A@2", "needs 4")]
+    ("word", "part"),
+    [
+        ("2X", "is no topology"),
+        ("0A", "is no topology"),
+        ("3A", "needs 3 GPUs"),
+        ("2A@2", "needs 4"),
+    ],
 )
 def test_command_when_a_topology_is_wrong_then_it_says_what_is_possible(
     word: str, part: str, capsys: pytest.CaptureFixture[str]
@@ -119,7 +157,9 @@ def test_command_when_a_topology_is_wrong_then_it_says_what_is_possible(
     assert part in capsys.readouterr().err
 
 
-def test_command_when_defaults_are_used_then_limits_have_the_names_that_the_pages_read(tmp_path: Path) -> None:
+def test_command_when_defaults_are_used_then_limits_have_the_names_that_the_pages_read(
+    tmp_path: Path,
+) -> None:
     args = open_loop.arguments(["--engine", "mock", "--out", str(tmp_path / "r.json")])
     names = {limit.name for limit in open_loop.slos(args)}
     assert {"ttft_2s_tpot_20ms", "ttft_2s_tpot_40ms", "ttft_2s_gap_100ms"} <= names

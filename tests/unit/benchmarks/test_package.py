@@ -15,8 +15,12 @@ def test_modules_when_they_import_one_another_then_by_relative_names() -> None:
     for path in (ROOT / "benchmarks").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            found += [f"{path}:{node.lineno}" for name in names if name.split(".")[0] == "benchmarks"]
+            names += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
+            found += [
+                f"{path}:{node.lineno}" for name in names if name.split(".")[0] == "benchmarks"
+            ]
     assert found == []
 
 

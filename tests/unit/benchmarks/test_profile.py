@@ -1,4 +1,6 @@
-"""benchmarks.profile: shapes, the steady part, phases, budgets, aiperf's line and records, what is kept."""
+"""benchmarks.profile: shapes, the steady part, phases, budgets, aiperf's line and records, what is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SHAPE = Shape(name="s", isl=10, osl=5, concurrency=(2,))
 TARGET = Target(url="http://h:1", model="m", timeout_s=9)
 
 
-def record(start_s: float, *, first: float = 1.0, last: float = 5.0, tokens: int = 5, **fields: Any) -> RequestRecord:
+def record(
+    start_s: float, *, first: float = 1.0, last: float = 5.0, tokens: int = 5, **fields: Any
+) -> RequestRecord:
     """Answered from `first` to `last` seconds after its start."""
     return RequestRecord(
         index=1,
@@ -51,15 +55,25 @@ def run(*walls_s: float, records: list[RequestRecord], gpus: int | None = None) 
         )
         for index, wall_s in enumerate(walls_s, 1)
     ]
-    return Run(shape=SHAPE, url="u", model="m", driver="client", began_at="now", gpus=gpus, machine={}, points=points)
+    return Run(
+        shape=SHAPE,
+        url="u",
+        model="m",
+        driver="client",
+        began_at="now",
+        gpus=gpus,
+        machine={},
+        points=points,
+    )
 
 
-# --- shapes ------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 def test_guides_when_read_then_their_numbers() -> None:
     found = {
-        name: (s.isl, s.osl, s.concurrency, s.requests, s.warmup_at(s.concurrency[0])) for name, s in GUIDES.items()
+        name: (s.isl, s.osl, s.concurrency, s.requests, s.warmup_at(s.concurrency[0]))
+        for name, s in GUIDES.items()
     }
     assert found == {
         "guide-000": (32000, 256, (256,), 6144, 1000),
@@ -71,7 +85,9 @@ def test_guides_when_read_then_their_numbers() -> None:
 
 
 def test_warmup_when_there_are_fewer_requests_then_no_more_than_those() -> None:
-    assert Shape(name="s", isl=1, osl=1, concurrency=(4,), requests=16, warmup=1000).warmup_at(4) == 16
+    assert (
+        Shape(name="s", isl=1, osl=1, concurrency=(4,), requests=16, warmup=1000).warmup_at(4) == 16
+    )
     assert Shape(name="s", isl=1, osl=1, concurrency=(64,), requests=16).warmup_at(64) == 16
 
 
@@ -97,7 +113,9 @@ def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
         ("[]", "no shape|has no valid shape"),
     ],
 )
-def test_shape_when_its_file_is_wrong_then_what_to_change(tmp_path: Path, text: str, message: str) -> None:
+def test_shape_when_its_file_is_wrong_then_what_to_change(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -117,7 +135,7 @@ def test_load_when_repeated_then_other_prompts_and_the_guides_body() -> None:
     assert (loads[0].requests, loads[0].concurrency) == (6144, 256)
 
 
-# --- steady ------------------------------------------------------------------------------------------------
+# --- steady ---------------------------------------------------------------------------------------
 
 
 def test_tokens_when_a_window_cuts_a_request_then_its_part() -> None:
@@ -144,7 +162,7 @@ def test_steady_when_no_lane_sent_twice_then_none() -> None:
     assert steady([], 2) is None
 
 
-# --- phases ------------------------------------------------------------------------------------------------
+# --- phases ---------------------------------------------------------------------------------------
 
 METRICS_TEXT = """
 # TYPE dynamo_trtllm_phase_seconds histogram
@@ -162,7 +180,8 @@ def test_phases_when_read_twice_then_the_mean_between() -> None:
     after = phases.totals(METRICS_TEXT)
     assert after == {"prefill": (2.5, 5), "handoff": (0.0, 0)}
     assert phases.means({"prefill": (0.5, 1)}, after) == {"prefill": 0.5}
-    after |= {"receive": (0.25, 5), "decode": (9.0, 5)}  # of which those before the first token count, per request
+    # of which those before the first token count, per request
+    after |= {"receive": (0.25, 5), "decode": (9.0, 5)}
     assert phases.means({}, after) == {"prefill": 0.5, "receive": 0.05}
 
 
@@ -171,7 +190,7 @@ def test_phases_when_the_server_has_none_then_empty() -> None:
     assert phases.read_totals("http://127.0.0.1:9") == {}
 
 
-# --- results and budgets -----------------------------------------------------------------------------------
+# --- results and budgets --------------------------------------------------------------------------
 
 
 def test_summary_when_repeated_then_median_and_spread() -> None:
@@ -217,7 +236,9 @@ def test_budget_when_missed_then_a_line_each() -> None:
     assert missed([limit("output_tokens_per_s=0.5", is_floor=True)], found) == []
 
 
-@pytest.mark.parametrize("text", ["tps=1", "ttft_p50=1", "output_tokens_per_s", "output_tokens_per_s=many"])
+@pytest.mark.parametrize(
+    "text", ["tps=1", "ttft_p50=1", "output_tokens_per_s", "output_tokens_per_s=many"]
+)
 def test_budget_when_it_makes_no_sense_then_what_to_change(text: str) -> None:
     with pytest.raises(ValueError, match=r"Did you mean|Metrics:|is not METRIC=VALUE"):
         limit(text, is_floor=True)
@@ -226,14 +247,18 @@ def test_budget_when_it_makes_no_sense_then_what_to_change(text: str) -> None:
 def test_warnings_when_figures_are_worth_less_then_said() -> None:
     short = record(0.0, tokens=4)
     short.events = 2
-    found = " ".join(warnings(run(10.0, records=[short, RequestRecord(index=2, planned_s=1.0, error="overloaded")])))
+    found = " ".join(
+        warnings(
+            run(10.0, records=[short, RequestRecord(index=2, planned_s=1.0, error="overloaded")])
+        )
+    )
     assert "1 requests failed (overloaded 1 times)" in found
     assert "1 answers did not have 5 tokens" in found
     assert "0.50 stream events per token" in found
     assert "too few requests for a steady state" in found
 
 
-# --- aiperf ------------------------------------------------------------------------------------------------
+# --- aiperf ---------------------------------------------------------------------------------------
 
 
 def test_aiperf_when_asked_for_a_guide_then_the_guides_line() -> None:
@@ -275,13 +300,23 @@ def test_aiperf_when_it_wrote_records_then_read_without_its_warmup(tmp_path: Pat
     lines = [
         {"metadata": at | {"benchmark_phase": "warmup"}, "metrics": metrics},
         {"metadata": at | {"benchmark_phase": "profiling"}, "metrics": metrics},
-        {"metadata": at | {"benchmark_phase": "profiling"}, "error": {"code": 503, "type": "ServerError"}},
+        {
+            "metadata": at | {"benchmark_phase": "profiling"},
+            "error": {"code": 503, "type": "ServerError"},
+        },
     ]
     path = tmp_path / "profile_export.jsonl"
     path.write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
     good, bad = aiperf.read(path)
-    assert (good.planned_s, good.first_s, good.last_s, good.end_s) == pytest.approx((5.0, 5.1, 5.5, 6.0))
-    assert (good.output_tokens, good.prompt_tokens, good.events, list(good.gaps_s)) == (3, 70, 3, [0.2, 0.2])
+    assert (good.planned_s, good.first_s, good.last_s, good.end_s) == pytest.approx(
+        (5.0, 5.1, 5.5, 6.0)
+    )
+    assert (good.output_tokens, good.prompt_tokens, good.events, list(good.gaps_s)) == (
+        3,
+        70,
+        3,
+        [0.2, 0.2],
+    )
     assert (bad.error, bad.status, bad.is_ok) == ("ServerError", 503, False)
 
 

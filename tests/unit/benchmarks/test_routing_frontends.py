@@ -6,8 +6,12 @@ from benchmarks.routing import SimulatedFrontends
 
 
 def _ttfts(*, frontends: int, holds: bool) -> list[float]:
-    """Return the times to first token of the prompts that frontends send to one worker within 5 s."""
-    return SimulatedFrontends(frontends, {1: 20_000.0}, by_load=True, holds=holds).ttfts((200, 500, 1000, 6000), 5.0)
+    """Return the times to first token of the prompts that frontends send to one worker within 5
+    s.
+    """
+    return SimulatedFrontends(frontends, {1: 20_000.0}, by_load=True, holds=holds).ttfts(
+        (200, 500, 1000, 6000), 5.0
+    )
 
 
 def test_frontend_when_it_holds_prompts_for_its_only_worker_then_none_comes_later() -> None:

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
+from benchmarks.routing_trace import (
+    BLOCK_TOKENS,
+    TraceRequest,
+    oracle_hits,
+    read_trace,
+    synthetic_trace,
+)
 
 
 def test_prompts_when_their_first_blocks_are_equal_then_they_begin_alike() -> None:
@@ -16,9 +22,16 @@ def test_prompts_when_their_first_blocks_are_equal_then_they_begin_alike() -> No
     assert len(second.prompt().split()) == 4 * BLOCK_TOKENS
 
 
-def test_trace_when_it_is_scaled_then_conversations_are_whole_and_the_rate_is_met(tmp_path: Path) -> None:
+def test_trace_when_it_is_scaled_then_conversations_are_whole_and_the_rate_is_met(
+    tmp_path: Path,
+) -> None:
     lines = [
-        {"timestamp": 3000 * turn, "output_length": 320, "input_length": 1, "hash_ids": [0, number, *range(turn)]}
+        {
+            "timestamp": 3000 * turn,
+            "output_length": 320,
+            "input_length": 1,
+            "hash_ids": [0, number, *range(turn)],
+        }
         for turn in range(1, 5)
         for number in range(100, 300)
     ]
@@ -32,7 +45,9 @@ def test_trace_when_it_is_scaled_then_conversations_are_whole_and_the_rate_is_me
 
 
 def test_oracle_when_caches_are_smaller_then_it_finds_less_but_never_the_last_token() -> None:
-    trace = [TraceRequest(float(at), tuple(range(8 * (at % 3), 8 * (at % 3) + 8)), 2) for at in range(9)]
+    trace = [
+        TraceRequest(float(at), tuple(range(8 * (at % 3), 8 * (at % 3) + 8)), 2) for at in range(9)
+    ]
     all_blocks = 8 * BLOCK_TOKENS
     assert oracle_hits(trace, 0, 100) == 6 * all_blocks
     assert oracle_hits(trace, 0, 16) == 0

@@ -1,4 +1,6 @@
-"""The terminal client without a terminal and without a server: what is shown, said, counted and asked."""
+"""The terminal client without a terminal and without a server: what is shown, said, counted and
+asked.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,15 @@ def test_run_when_there_are_colors_then_reasoning_is_dim_and_content_is_not() ->
 
 def test_run_when_a_tool_is_called_then_name_and_arguments_are_shown_as_they_come() -> None:
     talk = Talk(
-        Server([called("f"), called(arguments='{"a":'), called(arguments=" 1}"), chunk("tool_calls"), usage(9)])
+        Server(
+            [
+                called("f"),
+                called(arguments='{"a":'),
+                called(arguments=" 1}"),
+                chunk("tool_calls"),
+                usage(9),
+            ]
+        )
     )
     talk.chat.run(["?"])
     assert talk.out.getvalue() == '[tool call] f {"a": 1}\n'
@@ -175,7 +185,9 @@ def test_run_when_interrupted_then_the_answer_ends_and_the_program_does_not() ->
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("/help", HELP), ("/what now", "Unknown command /what. Type /help for commands.\n")], ids=str
+    ("line", "said"),
+    [("/help", HELP), ("/what now", "Unknown command /what. Type /help for commands.\n")],
+    ids=str,
 )
 def test_run_when_a_line_is_a_command_then_nothing_is_asked(line: str, said: str) -> None:
     talk = Talk(Server())
@@ -191,7 +203,9 @@ def test_run_when_exit_is_typed_then_no_line_is_read_after_it() -> None:
     Talk(Server()).chat.run(lines())
 
 
-def test_show_when_the_model_writes_control_characters_then_the_terminal_does_not_get_them() -> None:
+def test_show_when_the_model_writes_control_characters_then_the_terminal_does_not_get_them() -> (
+    None
+):
     out = io.StringIO()
     screen = Screen(out, has_colors=False)
     screen.show("content", "a\x1b[31mb\x07\r\x9bc\td\n")
@@ -215,7 +229,9 @@ def test_report_when_times_are_known_then_first_and_following_tokens_are_apart()
         ([{"choices": None}, {"choices": [{"delta": None}]}], "no text"),
     ],
 )
-def test_report_when_little_came_then_it_says_so(script: list[dict[str, Any]], expected: str) -> None:
+def test_report_when_little_came_then_it_says_so(
+    script: list[dict[str, Any]], expected: str
+) -> None:
     turn = ChatTurn(clock=lambda: 1.0)
     for event in script:
         list(turn.add(event))
@@ -223,7 +239,14 @@ def test_report_when_little_came_then_it_says_so(script: list[dict[str, Any]], e
 
 
 def test_events_when_the_stream_ends_well_then_all_data_came() -> None:
-    lines = [b'data: {"a": 1}\n', b"\n", b": comment\n", b'data:{"a": 2}\n', b"data: [DONE]\n", b"data: no\n"]
+    lines = [
+        b'data: {"a": 1}\n',
+        b"\n",
+        b": comment\n",
+        b'data:{"a": 2}\n',
+        b"data: [DONE]\n",
+        b"data: no\n",
+    ]
     assert list(events(lines)) == [{"a": 1}, {"a": 2}]
 
 
@@ -236,14 +259,20 @@ def test_events_when_the_stream_ends_well_then_all_data_came() -> None:
         ([b"data: 7\n"], "not a JSON object"),
     ],
 )
-def test_events_when_the_stream_breaks_then_it_is_one_line(lines: list[bytes], message: str) -> None:
+def test_events_when_the_stream_breaks_then_it_is_one_line(
+    lines: list[bytes], message: str
+) -> None:
     with pytest.raises(ChatFailed, match=message) as caught:
         list(events(lines))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [{"error": "bad"}, {"detail": "bad"}, {"error": {"message": "bad"}}])
-def test_error_text_when_the_envelope_is_another_then_its_words_are_kept(body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "body", [{"error": "bad"}, {"detail": "bad"}, {"error": {"message": "bad"}}]
+)
+def test_error_text_when_the_envelope_is_another_then_its_words_are_kept(
+    body: dict[str, Any],
+) -> None:
     assert "bad" in error_text(body)
 
 
@@ -251,19 +280,27 @@ def test_only_model_when_there_is_one_then_it_is_taken() -> None:
     assert only_model(["a"], "http://x") == "a"
 
 
-@pytest.mark.parametrize(("names", "message"), [([], "has no model yet"), (["a", "b"], "choose one .*: a, b")])
-def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(names: list[str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "message"), [([], "has no model yet"), (["a", "b"], "choose one .*: a, b")]
+)
+def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(
+    names: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         only_model(names, "http://x")
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"]
+)
 def test_url_when_it_is_no_address_of_a_server_then_it_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
         load(ChatConfig, prog="x", argv=["--url", url], environ={})
 
 
-@pytest.mark.parametrize("url", ["http://x:8000", "http://x:8000/", "http://x:8000/v1", "http://x:8000/v1/"])
+@pytest.mark.parametrize(
+    "url", ["http://x:8000", "http://x:8000/", "http://x:8000/v1", "http://x:8000/v1/"]
+)
 def test_url_when_it_is_the_base_of_an_sdk_then_it_is_taken_too(url: str) -> None:
     assert ChatConfig(url=url).url == "http://x:8000"
 
@@ -293,7 +330,10 @@ def test_main_when_the_address_has_a_password_then_it_is_sent_and_not_shown_and_
             main(["--url", f"http://user:s%20t@127.0.0.1:{server.server_port}"])
         thread.join()
     assert Refuses.credentials == "Basic dXNlcjpzIHQ="
-    assert f"http://***@127.0.0.1:{server.server_port} answered 403: no \\x1b[2J\n" in capsys.readouterr().err
+    assert (
+        f"http://***@127.0.0.1:{server.server_port} answered 403: no \\x1b[2J\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_notice_when_it_has_text_of_a_server_then_it_is_escaped() -> None:
@@ -302,7 +342,9 @@ def test_notice_when_it_has_text_of_a_server_then_it_is_escaped() -> None:
     assert out.getvalue() == "a\\x1b[2J\nb\n"
 
 
-@pytest.mark.parametrize("argv", [["--temperature", "3"], ["--max-tokens", "0"], ["--reasoning-effort", "huge"]])
+@pytest.mark.parametrize(
+    "argv", [["--temperature", "3"], ["--max-tokens", "0"], ["--reasoning-effort", "huge"]]
+)
 def test_main_when_a_flag_is_wrong_then_one_line_and_exit_status_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,7 +356,9 @@ def test_main_when_a_flag_is_wrong_then_one_line_and_exit_status_2(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("value", "refused"), [(None, False), ("", False), ("1", True), ("0", True)])
+@pytest.mark.parametrize(
+    ("value", "refused"), [(None, False), ("", False), ("1", True), ("0", True)]
+)
 def test_is_color_refused_when_no_color_is_set_then_by_any_text(
     monkeypatch: pytest.MonkeyPatch, value: str | None, refused: bool
 ) -> None:

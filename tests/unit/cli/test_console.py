@@ -1,4 +1,6 @@
-"""The console command: every subcommand explains itself, is found by its name, and completes in a shell."""
+"""The console command: every subcommand explains itself, is found by its name, and completes in a
+shell.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,17 @@ from dynamo_trtllm.config.parser import command_streams
 Type = Callable[[str], int]
 NAMES = list(COMMANDS)
 # Beyond these, an import costs more than the help is worth.
-HEAVY = ("asyncio", "msgspec", "pydantic", "rich", "shtab", "torch", "prometheus_client", "grpc", "nats")
+HEAVY = (
+    "asyncio",
+    "msgspec",
+    "pydantic",
+    "rich",
+    "shtab",
+    "torch",
+    "prometheus_client",
+    "grpc",
+    "nats",
+)
 
 
 @pytest.fixture
@@ -70,10 +82,12 @@ def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_i
     said, modules = imported_for("--help")
     assert modules == []
     assert said.startswith("usage: dynamo-trtllm COMMAND [flags]\n")
-    assert [line.rstrip(":") for line in said.splitlines() if line.rstrip(":") in console.GROUPS] == list(
-        console.GROUPS
+    assert [
+        line.rstrip(":") for line in said.splitlines() if line.rstrip(":") in console.GROUPS
+    ] == list(console.GROUPS)
+    assert all(
+        f"\n  {command.name} " in said and command.summary in said for command in COMMANDS.values()
     )
-    assert all(f"\n  {command.name} " in said and command.summary in said for command in COMMANDS.values())
 
 
 def test_help_when_asked_of_the_faults_then_no_server_and_no_worker_is_imported() -> None:
@@ -113,7 +127,9 @@ def test_output_when_the_reader_has_exited_then_no_traceback(line: str, broken_p
     code = "from dynamo_trtllm.cli.console import main; main()"
     command = [sys.executable, "-c", code, *line.split()]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=broken_pipe, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    done = subprocess.run(
+        command, stdout=broken_pipe, stderr=subprocess.PIPE, text=True, check=False, env=env
+    )
     assert (done.returncode, done.stderr) == (1, "")
 
 
@@ -128,11 +144,17 @@ def test_output_when_it_can_not_be_written_then_one_line_and_status_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for number, said in (
-        (os.open("/dev/full", os.O_WRONLY), "dynamo-trtllm: the output can't be written: No space left on device\n"),
+        (
+            os.open("/dev/full", os.O_WRONLY),
+            "dynamo-trtllm: the output can't be written: No space left on device\n",
+        ),
         (os.dup(broken_pipe), ""),
     ):
         raw = open(number, "wb", buffering=-1 if is_buffered else 0)
-        with io.TextIOWrapper(raw, write_through=not is_buffered) as stream, monkeypatch.context() as patch:
+        with (
+            io.TextIOWrapper(raw, write_through=not is_buffered) as stream,
+            monkeypatch.context() as patch,
+        ):
             patch.setattr(sys, "stdout", stream)
             assert (typed(line), capsys.readouterr().err) == (1, said)
 
@@ -162,7 +184,9 @@ def test_error_when_it_is_not_of_the_output_then_it_is_raised() -> None:
 
 
 def test_package_when_installed_then_it_has_the_command() -> None:
-    scripts = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ]
     module, _, name = scripts["dynamo-trtllm"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
 
@@ -178,15 +202,42 @@ def test_table_when_loaded_then_every_command_has_a_function_to_run() -> None:
     [
         ("lunch", "dynamo-trtllm: unknown command 'lunch'; did you mean launch?\n"),
         ("xyz", "dynamo-trtllm: unknown command 'xyz'; see --help\n"),
-        ("launch", "dynamo-trtllm launch: DEPLOYMENT is missing; pass it, or set DYN_TRTLLM_DEPLOYMENT\n"),
-        ("worker --model-name m", "dynamo-trtllm worker: unknown flag --model-name; use --served-model-name\n"),
-        ("frontend --tp 2", "dynamo-trtllm frontend: unknown flag --tp; it is --tensor-parallel-size of dynamo-trtllm"),
+        (
+            "launch",
+            "dynamo-trtllm launch: DEPLOYMENT is missing; pass it, or set DYN_TRTLLM_DEPLOYMENT\n",
+        ),
+        (
+            "worker --model-name m",
+            "dynamo-trtllm worker: unknown flag --model-name; use --served-model-name\n",
+        ),
+        (
+            "frontend --tp 2",
+            (
+                "dynamo-trtllm frontend: unknown flag --tp; it is --tensor-parallel-size of"
+                " dynamo-trtllm"
+            ),
+        ),
         ("chat hello", "dynamo-trtllm chat: unexpected argument 'hello'"),
         ("demo a b", "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one\n"),
-        (f"launch {300 * 'a'}", f"dynamo-trtllm launch: {300 * 'a'}: can't be read: File name too long\n"),
-        ("demo none.yaml", "dynamo-trtllm demo: none.yaml: can't be read: No such file or directory\n"),
-        ("status --url x", "dynamo-trtllm status: flag --url is 'x': expected an address like http://localhost:8000\n"),
-        ("completion ksh", "dynamo-trtllm completion: flag SHELL is 'ksh': should be 'bash', 'zsh' or 'fish'\n"),
+        (
+            f"launch {300 * 'a'}",
+            f"dynamo-trtllm launch: {300 * 'a'}: can't be read: File name too long\n",
+        ),
+        (
+            "demo none.yaml",
+            "dynamo-trtllm demo: none.yaml: can't be read: No such file or directory\n",
+        ),
+        (
+            "status --url x",
+            (
+                "dynamo-trtllm status: flag --url is 'x': expected an address like"
+                " http://localhost:8000\n"
+            ),
+        ),
+        (
+            "completion ksh",
+            "dynamo-trtllm completion: flag SHELL is 'ksh': should be 'bash', 'zsh' or 'fish'\n",
+        ),
     ],
 )
 def test_line_when_it_is_wrong_then_one_line_names_the_command_and_status_2(
@@ -198,12 +249,16 @@ def test_line_when_it_is_wrong_then_one_line_names_the_command_and_status_2(
     assert errors.count("\n") == 1
 
 
-def test_line_when_it_is_empty_then_the_commands_and_status_2(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_when_it_is_empty_then_the_commands_and_status_2(
+    typed: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert typed("") == 2
     assert "\n  demo " in capsys.readouterr().out
 
 
-def test_line_when_interrupted_while_modules_load_then_status_130(typed: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_when_interrupted_while_modules_load_then_status_130(
+    typed: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
@@ -222,14 +277,18 @@ def test_benchmarks_when_a_package_of_theirs_is_missing_then_it_is_named(
     assert "status" in completion("bash")  # of the other commands
 
 
-def test_demo_when_no_file_is_named_then_the_sample_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_when_no_file_is_named_then_the_sample_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(DemoConfig, prog="x", argv=[], environ={})
     assert config.demo
     assert find_file(config.deployment).is_file()
 
 
-def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def shown(**env: str) -> str:
         for name, value in env.items():
             monkeypatch.setenv(name, value)
@@ -269,13 +328,19 @@ def test_completion_when_bash_asks_then_commands_flags_values_and_files(tmp_path
 
     assert answers("") == set(NAMES)
     assert answers("worker", "--disagg") == {"--disaggregation-mode", "--disaggregation-strategy"}
-    assert answers("worker", "--disaggregation-mode", "") == {"prefill", "decode", "prefill_and_decode"}
+    assert answers("worker", "--disaggregation-mode", "") == {
+        "prefill",
+        "decode",
+        "prefill_and_decode",
+    }
     assert answers("launch", "mi") == {"mine.yaml"}
     assert "--shape" in answers("bench", "--s")
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_when_made_for_another_shell_then_it_knows_commands_and_flags(shell: str) -> None:
+def test_completion_when_made_for_another_shell_then_it_knows_commands_and_flags(
+    shell: str,
+) -> None:
     script = completion(shell)
     assert all(name in script for name in NAMES)
     assert "disaggregation-mode" in script

@@ -29,7 +29,11 @@ BEGUN: Events = [
     (2, E.PLACED, PREFILL, DECODE, ""),
 ]
 SENT: Events = [*BEGUN, (3, E.CALL_SENT, PREFILL, 0, "prefill")]
-DECODING: Events = [*SENT, (30, E.CALL_SENT, DECODE, 0, "decode"), (32, E.CALL_ACKNOWLEDGED, 0, 0, "")]
+DECODING: Events = [
+    *SENT,
+    (30, E.CALL_SENT, DECODE, 0, "decode"),
+    (32, E.CALL_ACKNOWLEDGED, 0, 0, ""),
+]
 STREAMING: Events = [*DECODING, (40, E.FIRST_TOKEN, 0, 0, ""), (1040, E.PROGRESS, 20, 0, "")]
 LAST = (1050, E.LAST_TOKEN, 20, 0, "")
 RECEIVED: Events = [(5, E.CALL_RECEIVED, 100, 0, "prefill")]
@@ -61,9 +65,14 @@ def process(
         MAGIC, 1, 64, 65536, 4096, 77, 0, time.time_ns(), time.monotonic_ns(), boot_id(), instance_id, kind.encode(),
         b"dynamo", 0, time.monotonic_ns(), 1,
     )  # fmt: skip
-    entries = [Entry(begun_ns + ms * 1_000_000, event, key, 0, a, b, 0, reason) for ms, event, a, b, reason in events]
+    entries = [
+        Entry(begun_ns + ms * 1_000_000, event, key, 0, a, b, 0, reason)
+        for ms, event, a, b, reason in events
+    ]
     silent_s = 0.0 if state in (S.RUNNING, S.ENDED, S.KILLED) else 59.0
-    return ProcessRecording(header=header, state=state, silent_s=silent_s, num_overwritten=0, entries=entries)
+    return ProcessRecording(
+        header=header, state=state, silent_s=silent_s, num_overwritten=0, entries=entries
+    )
 
 
 def said(
@@ -72,7 +81,10 @@ def said(
     decode: Events = (),
     states: tuple[ProcessState, ProcessState, ProcessState] = (S.RUNNING, S.RUNNING, S.RUNNING),
 ) -> tuple[str, int]:
-    processes = [process("frontend", frontend, 0, states[0]), process("decode", decode, DECODE, states[2])]
+    processes = [
+        process("frontend", frontend, 0, states[0]),
+        process("decode", decode, DECODE, states[2]),
+    ]
     if prefill is not None:
         processes.append(process("prefill", prefill, PREFILL, states[1]))
     report = StuckReport.of(Recordings(processes), 10.0)
@@ -87,33 +99,85 @@ FROZEN_PREFILL, FROZEN_DECODE = (S.RUNNING, S.FROZEN, S.RUNNING), (S.RUNNING, S.
     [
         (said([BEGUN[0]]), "frontend 77", "body has not arrived"),
         (said(BEGUN[:2]), "frontend 77", "--max-inflight"),
-        (said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]), "frontend 77", "no worker can take it"),
-        (said([*BEGUN, (4, E.RESERVING_SLOT, DECODE, 0, "")]), "decode bbb", "reservation of a slot"),
-        (said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, PREFILL, DECODE, "")]), "frontend 77", "pair aaa -> bbb is quar"),
+        (
+            said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]),
+            "frontend 77",
+            "no worker can take it",
+        ),
+        (
+            said([*BEGUN, (4, E.RESERVING_SLOT, DECODE, 0, "")]),
+            "decode bbb",
+            "reservation of a slot",
+        ),
+        (
+            said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, PREFILL, DECODE, "")]),
+            "frontend 77",
+            "pair aaa -> bbb is quar",
+        ),
         (said(SENT), "NATS", "the call has not arrived at prefill aaa"),
         (said(SENT, None), "worker aaa", "no recording on this machine"),
         (said(SENT, RECEIVED, states=FROZEN_PREFILL), "prefill aaa", "frozen"),
-        (said(SENT, RECEIVED, states=(S.RUNNING, S.BLOCKED, S.RUNNING)), "prefill aaa", "event loop is blocked"),
+        (
+            said(SENT, RECEIVED, states=(S.RUNNING, S.BLOCKED, S.RUNNING)),
+            "prefill aaa",
+            "event loop is blocked",
+        ),
         (said(SENT, RECEIVED, states=(S.FROZEN, S.RUNNING, S.RUNNING)), "frontend 77", "frozen"),
-        (said(SENT, RECEIVED, states=(S.RUNNING, S.KILLED, S.RUNNING)), "prefill aaa", "killed or crashed"),
+        (
+            said(SENT, RECEIVED, states=(S.RUNNING, S.KILLED, S.RUNNING)),
+            "prefill aaa",
+            "killed or crashed",
+        ),
         (said(SENT, RECEIVED), "prefill aaa", "engine's queue"),
-        (said(SENT, [*RECEIVED, (7, E.WAITING_FOR_KV_BLOCKS, 0, 0, "")]), "prefill aaa", "waits for KV blocks"),
+        (
+            said(SENT, [*RECEIVED, (7, E.WAITING_FOR_KV_BLOCKS, 0, 0, "")]),
+            "prefill aaa",
+            "waits for KV blocks",
+        ),
         (said(SENT, STARTED), "prefill aaa", "has not computed its prompt"),
         (said(SENT, ANSWERED[:3]), "prefill aaa", "space in the transfer buffer"),
-        (said(SENT, ANSWERED), "NATS", "prefill aaa has ended the call, and frontend 77 has not received the end"),
+        (
+            said(SENT, ANSWERED),
+            "NATS",
+            "prefill aaa has ended the call, and frontend 77 has not received the end",
+        ),
         (said(DECODING, ANSWERED), "NATS", "the call has not arrived at decode bbb"),
-        (said(DECODING, ANSWERED, FETCHING), "decode bbb", "it fetches KV from prefill aaa, which works"),
-        (said(DECODING, ANSWERED, FETCHING, FROZEN_PREFILL), "prefill aaa", "decode bbb fetches KV from it"),
-        (said(STREAMING, ANSWERED, GENERATED), "decode bbb", "has generated 20 tokens of the call, and no more"),
+        (
+            said(DECODING, ANSWERED, FETCHING),
+            "decode bbb",
+            "it fetches KV from prefill aaa, which works",
+        ),
+        (
+            said(DECODING, ANSWERED, FETCHING, FROZEN_PREFILL),
+            "prefill aaa",
+            "decode bbb fetches KV from it",
+        ),
+        (
+            said(STREAMING, ANSWERED, GENERATED),
+            "decode bbb",
+            "has generated 20 tokens of the call, and no more",
+        ),
         (said(STREAMING, ANSWERED, GENERATED, FROZEN_DECODE), "decode bbb", "frozen"),
         (
             said([*STREAMING, (1050, E.LAST_TOKEN, 20, 0, "")], ANSWERED, GENERATED),
             "the client of frontend 77",
             "does not read",
         ),
-        (said([*SENT, (90, E.FINISHED, 0, 0, "cancelled")], STARTED), "prefill aaa", "its request has finished"),
-        (said([*STREAMING, (1090, E.FINISHED, 0, 0, "cancelled")], ANSWERED), "prefill aaa", "holds the KV"),
-        (said(SENT, STARTED, states=(S.KILLED, S.RUNNING, S.RUNNING)), "prefill aaa", "its frontend is gone"),
+        (
+            said([*SENT, (90, E.FINISHED, 0, 0, "cancelled")], STARTED),
+            "prefill aaa",
+            "its request has finished",
+        ),
+        (
+            said([*STREAMING, (1090, E.FINISHED, 0, 0, "cancelled")], ANSWERED),
+            "prefill aaa",
+            "holds the KV",
+        ),
+        (
+            said(SENT, STARTED, states=(S.KILLED, S.RUNNING, S.RUNNING)),
+            "prefill aaa",
+            "its frontend is gone",
+        ),
     ],
 )
 def test_stuck_when_a_request_is_silent_then_its_holder_and_the_reason(
@@ -129,22 +193,33 @@ def test_stuck_when_a_request_is_silent_then_its_holder_and_the_reason(
 def test_stuck_when_a_call_is_queued_then_the_longest_prompt_before_it() -> None:
     before = process("prefill", STARTED, PREFILL, key=0xF00D)
     entries = [*before.entries, *process("prefill", RECEIVED, PREFILL).entries]
-    recordings = Recordings([process("frontend", SENT), dataclasses.replace(before, entries=entries)])
+    recordings = Recordings(
+        [process("frontend", SENT), dataclasses.replace(before, entries=entries)]
+    )
     text = StuckReport.of(recordings, older_than_s=10.0).text()
     assert "behind 1 calls; the longest is request 000000000000f00d with 100 prompt tokens" in text
 
 
 def test_stuck_when_all_has_ended_or_is_recent_then_nothing() -> None:
-    done: Events = [*STREAMING, (1100, E.LAST_TOKEN, 21, 0, "stop"), (1101, E.FINISHED, 200, 21, "stop")]
+    done: Events = [
+        *STREAMING,
+        (1100, E.LAST_TOKEN, 21, 0, "stop"),
+        (1101, E.FINISHED, 200, 21, "stop"),
+    ]
     prefill: Events = [*ANSWERED, (38, E.KV_RELEASED, 0, 0, "")]
     decode: Events = [*GENERATED, (1099, E.CALL_ENDED, 21, 0, "stop")]
     assert said(done, prefill, decode)[1] == 0
     running: Events = [*STREAMING, (59_000, E.PROGRESS, 900, 0, "")]
     text, status = said(running, prefill, GENERATED)
-    assert (text, status) == ("nothing is stuck: no request of 3 running processes is silent for 10 s\n", 0)
+    assert (text, status) == (
+        "nothing is stuck: no request of 3 running processes is silent for 10 s\n",
+        0,
+    )
 
 
-def test_stuck_when_a_process_was_killed_and_no_request_waits_then_it_is_named_and_the_status_is_0() -> None:
+def test_stuck_when_a_process_was_killed_and_no_request_waits_then_it_is_named_and_the_status_is_0() -> (
+    None
+):
     report = StuckReport.of(Recordings([process("decode", [], DECODE, S.KILLED)]), 10.0)
     assert report.text().splitlines()[0] == "process 77, decode bbb: it was killed or crashed"
     assert report.exit_status == 0
@@ -160,17 +235,23 @@ def test_stuck_when_a_worker_waits_for_etcd_then_it_is_named_and_holds_the_reque
     again: Events = [(9, lost, 0, 0, "etcd"), (10, E.CONNECTION_LOST, 0, 0, "nats")]
     frontend = process("frontend", waiting)
     assert not silent_processes(Recordings([process("decode", awaits, DECODE, key=0)]))
-    report = StuckReport.of(Recordings([frontend, process("decode", [*awaits, *again], DECODE, key=0)]), 10.0)
+    report = StuckReport.of(
+        Recordings([frontend, process("decode", [*awaits, *again], DECODE, key=0)]), 10.0
+    )
     unanswered = "decode bbb: etcd has not answered it for 60 s"
     assert report.text().splitlines()[:2] == [
         f"process 77, {unanswered}",
-        f"request {KEY:016x}: silent for 60.0 s, held by etcd: no worker can take it: a role has no worker, and "
-        f"{unanswered}",
+        (
+            f"request {KEY:016x}: silent for 60.0 s, held by etcd: no worker can take it: a role"
+            f" has no worker, and {unanswered}"
+        ),
     ]
 
 
 @pytest.mark.parametrize(("ahead_s", "side"), [(90, "ahead of"), (-90, "behind")])
-def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(ahead_s: int, side: str) -> None:
+def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(
+    ahead_s: int, side: str
+) -> None:
     one = process("decode", [], DECODE)
     now_ns = time.time_ns()
     assert not silent_processes(Recordings([dated(one, now_ns)]))
@@ -178,7 +259,9 @@ def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(ahead_s: int
     assert found.reason.startswith(f"its date is 90 s {side} that of this command")
 
 
-def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_one_holds_the_request() -> None:
+def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_one_holds_the_request() -> (
+    None
+):
     wrong_ns = time.time_ns() + 90 * 10**9
     frontend = dated(process("frontend", SENT), wrong_ns)
     worker = dated(process("prefill", RECEIVED, PREFILL, S.FROZEN), wrong_ns)
@@ -193,11 +276,15 @@ def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_on
 
 
 def dated(one: ProcessRecording, epoch_ns: int) -> ProcessRecording:
-    return dataclasses.replace(one, header=one.header._replace(alive_ns=time.monotonic_ns(), alive_epoch_ns=epoch_ns))
+    return dataclasses.replace(
+        one, header=one.header._replace(alive_ns=time.monotonic_ns(), alive_epoch_ns=epoch_ns)
+    )
 
 
 def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:
-    report = StuckReport.of(Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)]), 10.0)
+    report = StuckReport.of(
+        Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)]), 10.0
+    )
     (request,) = json.loads(report.json())["requests"]
     assert (request["request"], request["held_by"]) == ("0123456789abcdef", "prefill aaa")
     assert [each["event"] for each in request["last_events"]] == [
@@ -208,7 +295,10 @@ def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:
 
 def test_timeline_when_processes_were_killed_then_their_events_and_that_they_were() -> None:
     recordings = Recordings(
-        [process("frontend", DECODING, state=S.KILLED), process("decode", FETCHING, DECODE, S.KILLED)]
+        [
+            process("frontend", DECODING, state=S.KILLED),
+            process("decode", FETCHING, DECODE, S.KILLED),
+        ]
     )
     title, head, *lines = timeline(recordings.requests[KEY]).splitlines()
     assert title.startswith("request 0123456789abcdef, ")
@@ -236,7 +326,12 @@ def test_perfetto_when_exported_then_a_slice_from_each_event_to_the_next() -> No
     recordings = Recordings([process("frontend", SENT), process("prefill", STARTED, PREFILL)])
     trace = json.loads("".join(perfetto(list(recordings.requests.values()))))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [event["name"] for event in slices] == ["received", "tokenized", "placed", "call received"]
+    assert [event["name"] for event in slices] == [
+        "received",
+        "tokenized",
+        "placed",
+        "call received",
+    ]
     assert all(event["dur"] == pytest.approx(1000) for event in slices)
 
 
@@ -255,7 +350,7 @@ def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id()
     lines = [json.loads(line) for line in mooncake(list(recordings.requests.values()))]
     assert [line["timestamp"] for line in lines] == [0, pytest.approx(20, abs=5)]
     assert {(line["input_length"], line["output_length"]) for line in lines} == {(1500, 7)}
-    (first, second) = (line["hash_ids"] for line in lines)
+    first, second = (line["hash_ids"] for line in lines)
     assert (len(first), len(second)) == (3, 3)
     assert first[0] == second[0]
     assert not set(first[1:]) & set(second[1:])
@@ -264,20 +359,34 @@ def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id()
 @pytest.mark.parametrize(
     ("prefill", "decode", "shown"),
     [
-        (Costs(812, 5231), Costs(40, -1), "least-loaded, prefill cost 812 (next 5231), decode cost 40 (next none)"),
+        (
+            Costs(812, 5231),
+            Costs(40, -1),
+            "least-loaded, prefill cost 812 (next 5231), decode cost 40 (next none)",
+        ),
         (None, Costs(0, 0), "least-loaded, aggregated cost 0 (next 0)"),
     ],
 )
 def test_timeline_when_a_request_was_placed_by_cost_then_the_costs_of_its_workers_and_the_next_best(
     prefill: Costs | None, decode: Costs, shown: str
 ) -> None:
-    by_cost = (2, E.PLACED_BY_COST, 0 if prefill is None else prefill.packed(), decode.packed(), "least-loaded")
+    by_cost = (
+        2,
+        E.PLACED_BY_COST,
+        0 if prefill is None else prefill.packed(),
+        decode.packed(),
+        "least-loaded",
+    )
     recordings = Recordings([process("frontend", [*BEGUN[:2], by_cost])])
     assert timeline(recordings.requests[KEY]).splitlines()[-1].endswith(f"placed by cost: {shown}")
 
 
-def test_timeline_when_a_first_token_was_predicted_then_it_has_the_expected_time_beside_what_happened() -> None:
-    recording = process("frontend", [*BEGUN[:2], (2, E.PLACED_BY_COST, 0, Costs(0, 0).packed(), "least-loaded")])
+def test_timeline_when_a_first_token_was_predicted_then_it_has_the_expected_time_beside_what_happened() -> (
+    None
+):
+    recording = process(
+        "frontend", [*BEGUN[:2], (2, E.PLACED_BY_COST, 0, Costs(0, 0).packed(), "least-loaded")]
+    )
     recording.entries[-1] = recording.entries[-1]._replace(c=Prediction(0.12, 0.1, 0.15).packed())
     shown = timeline(Recordings([recording]).requests[KEY])
     assert shown.splitlines()[-1].endswith("; first token expected at 122.0 ms (102.0 to 152.0)")

@@ -1,4 +1,6 @@
-"""What `explain` learns from processes of other machines: the part of a recording that was wanted, in its own clock."""
+"""What `explain` learns from processes of other machines: the part of a recording that was wanted,
+in its own clock.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ ENDED, OPEN, OTHERS = "a" * 16, "b" * 16, range(2000)
 
 
 @asynccontextmanager
-async def recording_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InprocTransport]:
+async def recording_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[InprocTransport]:
     """This process as a worker that answers; its ring has wrapped."""
     monkeypatch.setattr(recorder, "NUM_SLOTS", 6000)
     monkeypatch.setattr(recording_server, "_PAUSE_S", 0.0)
@@ -68,7 +72,9 @@ async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_i
     async with recording_process(memory_path, monkeypatch) as transport:
 
         async def asked(selection: Selection, **wanted: object) -> ProcessRecording:
-            inquiry = Inquiry(transport, NS, {DECODE: make_instance(DECODE, namespace=NS)}, SOON_S, settle_s=0.0)
+            inquiry = Inquiry(
+                transport, NS, {DECODE: make_instance(DECODE, namespace=NS)}, SOON_S, settle_s=0.0
+            )
             await inquiry.ask(RecordingQuery("", selection, **wanted))  # type: ignore[arg-type]
             (sent,) = (await inquiry.result(nothing)).processes
             return sent
@@ -76,7 +82,10 @@ async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_i
         (local,) = Recordings.read(memory_path).processes
         everything = await asked(Selection.ALL)
         assert everything.entries == local.entries
-        assert (everything.num_overwritten, everything.oldest_ns) == (local.num_overwritten, local.oldest_ns)
+        assert (everything.num_overwritten, everything.oldest_ns) == (
+            local.num_overwritten,
+            local.oldest_ns,
+        )
         assert local.num_overwritten
         both, unfinished = {int(ENDED, 16), int(OPEN, 16)}, {int(OPEN, 16)}
         for recording, keys in (
@@ -102,16 +111,26 @@ async def test_inquiry_when_workers_do_not_send_then_one_is_silent_and_one_of_an
         await inquiry.ask(RecordingQuery("", Selection.OPEN, known=[local.header.epoch_ns]))
         found = await inquiry.result(Recordings([]))
     assert list(found.unanswered) == [frozen.id]
-    assert found.unanswered[frozen.id].reason.startswith("it has not answered for 0.05 s: it is frozen")
+    assert found.unanswered[frozen.id].reason.startswith(
+        "it has not answered for 0.05 s: it is frozen"
+    )
     (note,) = found.problems
     assert note.startswith(f"{older.role} 1 sends no recording")
 
 
-async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_no_control_characters() -> None:
+async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_no_control_characters() -> (
+    None
+):
     transport = InprocTransport()
-    header = zlib.compress(recorder._packed_header(NS, "decode\x1b[2J", 7, 8).ljust(recorder.HEADER_BYTES, b"\0"))
+    header = zlib.compress(
+        recorder._packed_header(NS, "decode\x1b[2J", 7, 8).ljust(recorder.HEADER_BYTES, b"\0")
+    )
     part = RecordingPart(7, "gpu\x1b[2J", 1, header, is_last=True)
-    slots = (zlib.compress(bytes(recorder.SLOT.size + 1)), b"no zlib", zlib.compress(bytes(recorder.SLOT.size)))
+    slots = (
+        zlib.compress(bytes(recorder.SLOT.size + 1)),
+        b"no zlib",
+        zlib.compress(bytes(recorder.SLOT.size)),
+    )
 
     def answer(data: bytes, _: str) -> None:
         inbox = decode(data, RecordingQuery).inbox
@@ -143,7 +162,9 @@ async def test_answers_when_queries_come_one_after_the_other_then_the_process_pa
         monkeypatch.setattr(recording_server, "_PAUSE_S", 3600.0)
         for inbox in ("first", "second"):
             await transport.subscribe(inbox, receive)
-            transport.publish(recordings_subject(NS), encode(RecordingQuery(inbox, Selection.GIVEN)))
+            transport.publish(
+                recordings_subject(NS), encode(RecordingQuery(inbox, Selection.GIVEN))
+            )
         await asyncio.wait_for(has_ended.wait(), SOON_S)
         await asyncio.sleep(0.02)
     assert [part.is_last for part in parts] == [False, False, True]
@@ -153,12 +174,18 @@ def on_another_machine(one: ProcessRecording, boot: bytes, ahead_ns: int) -> Pro
     """A process of another machine, whose clock is ahead."""
     one.entries[:] = [entry._replace(ns=entry.ns + ahead_ns) for entry in one.entries]
     return ProcessRecording(
-        header=one.header._replace(boot_id=boot), state=one.state, silent_s=0.0, num_overwritten=0, entries=one.entries
+        header=one.header._replace(boot_id=boot),
+        state=one.state,
+        silent_s=0.0,
+        num_overwritten=0,
+        entries=one.entries,
     )
 
 
 def test_latest_keys_when_clocks_differ_then_those_with_the_latest_dates() -> None:
-    processes = [process("frontend", [(1000 * key, E.RECEIVED, 0, 0, "")], key=key) for key in range(1, 31)]
+    processes = [
+        process("frontend", [(1000 * key, E.RECEIVED, 0, 0, "")], key=key) for key in range(1, 31)
+    ]
     for number, one in enumerate(processes):
         ahead_ns = number % 2 * 3600 * 10**9
         processes[number] = on_another_machine(one, b"B", ahead_ns)
@@ -168,11 +195,15 @@ def test_latest_keys_when_clocks_differ_then_those_with_the_latest_dates() -> No
     assert latest_keys(processes) == {*range(11, 31)}
 
 
-def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_three_machines() -> None:
+def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_three_machines() -> (
+    None
+):
     hour, ms = 3600 * 10**9, 10**6
     published = (21, E.KV_PUBLISHED, 9, 0, "")
     frontend = process("frontend", DECODING)
-    prefill = on_another_machine(process("prefill", [(5, E.CALL_RECEIVED, 1, 0, ""), published], PREFILL), b"B", hour)
+    prefill = on_another_machine(
+        process("prefill", [(5, E.CALL_RECEIVED, 1, 0, ""), published], PREFILL), b"B", hour
+    )
     decode = on_another_machine(process("decode", FETCHING, DECODE), b"C", -hour)
     slow = {
         boot_id(): ClockOffset(0, 0),
@@ -184,6 +215,7 @@ def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_th
     sent_ns, received_ns = frontend.entries[3].ns, prefill.entries[0].ns + offset_b.ns
     assert sent_ns <= received_ns <= prefill.entries[1].ns + offset_b.ns <= frontend.entries[4].ns
     assert frontend.entries[4].ns <= decode.entries[0].ns + offset_c.ns
-    assert offset_b.low_ns - ms <= -hour <= offset_b.high_ns + ms  # the recordings are not of the same moment
+    # the recordings are not of the same moment
+    assert offset_b.low_ns - ms <= -hour <= offset_b.high_ns + ms
     assert offset_b.error_s < 10e-3 < offset_c.error_s
     assert {entry.key for entry in frontend.entries} == {KEY}

@@ -15,7 +15,12 @@ import yaml
 from dynamo_trtllm.cli.preflight import main
 
 CONFIGS = Path(__file__).resolve().parents[3] / "engine_configs" / "gpt-oss-120b"
-TARGET = ["--prefill", f"{CONFIGS}/k8s-disagg/prefill.yaml", "--decode", f"{CONFIGS}/k8s-disagg/decode.yaml"]
+TARGET = [
+    "--prefill",
+    f"{CONFIGS}/k8s-disagg/prefill.yaml",
+    "--decode",
+    f"{CONFIGS}/k8s-disagg/decode.yaml",
+]
 KNOWN = ["--gpu", "gb200", "--model", "gpt-oss-120b"]
 LOAD = ["--isl", "8192", "--osl", "1024", "--concurrency", "1536"]
 
@@ -44,7 +49,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return caught.value.code, said.out, said.err
 
 
-def test_main_when_the_pair_is_right_then_tables_and_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_when_the_pair_is_right_then_tables_and_status_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status, out, err = run(capsys, *TARGET, *KNOWN, *LOAD)
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -71,7 +78,9 @@ def test_main_when_something_is_wrong_then_field_both_values_why_cure_and_status
     assert out.splitlines()[2].startswith("error")  # the worst first
 
 
-def test_main_when_only_warnings_are_found_then_status_0(capsys: pytest.CaptureFixture[str], changed: Changed) -> None:
+def test_main_when_only_warnings_are_found_then_status_0(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
     status, out, _ = run(capsys, *changed(load_format="dummy"), *KNOWN)
     assert status == 0
     assert "warning  decode: load_format  [dummy-weights]" in out
@@ -80,7 +89,11 @@ def test_main_when_only_warnings_are_found_then_status_0(capsys: pytest.CaptureF
 def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the_findings(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
-    argv = changed(moe_config={"backend": "MARLIN"}, cache_transceiver_config={"backend": "UCX"}, kv_cache_config={})
+    argv = changed(
+        moe_config={"backend": "MARLIN"},
+        cache_transceiver_config={"backend": "UCX"},
+        kv_cache_config={},
+    )
     status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.1.0")
     assert status == 1
     assert "[argument-refused]" in out
@@ -91,7 +104,10 @@ def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the
     ("release", "changes"),
     [
         ("1.4.0rc4", {"moe_config": {"backend": "CUTEDSL_FC12"}}),
-        ("1.3.0rc29", {"cache_transceiver_config": {"backend": "NIXL", "agent_bounce_buffer_enable": True}}),
+        (
+            "1.3.0rc29",
+            {"cache_transceiver_config": {"backend": "NIXL", "agent_bounce_buffer_enable": True}},
+        ),
     ],
 )
 def test_main_when_the_candidate_has_the_argument_then_it_is_not_refused(
@@ -137,7 +153,10 @@ def test_main_when_the_release_is_no_longer_supported_then_status_2_and_the_olde
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("max_num_tokens: 20000\nmax_batch_size: 32\ngpu_memory_utilization: 0.9\n", "gpu_memory_utilization"),
+        (
+            "max_num_tokens: 20000\nmax_batch_size: 32\ngpu_memory_utilization: 0.9\n",
+            "gpu_memory_utilization",
+        ),
         ("max_num_tokens: [\n", "expected"),
     ],
     ids=["one key of vLLM", "no YAML"],
@@ -166,7 +185,10 @@ def test_main_when_a_file_is_another_engines_then_one_line_says_so_and_how_to_ch
     path = str(CONFIGS.parent / file)
     status, out, err = run(capsys, "--prefill", path, "--decode", path, *KNOWN)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it has {key})" in err
+    assert (
+        f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it"
+        f" has {key})" in err
+    )
     assert f"--engine {engine} --model-path MODEL --extra-engine-args {path} --print-config" in err
     assert len(err) < 500
 
@@ -180,14 +202,20 @@ def test_main_when_a_key_is_like_none_then_not_all_of_them_are_listed(
     assert len(line) < 300
 
 
-def test_main_when_json_is_asked_then_it_is_all_there(capsys: pytest.CaptureFixture[str], changed: Changed) -> None:
+def test_main_when_json_is_asked_then_it_is_all_there(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
     argv = changed(kv_cache_config={"dtype": "auto", "enable_block_reuse": False})
     status, out, _ = run(capsys, *argv, *KNOWN, *LOAD, "--json")
     body = json.loads(out)
     assert status == 1
     assert (body["release"], body["gpu"], body["errors"]) == ("1.2.1", "gb200", 1)
     (error,) = [found for found in body["findings"] if found["severity"] == "error"]
-    assert (error["role"], error["rule"], error["field"]) == ("pair", "kv-dtype-equal", "kv_cache_config.dtype")
+    assert (error["role"], error["rule"], error["field"]) == (
+        "pair",
+        "kv-dtype-equal",
+        "kv_cache_config.dtype",
+    )
     assert set(error) == {"role", "severity", "rule", "field", "value", "other", "why", "fix"}
     assert [table["role"] for table in body["memory"]] == ["prefill", "decode"]
     assert body["memory"][0]["kv_token_bytes"] == 36 * 1024
@@ -195,8 +223,12 @@ def test_main_when_json_is_asked_then_it_is_all_there(capsys: pytest.CaptureFixt
     assert set(body["handoff"]["seconds"]) == {"NVLink", "PCIe", "network (400 Gb/s)"}
 
 
-def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, *TARGET, *KNOWN, "--decode-args", "--max-seq-len 8000 --max-batch-size 64")
+def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, _ = run(
+        capsys, *TARGET, *KNOWN, "--decode-args", "--max-seq-len 8000 --max-batch-size 64"
+    )
     assert status == 1
     assert "decode: 8000 (flag --max-seq-len)" in out
     assert "--max-seq-len 8000 overrides max_seq_len 11000" in out
@@ -206,13 +238,17 @@ def test_main_when_one_worker_serves_whole_requests_then_it_is_judged_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = "--tensor-parallel-size 4 --expert-parallel-size 4 --max-batch-size 800"
-    status, out, _ = run(capsys, "--agg", f"{CONFIGS}/k8s-agg/agg.yaml", "--agg-args", flags, *KNOWN)
+    status, out, _ = run(
+        capsys, "--agg", f"{CONFIGS}/k8s-agg/agg.yaml", "--agg-args", flags, *KNOWN
+    )
     assert status == 0
     assert "prefill_and_decode, 4 GPUs" in out
     assert "at full rate" not in out
 
 
-def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status, out, _ = run(capsys, *TARGET)
     assert status == 0
     assert "on an unknown GPU (see --gpu)" in out
@@ -223,7 +259,8 @@ def test_main_when_settings_come_from_the_environment_then_they_count(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYN_TRTLLM_GPU", "h200")
-    monkeypatch.setenv("DYN_TRTLLM_MAX_SEQ_LEN", "5")  # a worker's: not read for the workers that are judged
+    # a worker's: not read for the workers that are judged
+    monkeypatch.setenv("DYN_TRTLLM_MAX_SEQ_LEN", "5")
     status, out, _ = run(capsys, *TARGET, *KNOWN[2:])
     assert "TensorRT-LLM 1.2.1 on h200" in out
     assert "max_seq_len" not in out
@@ -231,7 +268,9 @@ def test_main_when_settings_come_from_the_environment_then_they_count(
     assert status == 0
 
 
-def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_when_one_file_is_given_then_that_role_alone_is_judged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status, out, _ = run(capsys, *TARGET[2:], *KNOWN)
     assert status == 0
     assert "decode, 4 GPUs" in out
@@ -248,14 +287,32 @@ def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pyte
         ([*TARGET, "--model", "no/where"], "Model folder no/where does not exist"),
         ([*TARGET, "--release", "new"], "Invalid TensorRT-LLM version 'new'"),
         (["--prefill", "no.yaml"], "file no.yaml does not exist"),
-        ([*TARGET, "--decode-args", "--max-sequence-len 5"], "the flags of the decode worker: unknown flag"),
+        (
+            [*TARGET, "--decode-args", "--max-sequence-len 5"],
+            "the flags of the decode worker: unknown flag",
+        ),
         (["--agg", 300 * "a"], "does not exist"),
-        ([*TARGET, "--model-path", "~no-such-user/m"], "Model folder ~no-such-user/m does not exist"),
-        ([*TARGET, "--decode-args=--engine mock"], "--engine mock can't be used here: only TensorRT-LLM is checked"),
-        ([*TARGET, "--decode-args=--model /m"], "--model /m can't be used here: pass --model-path to this command"),
-        ([*TARGET, "--decode-args=--is-prefill-worker"], "--prefill, --decode and --agg set the role"),
+        (
+            [*TARGET, "--model-path", "~no-such-user/m"],
+            "Model folder ~no-such-user/m does not exist",
+        ),
+        (
+            [*TARGET, "--decode-args=--engine mock"],
+            "--engine mock can't be used here: only TensorRT-LLM is checked",
+        ),
+        (
+            [*TARGET, "--decode-args=--model /m"],
+            "--model /m can't be used here: pass --model-path to this command",
+        ),
+        (
+            [*TARGET, "--decode-args=--is-prefill-worker"],
+            "--prefill, --decode and --agg set the role",
+        ),
         ([*TARGET, "--decode-args=--print-config"], "--print-config can't be used here"),
-        ([*TARGET, "--decode-args", "--x 'y"], "the flags of the decode worker can't be parsed: No closing quotation"),
+        (
+            [*TARGET, "--decode-args", "--x 'y"],
+            "the flags of the decode worker can't be parsed: No closing quotation",
+        ),
         ([*TARGET, "--isl", "0"], "flag --isl is '0'"),
     ],
 )
@@ -273,7 +330,15 @@ def test_module_when_asked_for_help_then_it_teaches() -> None:
     command = [sys.executable, "-m", "dynamo_trtllm.preflight", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    for word in ("--prefill", "--decode", "--agg", "--gpu", "--isl", "--json", "exit status: 0 without errors"):
+    for word in (
+        "--prefill",
+        "--decode",
+        "--agg",
+        "--gpu",
+        "--isl",
+        "--json",
+        "exit status: 0 without errors",
+    ):
         assert word in done.stdout
 
 
@@ -287,11 +352,17 @@ HUGE = "9" * 400
         ("max_batch_size: !!timestamp x", "quote the value"),
         ("max_batch_size: !!int ''", "quote the value"),
         ("pytorch_backend_config: {1: 2}", "key 1 of pytorch_backend_config is not text"),
-        (f"cache_transceiver_config: {{backend: UCX, max_tokens_in_buffer: {HUGE}}}", "has 400 digits"),
+        (
+            f"cache_transceiver_config: {{backend: UCX, max_tokens_in_buffer: {HUGE}}}",
+            "has 400 digits",
+        ),
         (f"pipeline_parallel_size: {HUGE}", "has 400 digits"),
         ("kv_cache_config: {host_cache_size: -5}", "expected 0 or more"),
         ("cuda_graph_config: {batch_sizes: [0]}", "each 1 or more"),
-        ("{use_cuda_graph: false, cuda_graph_config: {max_batch_size: 8}}", "have different values"),
+        (
+            "{use_cuda_graph: false, cuda_graph_config: {max_batch_size: 8}}",
+            "have different values",
+        ),
         ("moe_backend: cutlass", "moe_config.backend is 'cutlass'"),
     ],
 )

@@ -1,4 +1,6 @@
-"""`dynamo-trtllm version`: what it finds on a machine, and that nothing it looks for can stop it."""
+"""`dynamo-trtllm version`: what it finds on a machine, and that nothing it looks for can stop
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from dynamo_trtllm.cli.version import main, versions
 from dynamo_trtllm.errors import ConfigError
 from tests.package_index import RELEASES, write_image
 
-SMI = "#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 570.1'\necho '1, NVIDIA H200, 143771 MiB, 570.1'\n"
+SMI = (
+    "#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 570.1'\necho '1, NVIDIA H200, 143771 MiB,"
+    " 570.1'\n"
+)
 
 
 @pytest.fixture
@@ -68,13 +73,21 @@ def test_version_when_nothing_is_installed_then_it_says_so_and_json_has_null(
     assert found["engines"] == {"trtllm": None, "vllm": None, "torch": None, "mock": __version__}
     assert set(found["packages"].values()) == {None}
     assert found["broken_pins"] == []
-    assert [found[name] for name in ("nixl", "ucx", "etcd", "nats_server", "gpus")] == [None, None, None, None, []]
+    assert [found[name] for name in ("nixl", "ucx", "etcd", "nats_server", "gpus")] == [
+        None,
+        None,
+        None,
+        None,
+        [],
+    ]
     said = shown(capsys)
     assert said.count("not installed") == 7
     assert said.endswith("none (nvidia-smi lists none)\n")
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release['name']}-{release['version']}")
+@pytest.mark.parametrize(
+    "release", RELEASES, ids=lambda release: f"{release['name']}-{release['version']}"
+)
 def test_version_when_an_image_is_as_released_then_its_packages_and_no_broken_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: dict[str, Any]
 ) -> None:
@@ -90,7 +103,12 @@ def test_version_when_a_library_is_outside_the_pins_of_an_engine_then_the_pin_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (release,) = [found for found in RELEASES if found["version"] == "1.2.1"]
-    image = {**release["image"], "openai-harmony": "0.0.8", "numpy": "2.4.6", "transformers": "4.57.3"}
+    image = {
+        **release["image"],
+        "openai-harmony": "0.0.8",
+        "numpy": "2.4.6",
+        "transformers": "4.57.3",
+    }
     write_image(tmp_path, {**release, "image": image})
     monkeypatch.syspath_prepend(tmp_path)
     pins = json.loads(shown(capsys, "--json"))["broken_pins"]
@@ -110,7 +128,9 @@ def test_version_when_both_libraries_of_harmony_are_installed_then_both_are_show
     """vLLM 0.31 requires the fork, this package the original."""
     image = {"openai-harmony": "0.0.8", "oss-harmony": "0.0.9"}
     requires = ["oss-harmony>=0.0.11"]
-    write_image(tmp_path, {"name": "vllm", "version": "0.31.0", "image": image, "requires_dist": requires})
+    write_image(
+        tmp_path, {"name": "vllm", "version": "0.31.0", "image": image, "requires_dist": requires}
+    )
     monkeypatch.syspath_prepend(tmp_path)
     rows = dict(line.split(None, 1) for line in shown(capsys).splitlines())
     assert rows["openai-harmony"] == "0.0.8"
@@ -120,20 +140,31 @@ def test_version_when_both_libraries_of_harmony_are_installed_then_both_are_show
 def test_version_when_a_pin_is_of_an_extra_or_can_not_be_read_then_it_is_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requires = ["numpy<1; extra == 'devel'", "numpy<1; python_version < '3'", "tokenizers @@ 1", "pydantic<1"]
+    requires = [
+        "numpy<1; extra == 'devel'",
+        "numpy<1; python_version < '3'",
+        "tokenizers @@ 1",
+        "pydantic<1",
+    ]
     image = {"numpy": "2.4.6", "tokenizers": "0.22", "pydantic": "unknown"}
-    write_image(tmp_path, {"name": "vllm", "version": "0.24.0", "image": image, "requires_dist": requires})
+    write_image(
+        tmp_path, {"name": "vllm", "version": "0.24.0", "image": image, "requires_dist": requires}
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert versions()["broken_pins"] == []
 
 
-def test_version_when_a_part_of_an_engine_is_missing_then_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_when_a_part_of_an_engine_is_missing_then_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = {"torch": "2.13.0", "safetensors": "0.8"}
     monkeypatch.setattr(version, "_package", there.get)
     assert versions()["engines"]["torch"] == "2.13.0 (without transformers, llguidance)"
 
 
-def test_version_when_the_driver_hangs_then_it_does_not_wait(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_when_the_driver_hangs_then_it_does_not_wait(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(version, "_PROGRAM_TIMEOUT_S", 0.2)
     write(programs / "nvidia-smi", "#!/bin/sh\nexec sleep 60\n")
     begun = time.monotonic()

@@ -44,7 +44,9 @@ def test_load_deployment_when_it_is_good_then_flags_come_by_field_name(deploymen
 
 def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(deployment_file):
     deployment = load_deployment(
-        deployment_file("workers: [{name: w, disaggregation_mode: prefill_and_decode, flags: {model: m}}]")
+        deployment_file(
+            "workers: [{name: w, disaggregation_mode: prefill_and_decode, flags: {model: m}}]"
+        )
     )
     assert (deployment.services.etcd, deployment.services.nats) == ("start", "start")
     assert deployment.frontend == {}
@@ -56,17 +58,29 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
     [
         ("services:", "servces:", "unknown key 'servces'; did you mean 'services'?"),
         ("etcd: start", "etdc: start", "services: unknown key 'etdc'; did you mean 'etcd'?"),
-        ("--max-num-tokens", "max-num-token", "workers[0].flags: unknown key 'max_num_token'; did you mean"),
+        (
+            "--max-num-tokens",
+            "max-num-token",
+            "workers[0].flags: unknown key 'max_num_token'; did you mean",
+        ),
         ("100}", "abc}", "workers[0].flags.max_num_tokens is 'abc'"),
         ("engine: mock", "engine: sglang", "workers[0].flags.engine is 'sglang': "),
         ("name: decode", "name: prefill", "two workers are named 'prefill'"),
         ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
         ("count: 2", "count: 3", "workers[1]: 2 devices can't be divided equally among 3 workers"),
-        ("count: 2", "count: 2000", "workers[1].count is 2000: should be less than or equal to 1024"),
+        (
+            "count: 2",
+            "count: 2000",
+            "workers[1].count is 2000: should be less than or equal to 1024",
+        ),
         ("count: 2", "cuont: 2", "workers[1]: unknown key 'cuont'; did you mean 'count'?"),
         ("{model_path: /m}", "{engine: mock}", "workers[1].flags.model_path is missing"),
         ("{model_path: /m}", "{model_path: /m, model: /n}", "model_path is given twice"),
-        ("{model_path: /m}", "{model: /m, nats-server: x}", "nats-server: set services.nats instead"),
+        (
+            "{model_path: /m}",
+            "{model: /m, nats-server: x}",
+            "nats-server: set services.nats instead",
+        ),
         ("http-port: 8000", "http-port: 99999", "frontend.http_port is 99999"),
         ("http-port", "htp-port", "frontend: unknown key 'htp_port'; did you mean 'http_port'?"),
         ("nats://n:4222", "a b", "services.nats: expected an address like"),
@@ -74,12 +88,22 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("[0, 1]", "[0, a]", "workers[1].devices[1] is 'a'"),
         ("{max_restarts: 1}", "{max_restarts: -1}", "restart.max_restarts is -1"),
         ("{max_restarts: 1}", "{decode_workers: 2}", "restart.decode_workers is 2"),
-        ("{max_restarts: 1}", "{decode_worker: 1}", "unknown key 'decode_worker'; did you mean 'decode_workers'?"),
-        ("disaggregation_mode: decode", "disaggregation_mode: d", "workers[1].disaggregation_mode is 'd'"),
+        (
+            "{max_restarts: 1}",
+            "{decode_worker: 1}",
+            "unknown key 'decode_worker'; did you mean 'decode_workers'?",
+        ),
+        (
+            "disaggregation_mode: decode",
+            "disaggregation_mode: d",
+            "workers[1].disaggregation_mode is 'd'",
+        ),
         ('"1"}', "1}", "workers[1].env.OMP_NUM_THREADS is 1: should be a valid string"),
     ],
 )
-def test_load_deployment_when_something_is_wrong_then_its_path_is_named(deployment_file, old, new, wanted):
+def test_load_deployment_when_something_is_wrong_then_its_path_is_named(
+    deployment_file, old, new, wanted
+):
     assert old in GOOD
     path = deployment_file(GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError) as caught:
@@ -89,13 +113,17 @@ def test_load_deployment_when_something_is_wrong_then_its_path_is_named(deployme
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("text", ["", "workers: []", "workers: 3", "workers: [3]", "services: 1\nworkers: []"])
+@pytest.mark.parametrize(
+    "text", ["", "workers: []", "workers: 3", "workers: [3]", "services: 1\nworkers: []"]
+)
 def test_load_deployment_when_there_is_no_worker_then_it_is_refused(deployment_file, text):
     with pytest.raises(ConfigError, match=r"workers|services"):
         load_deployment(deployment_file(text))
 
 
-def test_load_deployment_when_values_name_variables_then_they_come_from_the_environment_given(deployment_file):
+def test_load_deployment_when_values_name_variables_then_they_come_from_the_environment_given(
+    deployment_file,
+):
     path = deployment_file("""\
 frontend: {http-port: "${PORT:-8000}"}
 workers:
@@ -114,5 +142,7 @@ workers:
     assert (given.workers[0].devices, given.workers[0].flags) == ("cpu", {"model_path": "tiny"})
     with pytest.raises(ConfigError, match=r"frontend\.http_port is 'x'"):
         load_deployment(path, {"PORT": "x"})
-    with pytest.raises(ConfigError, match=r"workers\[0\]\.devices: expected cpu or a list of GPU numbers, got 'a'"):
+    with pytest.raises(
+        ConfigError, match=r"workers\[0\]\.devices: expected cpu or a list of GPU numbers, got 'a'"
+    ):
         load_deployment(path, {"GPUS": "a"})

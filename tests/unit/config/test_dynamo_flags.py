@@ -1,4 +1,6 @@
-"""Command lines of NVIDIA Dynamo's workers: what is the same here, and what is answered for the rest."""
+"""Command lines of NVIDIA Dynamo's workers: what is the same here, and what is answered for the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,22 @@ def worker(*argv: str, **environ: str) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("name", ["agg", "pd", "prefill_and_decode"])
-def test_role_when_it_has_a_newer_name_then_the_worker_does_both_phases(name: str, tmp_path: Path) -> None:
+def test_role_when_it_has_a_newer_name_then_the_worker_does_both_phases(
+    name: str, tmp_path: Path
+) -> None:
     assert worker("--disaggregation-mode", name).disaggregation_mode is Role.AGGREGATED
     assert worker(DYN_TRTLLM_DISAGGREGATION_MODE=name).disaggregation_mode is Role.AGGREGATED
     file = tmp_path / "deployment.yaml"
-    file.write_text(f"workers: [{{name: w, disaggregation_mode: {name}, flags: {{model: m, engine: mock}}}}]")
+    file.write_text(
+        f"workers: [{{name: w, disaggregation_mode: {name}, flags: {{model: m, engine: mock}}}}]"
+    )
     assert load_deployment(file).workers[0].disaggregation_mode is Role.AGGREGATED
 
 
 def test_role_when_it_is_unknown_then_the_error_names_ours() -> None:
-    with pytest.raises(ConfigError, match="'both': should be 'prefill', 'decode' or 'prefill_and_decode'"):
+    with pytest.raises(
+        ConfigError, match="'both': should be 'prefill', 'decode' or 'prefill_and_decode'"
+    ):
         worker("--disaggregation-mode", "both")
 
 
@@ -75,7 +83,9 @@ FLAGS: list[tuple[list[str], str, Any]] = [
 
 
 @pytest.mark.parametrize(("flags", "argument", "value"), FLAGS)
-def test_flag_when_tensorrt_llm_has_the_argument_then_it_is_set(flags: list[str], argument: str, value: Any) -> None:
+def test_flag_when_tensorrt_llm_has_the_argument_then_it_is_set(
+    flags: list[str], argument: str, value: Any
+) -> None:
     for release in LIBRARY.releases:
         args = trtllm_args(worker("--kernels-profile", "fallback", *flags), release)
         assert args.values[argument] == value
@@ -88,7 +98,9 @@ def test_flag_when_tensorrt_llm_has_the_argument_then_it_is_set(flags: list[str]
 def test_flag_when_the_engine_has_no_such_argument_then_rejected_by_name(
     flags: list[str], argument: str, _: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{argument} is an argument of the trtllm engine; with vLLM use"):
+    with pytest.raises(
+        ConfigError, match=f"{argument} is an argument of the trtllm engine; with vLLM use"
+    ):
         vllm_args(worker("--engine", "vllm", *flags), VLLM.newest)
     with pytest.raises(ConfigError, match="the mock engine has no such setting"):
         described_arguments(worker("--engine", "mock", *flags), MockArgs, "mock")

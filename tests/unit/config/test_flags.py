@@ -9,7 +9,14 @@ REQUIRED = {WorkerConfig: ["--model", "m"], ServeConfig: ["m"], FrontendConfig: 
 ALIASES = [
     (WorkerConfig, "tensor_parallel_size", "--tensor-parallel-size", "--tp", 2, 4),
     (WorkerConfig, "max_seq_len", "--max-seq-len", "--max-model-len", 4096, 8192),
-    (WorkerConfig, "free_gpu_memory_fraction", "--free-gpu-memory-fraction", "--gpu-memory-utilization", 0.9, 0.8),
+    (
+        WorkerConfig,
+        "free_gpu_memory_fraction",
+        "--free-gpu-memory-fraction",
+        "--gpu-memory-utilization",
+        0.9,
+        0.8,
+    ),
     (FrontendConfig, "http_port", "--http-port", "--port", 9000, 9001),
     (FrontendConfig, "http_host", "--http-host", "--host", "::", "127.0.0.1"),
     (ServeConfig, "port", "--port", "--http-port", 9000, 9001),
@@ -25,10 +32,15 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
     def loaded(*argv):
         return load(model, prog="p", argv=[*REQUIRED[model], *argv], environ={})
 
-    for typed in ([f"{other_name}={value}"], [other_name, str(value)], [name, str(value), other_name, str(value)]):
+    for typed in (
+        [f"{other_name}={value}"],
+        [other_name, str(value)],
+        [name, str(value), other_name, str(value)],
+    ):
         assert getattr(loaded(*typed), field) == value
     assert loaded(other_name, str(value)).source_of(field) == f"flag {other_name}"
-    assert getattr(loaded(name, str(value), name, str(other)), field) == other  # the last one counts
+    # the last one counts
+    assert getattr(loaded(name, str(value), name, str(other)), field) == other
     for typed in (
         [name, str(value), other_name, str(other)],
         [f"{other_name}={other}", f"{name}={value}"],
@@ -45,7 +57,10 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
 def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_values_are_an_error(
     model, field, name, other_name, value, other
 ):
-    first, second = (f"DYN_TRTLLM_{each.removeprefix('--').replace('-', '_').upper()}" for each in (name, other_name))
+    first, second = (
+        f"DYN_TRTLLM_{each.removeprefix('--').replace('-', '_').upper()}"
+        for each in (name, other_name)
+    )
 
     def loaded(environ, *argv):
         return load(model, prog="p", argv=[*REQUIRED[model], *argv], environ=environ)
@@ -54,7 +69,10 @@ def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_va
     assert loaded({second: str(value)}).source_of(field) == f"environment {second}"
     both = {first: str(value), second: str(other)}
     assert getattr(loaded(both, name, str(value)), field) == value
-    with pytest.raises(ConfigError, match=f"environment {first} and {second} set the same and contradict each other"):
+    with pytest.raises(
+        ConfigError,
+        match=f"environment {first} and {second} set the same and contradict each other",
+    ):
         loaded(both)
 
 
@@ -67,7 +85,12 @@ def test_load_when_origins_are_a_list_or_a_star_then_taken(origins):
 def test_load_when_an_origin_has_capitals_or_a_default_port_then_it_is_as_browsers_send_it():
     origins = "https://A.Example:443,HTTP://b:80,http://c:443,http://[::1]:8080"
     config = load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})
-    assert config.allowed_origins == {"https://a.example", "http://b", "http://c:443", "http://[::1]:8080"}
+    assert config.allowed_origins == {
+        "https://a.example",
+        "http://b",
+        "http://c:443",
+        "http://[::1]:8080",
+    }
 
 
 NO_ORIGINS = "a.example https://a/ *,https://a https://*.example https://ä https://u@a https://a:x"

@@ -12,7 +12,10 @@ from dynamo_trtllm.errors import ConfigError
 
 def bomb(line: str) -> str:
     """Ten lines, each of which stands for ten times the one before it."""
-    lines = (line.replace("ALIASES", ", ".join([f"*a{n - 1}"] * 10)).replace("NAME", f"a{n}") for n in range(1, 10))
+    lines = (
+        line.replace("ALIASES", ", ".join([f"*a{n - 1}"] * 10)).replace("NAME", f"a{n}")
+        for n in range(1, 10)
+    )
     return "a0: &a0 {x: 1}\n" + "".join(lines)
 
 
@@ -37,7 +40,8 @@ def test_merge_when_mappings_meet_then_leaves_are_kept_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [({"a": {"b": 1}}, {"a": 2}), ({"a": 2}, {"a": {"b": 1}}), ({"a": {"b": 1}}, {"a": [1]})]
+    ("low", "high"),
+    [({"a": {"b": 1}}, {"a": 2}), ({"a": 2}, {"a": {"b": 1}}), ({"a": {"b": 1}}, {"a": [1]})],
 )
 def test_merge_when_a_mapping_and_a_value_meet_then_the_later_replaces_the_subtree(low, high):
     assert result(low, high) == high
@@ -74,9 +78,17 @@ def test_merge_when_advice_is_beaten_then_nothing_is_said():
 
 
 def test_as_yaml_when_read_back_then_the_same_values_with_their_sources_beside_them(tmp_path):
-    values = {"n": 1, "text": "a: # b", "none": None, "kv": {"dtype": "fp8", "sizes": [1, 2]}, "empty": {}}
+    values = {
+        "n": 1,
+        "text": "a: # b",
+        "none": None,
+        "kv": {"dtype": "fp8", "sizes": [1, 2]},
+        "empty": {},
+    }
     path = tmp_path / "out.yaml"
-    path.write_text(layers.as_yaml(merge([Source(values, "YAML x"), Source({"n": 2}, "flag --n")]).leaves))
+    path.write_text(
+        layers.as_yaml(merge([Source(values, "YAML x"), Source({"n": 2}, "flag --n")]).leaves)
+    )
     assert read_yaml(path) == values | {"n": 2}
     lines = path.read_text().splitlines()
     assert "n: 2  # flag --n" in lines
@@ -88,7 +100,9 @@ def test_table_when_printed_then_columns_stand_below_each_other():
 
 
 def test_check_keys_when_one_is_unknown_then_the_nearest_is_offered():
-    with pytest.raises(ConfigError, match=r"x.yaml: unknown key 'max_batch_sz'; did you mean 'max_batch_size'\?"):
+    with pytest.raises(
+        ConfigError, match=r"x.yaml: unknown key 'max_batch_sz'; did you mean 'max_batch_size'\?"
+    ):
         check_keys(["max_batch_sz"], ["max_batch_size", "max_num_tokens"], "x.yaml")
 
 
@@ -122,7 +136,10 @@ def test_read_yaml_when_the_file_is_empty_then_nothing_is_set(tmp_path):
         (bomb("NAME: &NAME {<<: [ALIASES]}\n"), ":5: more than 10000 values"),
         ("a: &a\n  b: [*a]\n", ":2: an alias refers to a value that contains it"),
         ("a: " + "[" * 100_000, ":1: more than 64 levels"),
-        ("a:\n" + "".join(f"  - &n{n} [{f'*n{n - 1}' if n else ''}]\n" for n in range(70)), ":66: more than 64 levels"),
+        (
+            "a:\n" + "".join(f"  - &n{n} [{f'*n{n - 1}' if n else ''}]\n" for n in range(70)),
+            ":66: more than 64 levels",
+        ),
         ("a: " + "x" * 300_000, "has more than 262144 bytes"),
         ("a: 2026-99-99\n", "month must be in 1..12; quote the value"),
         ("a: " + "1" * 5_000, "integer string conversion"),
@@ -150,11 +167,14 @@ def test_read_yaml_when_the_file_is_not_text_then_it_is_named(tmp_path):
         read_yaml(tmp_path / "a.yaml")
 
 
-def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_found(tmp_path: Path) -> None:
+def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_found(
+    tmp_path: Path,
+) -> None:
     here = tmp_path / "mine.yaml"
     here.write_text("a: 1\n")
     assert layers.find_file(here) == here
-    assert layers.find_file(Path("config/layers.py")) == Path(layers.__file__)  # any file that is in the package
+    # any file that is in the package
+    assert layers.find_file(Path("config/layers.py")) == Path(layers.__file__)
     assert layers.find_file(Path("nowhere.yaml")) == Path("nowhere.yaml")
 
 
@@ -180,13 +200,17 @@ def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_f
         ),
     ],
 )
-def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(typed, ours, tmp_path, monkeypatch, caplog):
+def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(
+    typed, ours, tmp_path, monkeypatch, caplog
+):
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO):
         found = layers.find_file(Path(typed))
     assert found.is_file()
     assert found.as_posix().endswith(ours)
-    assert [record.getMessage() for record in caplog.records] == [f"{typed} does not exist; using {ours}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{typed} does not exist; using {ours}"
+    ]
 
 
 def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path, monkeypatch):
@@ -197,6 +221,8 @@ def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path
     assert layers.find_file(here) == here
 
 
-@pytest.mark.parametrize("path", ["/home/me/engine_configs/gpt_oss/prefill.yaml", "configs/prefill.yaml"])
+@pytest.mark.parametrize(
+    "path", ["/home/me/engine_configs/gpt_oss/prefill.yaml", "configs/prefill.yaml"]
+)
 def test_located_when_a_path_is_unknown_then_it_stays(path):
     assert layers.find_file(Path(path)) == Path(path)

@@ -43,7 +43,10 @@ def test_load_when_nothing_but_the_model_is_given_then_defaults_are_named_as_sou
 def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
     env = {"DYN_TRTLLM_MAX_NUM_TOKENS": "5", "DYN_TRTLLM_MAX_BATCH_SIZE": "6"}
     loaded = load_worker("--model-path /m --max-num-tokens 7", env)
-    assert (loaded.max_num_tokens, loaded.source_of("max_num_tokens")) == (7, "flag --max-num-tokens")
+    assert (loaded.max_num_tokens, loaded.source_of("max_num_tokens")) == (
+        7,
+        "flag --max-num-tokens",
+    )
     assert loaded.max_batch_size == 6
     assert loaded.source_of("max_batch_size") == "environment DYN_TRTLLM_MAX_BATCH_SIZE"
 
@@ -61,11 +64,18 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
         ("DYN_SYSTEM_PORT", "DYN_TRTLLM_SYSTEM_PORT", "system_port", "9090"),
     ],
 )
-def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_ours_overrides_it(name, ours, field, value):
+def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_ours_overrides_it(
+    name, ours, field, value
+):
     loaded = load_worker("--model m", {name: value})
     assert str(getattr(loaded, field)) == value
     assert loaded.source_of(field) == f"environment {name}"
-    other = value.replace("9", "8").replace("4222", "4223").replace("2379", "2380").replace("blue", "red")
+    other = (
+        value.replace("9", "8")
+        .replace("4222", "4223")
+        .replace("2379", "2380")
+        .replace("blue", "red")
+    )
     loaded = load_worker("--model m", {name: value, ours: other})
     assert str(getattr(loaded, field)) == other
     assert loaded.source_of(field) == f"environment {ours}"
@@ -75,11 +85,16 @@ def test_load_when_the_guides_port_variable_is_set_then_the_frontend_listens_the
     def loaded(*argv: str) -> FrontendConfig:
         return load(FrontendConfig, prog="frontend", argv=argv, environ={"DYN_HTTP_PORT": "8001"})
 
-    assert (loaded().http_port, loaded().source_of("http_port")) == (8001, "environment DYN_HTTP_PORT")
+    assert (loaded().http_port, loaded().source_of("http_port")) == (
+        8001,
+        "environment DYN_HTTP_PORT",
+    )
     assert loaded("--http-port", "9").http_port == 9
 
 
-@pytest.mark.parametrize(("line", "role"), [(GUIDE_PREFILL, Role.PREFILL), (GUIDE_DECODE, Role.DECODE)])
+@pytest.mark.parametrize(
+    ("line", "role"), [(GUIDE_PREFILL, Role.PREFILL), (GUIDE_DECODE, Role.DECODE)]
+)
 def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
     config = load_worker(line)
     assert config.disaggregation_mode is role
@@ -94,7 +109,11 @@ def test_load_when_the_frontend_line_of_the_guides_is_given_then_it_parses():
 
 
 def test_load_when_the_flag_has_a_second_spelling_then_both_work():
-    assert load_worker("--model a") == load_worker("--model-path a") == load_worker("", {"DYN_TRTLLM_MODEL": "a"})
+    assert (
+        load_worker("--model a")
+        == load_worker("--model-path a")
+        == load_worker("", {"DYN_TRTLLM_MODEL": "a"})
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,9 +121,18 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
     [
         ("--is-prefill-worker", Role.PREFILL, "flag --is-prefill-worker"),
         ("--is-decode-worker", Role.DECODE, "flag --is-decode-worker"),
-        ("--is-decode-worker --disaggregation-mode decode", Role.DECODE, "flag --disaggregation-mode"),
-        ("--engine vllm", Role.DECODE, "default"),  # what such a worker is to those who know it from Dynamo
-        ("--engine vllm --disaggregation-mode prefill_and_decode", Role.AGGREGATED, "flag --disaggregation-mode"),
+        (
+            "--is-decode-worker --disaggregation-mode decode",
+            Role.DECODE,
+            "flag --disaggregation-mode",
+        ),
+        # what such a worker is to those who know it from Dynamo
+        ("--engine vllm", Role.DECODE, "default"),
+        (
+            "--engine vllm --disaggregation-mode prefill_and_decode",
+            Role.AGGREGATED,
+            "flag --disaggregation-mode",
+        ),
         ("--engine torch", Role.AGGREGATED, "default"),
     ],
 )
@@ -125,22 +153,40 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model=", ["flag --model is empty"]),
         ("--model m --max-num-tokens abc", ["--max-num-tokens", "'abc'", "integer"]),
         ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
-        ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "less than or equal to 1000000000"]),
-        ("--model m --disaggregation-mode both", ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"]),
-        ("--model m --disaggregation-strategy both", ["'both'", "'prefill_first' or 'decode_first'"]),
+        (
+            "--model m --lease-ttl-s inf",
+            ["--lease-ttl-s", "'inf'", "less than or equal to 1000000000"],
+        ),
+        (
+            "--model m --disaggregation-mode both",
+            ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"],
+        ),
+        (
+            "--model m --disaggregation-strategy both",
+            ["'both'", "'prefill_first' or 'decode_first'"],
+        ),
         ("--model m --engine sglang", ["--engine", "'trtllm', 'vllm', 'torch' or 'mock'"]),
         (
             "--model m --is-prefill-worker --disaggregation-mode decode",
-            ["--is-prefill-worker and --disaggregation-mode decode set the same and contradict each other"],
+            [
+                "--is-prefill-worker and --disaggregation-mode decode set the same and contradict"
+                " each other"
+            ],
         ),
         (
             "--model m --is-decode-worker --is-prefill-worker",
             ["--is-decode-worker and --is-prefill-worker set the same"],
         ),
         ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),
-        ("--model m --override-engine-args {", ["--override-engine-args", "JSON object", "column 2"]),
+        (
+            "--model m --override-engine-args {",
+            ["--override-engine-args", "JSON object", "column 2"],
+        ),
         *[
-            (f"--model m --endpoint {endpoint}", ["dyn://NAMESPACE.COMPONENT.ENDPOINT", "1 to 256 characters"])
+            (
+                f"--model m --endpoint {endpoint}",
+                ["dyn://NAMESPACE.COMPONENT.ENDPOINT", "1 to 256 characters"],
+            )
             for endpoint in (
                 "backend.generate",
                 "dyn://a.b",
@@ -161,8 +207,14 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
             "--model m --engine torch --kv-transfer-host ::",
             ["other workers cannot connect to ::", "--kv-transfer-bind-host"],
         ),
-        ("--model m --engine mock --kv-transfer-bind-host eth0", ["--kv-transfer-bind-host", "'eth0'"]),
-        ("--model m --engine vllm --kv-transfer-bind-host ::", ["--kv-transfer-bind-host", "torch or mock"]),
+        (
+            "--model m --engine mock --kv-transfer-bind-host eth0",
+            ["--kv-transfer-bind-host", "'eth0'"],
+        ),
+        (
+            "--model m --engine vllm --kv-transfer-bind-host ::",
+            ["--kv-transfer-bind-host", "torch or mock"],
+        ),
         ("--model m --kv-transfer-host 10.0.0.1", ["--kv-transfer-host", "torch or mock or vllm"]),
     ],
 )
@@ -194,14 +246,24 @@ def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected
         (FrontendConfig, "--ssl-keyfile k", "put a proxy"),
         (FrontendConfig, "--model m", "it is --model-path of dynamo-trtllm worker"),
         (LaunchConfig, "a.yaml --model-path m", "use --model"),
-        (LaunchConfig, "--deployment a.yaml", "DEPLOYMENT is the first argument: type the value without --deployment"),
+        (
+            LaunchConfig,
+            "--deployment a.yaml",
+            "DEPLOYMENT is the first argument: type the value without --deployment",
+        ),
         (FrontendConfig, "--xyzzy", "unknown flag --xyzzy; see --help"),
         (LaunchConfig, "serve tiny --tp 2", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (LaunchConfig, "a.yaml b.yaml", "'b.yaml' is a second DEPLOYMENT"),
-        (LaunchConfig, "a.yaml --tp 2", "tensor-parallel-size in the flags of a worker in the deployment file"),
+        (
+            LaunchConfig,
+            "a.yaml --tp 2",
+            "tensor-parallel-size in the flags of a worker in the deployment file",
+        ),
     ],
 )
-def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_to_do_instead(model, line, wanted):
+def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_to_do_instead(
+    model, line, wanted
+):
     with pytest.raises(ConfigError) as caught:
         load(model, prog="p", argv=line.split(), environ={})
     assert wanted in caught.value.message
@@ -212,7 +274,11 @@ def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_
     ("name", "value", "wanted"),
     [
         ("DYN_TRTLLM_MAX_NUM_TOKNES", "1", "did you mean DYN_TRTLLM_MAX_NUM_TOKENS?"),
-        ("DYN_TRTLLM_IS_PREFILL_WORKER", "1", "IS_PREFILL_WORKER; set DYN_TRTLLM_DISAGGREGATION_MODE to prefill"),
+        (
+            "DYN_TRTLLM_IS_PREFILL_WORKER",
+            "1",
+            "IS_PREFILL_WORKER; set DYN_TRTLLM_DISAGGREGATION_MODE to prefill",
+        ),
         ("DYN_TRTLLM_MAX_NUM_TOKENS", "", "environment DYN_TRTLLM_MAX_NUM_TOKENS is empty"),
         ("DYN_TRTLLM_MAX_NUM_TOKENS", "x", "environment DYN_TRTLLM_MAX_NUM_TOKENS is 'x'"),
         ("DYN_TRTLLM_PUBLISH_KV_EVENTS", "maybe", "expected true or false"),
@@ -235,7 +301,12 @@ OTEL = {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR, "OTEL_TRACES_SAMPLER_ARG": "0.
     ("environ", "endpoint", "ratio", "warning"),
     [
         ({}, COLLECTOR, 0.5, ""),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_SDK_DISABLED": ""}, COLLECTOR, 0.5, ""),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_SDK_DISABLED": ""},
+            COLLECTOR,
+            0.5,
+            "",
+        ),
         ({"OTEL_TRACES_SAMPLER_ARG": ""}, COLLECTOR, 1.0, ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}, None, 0.5, ""),
         ({"OTEL_SDK_DISABLED": "True"}, None, 1.0, ""),
@@ -251,9 +322,19 @@ OTEL = {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR, "OTEL_TRACES_SAMPLER_ARG": "0.
             1.0,
             "OTLP_ENDPOINT is 'grpc://a:4317': expected a URL",
         ),
-        ({"OTEL_TRACES_SAMPLER_ARG": "endpoint=http://a"}, None, 1.0, "SAMPLER_ARG is 'endpoint=http://a'"),
+        (
+            {"OTEL_TRACES_SAMPLER_ARG": "endpoint=http://a"},
+            None,
+            1.0,
+            "SAMPLER_ARG is 'endpoint=http://a'",
+        ),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, None, 1.0, "OTLP_PROTOCOL is 'grpc'"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "DYN_TRTLLM_OTLP_ENDPOINT": "http://b"}, "http://b", 0.5, ""),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "DYN_TRTLLM_OTLP_ENDPOINT": "http://b"},
+            "http://b",
+            0.5,
+            "",
+        ),
     ],
 )
 def test_load_when_otel_variables_of_a_cluster_are_unusable_then_the_frontend_starts_without_traces(
@@ -288,10 +369,14 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
     assert stop.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(WorkerConfig.model_fields) + 1
-    assert ["nats_server", "nats://n:1", "environment", "NATS_SERVER"] in [line.split() for line in lines]
+    assert ["nats_server", "nats://n:1", "environment", "NATS_SERVER"] in [
+        line.split() for line in lines
+    ]
 
 
-@pytest.mark.parametrize("words", [["--nats-server"], ["--model", "m", "--print-config", "--nats-server"]])
+@pytest.mark.parametrize(
+    "words", [["--nats-server"], ["--model", "m", "--print-config", "--nats-server"]]
+)
 @pytest.mark.parametrize(
     ("address", "shown"),
     [
@@ -303,7 +388,9 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
         ("nats://user:secret", "nats://user:***"),
     ],
 )
-def test_address_with_a_password_when_it_is_shown_or_rejected_then_it_is_masked(capsys, words, address, shown):
+def test_address_with_a_password_when_it_is_shown_or_rejected_then_it_is_masked(
+    capsys, words, address, shown
+):
     with pytest.raises((SystemExit, ConfigError)) as stop:
         load(WorkerConfig, prog="w", argv=[*words, address], environ={})
     text = capsys.readouterr().out + str(stop.value)
@@ -340,9 +427,12 @@ def test_exit_with_when_called_then_one_line_and_status_two(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "model"), [("models", "WorkerConfig"), ("models", "FrontendConfig"), ("commands", "LaunchConfig")]
+    ("module", "model"),
+    [("models", "WorkerConfig"), ("models", "FrontendConfig"), ("commands", "LaunchConfig")],
 )
-def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(module, model):
+def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(
+    module, model
+):
     code = f"""
 import json, sys
 for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "httptools"):
@@ -368,12 +458,18 @@ def test_load_when_values_come_from_several_places_then_the_config_itself_can_te
     assert config.source_of("max_batch_size") == "flag --max-batch-size"
     assert config.source_of("max_num_tokens") == "environment DYN_TRTLLM_MAX_NUM_TOKENS"
     assert config.source_of("max_seq_len") == "default"
-    assert config.model_copy(update={"model_path": "other"}).source_of("max_batch_size") == "flag --max-batch-size"
+    assert (
+        config.model_copy(update={"model_path": "other"}).source_of("max_batch_size")
+        == "flag --max-batch-size"
+    )
 
 
 def test_source_of_when_code_built_the_config_then_it_is_the_configuration():
     config = WorkerConfig(model_path="m", max_batch_size=4)
-    assert (config.source_of("max_batch_size"), config.source_of("max_seq_len")) == ("configuration", "default")
+    assert (config.source_of("max_batch_size"), config.source_of("max_seq_len")) == (
+        "configuration",
+        "default",
+    )
 
 
 def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):

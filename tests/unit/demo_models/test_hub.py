@@ -1,4 +1,7 @@
-"""Models of a hub: found in the cache, looked up, downloaded, or refused in one line. The hub runs on localhost."""
+"""Models of a hub: found in the cache, looked up, downloaded, or refused in one line.
+
+The hub runs on localhost.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,13 @@ FILES = {
     "consolidated.safetensors": b"not needed",
     "original/model.safetensors": b"not needed",
 }
-NEEDED = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"}
+NEEDED = {
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+}
 
 
 @pytest.fixture
@@ -63,7 +72,9 @@ def test_download_when_the_hub_has_the_model_then_only_needed_files_are_there_an
     assert shown[-1].startswith("downloaded 100% of")
 
 
-def test_find_when_the_model_is_in_the_cache_then_without_a_request(hub: Hub, server: HubServer) -> None:
+def test_find_when_the_model_is_in_the_cache_then_without_a_request(
+    hub: Hub, server: HubServer
+) -> None:
     folder = hub.download(hub.find(NAME), lambda _: None)
     server.requests.clear()
     server.info_status = 500
@@ -85,7 +96,10 @@ def test_find_when_another_program_has_cached_a_part_then_the_rest_is_downloaded
     folder.mkdir(parents=True)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMIT)
-    for name in NEEDED & server.files.keys() | {"model.safetensors.index.json", "model-1.safetensors"}:
+    for name in NEEDED & server.files.keys() | {
+        "model.safetensors.index.json",
+        "model-1.safetensors",
+    }:
         (folder / name).write_bytes(server.files[name])
     found = hub.find(NAME)
     assert found.download_bytes == 200
@@ -97,7 +111,8 @@ def test_download_when_the_connection_is_cut_then_it_continues_where_it_was(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # pause between attempts of huggingface_hub
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what is kept of a cut download
+    # what is kept of a cut download
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     server.cut_after = [300_000]
     if IS_BEFORE_1:  # it does not try again by itself
         with pytest.raises(ConfigError, match="can't be reached or broke off"):
@@ -143,7 +158,9 @@ def test_download_when_interrupted_then_it_ends_at_the_next_bytes(
         hub.download(found, lambda _: None)
     assert signal.getsignal(signal.SIGINT) is handler
     assert not (found.folder / "model.safetensors").exists()
-    partial = [path for path in found.folder.parents[2].rglob("*.incomplete") if path.stat().st_size]
+    partial = [
+        path for path in found.folder.parents[2].rglob("*.incomplete") if path.stat().st_size
+    ]
     assert IS_BEFORE_1 or not partial  # before 1.0 they stay, and the next download continues them
     assert all(path.stat().st_size < len(WEIGHTS) for path in partial)
 
@@ -151,7 +168,11 @@ def test_download_when_interrupted_then_it_ends_at_the_next_bytes(
 @pytest.mark.parametrize(
     ("status", "code", "says"),
     [
-        (401, "RepoNotFound", "has no such model, or it is private; check the name, or set HF_TOKEN"),
+        (
+            401,
+            "RepoNotFound",
+            "has no such model, or it is private; check the name, or set HF_TOKEN",
+        ),
         (403, "GatedRepo", "access is restricted; accept its terms at"),
         (404, "RepoNotFound", "has no such model, or it is private"),
         (404, "RevisionNotFound", "there is no revision 'v1'; pass another --revision"),
@@ -169,14 +190,20 @@ def test_find_when_the_hub_refuses_then_one_line_says_why(
     assert "\n" not in failed.value.message
 
 
-def test_find_when_only_the_files_are_gated_then_nothing_large_is_tried(hub: Hub, server: HubServer) -> None:
+def test_find_when_only_the_files_are_gated_then_nothing_large_is_tried(
+    hub: Hub, server: HubServer
+) -> None:
     server.file_status, server.file_error = 403, "GatedRepo"
     with pytest.raises(ConfigError, match="access is restricted; accept its terms at"):
         hub.find(NAME)
-    assert not [line for line in server.requests if line.startswith("GET") and line.endswith("safetensors")]
+    assert not [
+        line for line in server.requests if line.startswith("GET") and line.endswith("safetensors")
+    ]
 
 
-@pytest.mark.skipif(IS_BEFORE_1, reason="before 1.0, huggingface_hub reads the variable when it makes its sessions")
+@pytest.mark.skipif(
+    IS_BEFORE_1, reason="before 1.0, huggingface_hub reads the variable when it makes its sessions"
+)
 def test_find_when_offline_and_not_in_the_cache_then_no_request_and_one_line(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,13 +215,19 @@ def test_find_when_offline_and_not_in_the_cache_then_no_request_and_one_line(
 
 def test_find_when_no_hub_answers_then_one_line_names_it(tmp_path: Path) -> None:
     hub = Hub(endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"http://127.0.0.1:9 can't be reached .*; check the network or HF_ENDPOINT"):
+    with pytest.raises(
+        ConfigError,
+        match=r"http://127.0.0.1:9 can't be reached .*; check the network or HF_ENDPOINT",
+    ):
         hub.find(NAME)
 
 
 @pytest.mark.parametrize(
     ("lacking", "says"),
-    [("config.json", "no config.json at"), ("model.safetensors", "no weights in the safetensors format at")],
+    [
+        ("config.json", "no config.json at"),
+        ("model.safetensors", "no weights in the safetensors format at"),
+    ],
 )
 def test_find_when_the_model_lacks_a_file_then_it_is_refused_before_the_download(
     hub: Hub, server: HubServer, lacking: str, says: str
@@ -204,7 +237,9 @@ def test_find_when_the_model_lacks_a_file_then_it_is_refused_before_the_download
         hub.find(NAME)
 
 
-def test_download_when_the_reader_of_the_progress_has_exited_then_that_is_the_error(hub: Hub) -> None:
+def test_download_when_the_reader_of_the_progress_has_exited_then_that_is_the_error(
+    hub: Hub,
+) -> None:
     def show(line: str) -> None:
         if line.startswith("downloaded"):
             raise BrokenPipeError
@@ -214,16 +249,22 @@ def test_download_when_the_reader_of_the_progress_has_exited_then_that_is_the_er
         hub.download(model, show)
 
 
-def test_find_when_the_cache_can_not_be_written_then_the_error_names_the_folder(server: HubServer) -> None:
+def test_find_when_the_cache_can_not_be_written_then_the_error_names_the_folder(
+    server: HubServer,
+) -> None:
     with pytest.raises(ConfigError, match=r"/proc/none.*: No such file or directory; correct this"):
         Hub(endpoint=server.url, cache_dir=Path("/proc/none")).find(NAME)
 
 
-def test_download_when_the_disk_is_too_small_then_nothing_is_downloaded(hub: Hub, server: HubServer) -> None:
+def test_download_when_the_disk_is_too_small_then_nothing_is_downloaded(
+    hub: Hub, server: HubServer
+) -> None:
     server.sizes = {"model.safetensors": 1 << 60}
     found = hub.find(NAME)
     server.requests.clear()
-    with pytest.raises(ConfigError, match=r"needs 1073741824\.0 GiB in .* free; free space, or set HF_HOME"):
+    with pytest.raises(
+        ConfigError, match=r"needs 1073741824\.0 GiB in .* free; free space, or set HF_HOME"
+    ):
         hub.download(found, lambda _: None)
     assert server.requests == []
 

@@ -46,7 +46,9 @@ def compact(tmp_path: Path) -> Path:
     return folder
 
 
-def test_expand_when_first_used_then_touched_rows_and_rest_are_in_place(compact: Path, tmp_path: Path) -> None:
+def test_expand_when_first_used_then_touched_rows_and_rest_are_in_place(
+    compact: Path, tmp_path: Path
+) -> None:
     folder = expand.tiny_gpt_oss(cache_dir=tmp_path / "cache", source=compact)
     full = load_file(folder / "model.safetensors")
     assert set(full) == {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
@@ -68,15 +70,22 @@ def test_expand_when_done_before_then_folder_is_left_alone(compact: Path, tmp_pa
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_expand_when_several_race_then_one_folder_and_no_leftovers(compact: Path, tmp_path: Path) -> None:
+def test_expand_when_several_race_then_one_folder_and_no_leftovers(
+    compact: Path, tmp_path: Path
+) -> None:
     with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(expand.tiny_gpt_oss, cache_dir=tmp_path / "cache", source=compact) for _ in range(4)]
+        futures = [
+            pool.submit(expand.tiny_gpt_oss, cache_dir=tmp_path / "cache", source=compact)
+            for _ in range(4)
+        ]
         folders = {future.result() for future in futures}
     assert len(folders) == 1
     assert list((tmp_path / "cache" / "models").iterdir()) == list(folders)
 
 
-def test_expand_when_weights_differ_from_the_hash_then_config_error(compact: Path, tmp_path: Path) -> None:
+def test_expand_when_weights_differ_from_the_hash_then_config_error(
+    compact: Path, tmp_path: Path
+) -> None:
     path = compact / expand.WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ConfigError, match="sha256"):
@@ -111,7 +120,9 @@ def test_resolve_when_folder_exists_then_it_is_returned(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_resolve_when_folder_is_missing_then_error_names_it_and_the_bundled_models(tmp_path: Path) -> None:
+def test_resolve_when_folder_is_missing_then_error_names_it_and_the_bundled_models(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.*tiny-gpt-oss, smollm2"):
         resolve(str(tmp_path / "nowhere"))
 

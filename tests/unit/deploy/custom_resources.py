@@ -1,7 +1,9 @@
-"""The custom resources of our recipes, as far as they use them: read off the projects' API references.
+"""The custom resources of our recipes, as far as they use them: read off the projects' API
+references.
 
-LeaderWorkerSet: lws.sigs.k8s.io/docs/reference, leaderworkerset.x-k8s.io/v1. ScaledObject: keda.sh/docs/2.17, its
-specification and the Prometheus scaler. PodMonitor: prometheus-operator.dev/docs/api-reference, v1 of it.
+LeaderWorkerSet: lws.sigs.k8s.io/docs/reference, leaderworkerset.x-k8s.io/v1. ScaledObject:
+keda.sh/docs/2.17, its specification and the Prometheus scaler. PodMonitor:
+prometheus-operator.dev/docs/api-reference, v1 of it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ Schema = dict[str, Any]
 
 
 def _object(required: str, **properties: Schema) -> Schema:
-    return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required.split(),
+        "properties": properties,
+    }
 
 
 _TEXT: Schema = {"type": "string", "minLength": 1}
@@ -23,7 +30,12 @@ _POD = _object("spec metadata", metadata=_ANY, spec=_ANY)
 
 
 def _resource(api: str, kind: str, spec: Schema) -> Schema:
-    top = {"apiVersion": {"const": api}, "kind": {"const": kind}, "metadata": _METADATA, "spec": spec}
+    top = {
+        "apiVersion": {"const": api},
+        "kind": {"const": kind},
+        "metadata": _METADATA,
+        "spec": spec,
+    }
     return _object("apiVersion kind metadata spec", **top)
 
 
@@ -54,7 +66,9 @@ _SCALED_OBJECT = _object(
             "type metadata",
             type={"const": "prometheus"},
             metricType={"enum": ["AverageValue", "Value"]},
-            metadata=_object("serverAddress query threshold", serverAddress=_TEXT, query=_TEXT, threshold=_TEXT),
+            metadata=_object(
+                "serverAddress query threshold", serverAddress=_TEXT, query=_TEXT, threshold=_TEXT
+            ),
         ),
     },
 )
@@ -71,14 +85,18 @@ _POD_MONITOR = _object(
             interval={"type": "string", "pattern": "^[0-9]+s$"},
             relabelings={
                 "type": "array",
-                "items": _object("", sourceLabels={"type": "array", "items": _TEXT}, targetLabel=_TEXT),
+                "items": _object(
+                    "", sourceLabels={"type": "array", "items": _TEXT}, targetLabel=_TEXT
+                ),
             },
         ),
     },
 )
 
 SCHEMAS: dict[str, Schema] = {
-    "LeaderWorkerSet": _resource("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET),
+    "LeaderWorkerSet": _resource(
+        "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET
+    ),
     "ScaledObject": _resource("keda.sh/v1alpha1", "ScaledObject", _SCALED_OBJECT),
     "PodMonitor": _resource("monitoring.coreos.com/v1", "PodMonitor", _POD_MONITOR),
 }

@@ -1,5 +1,8 @@
-"""What `kubectl kustomize` makes of our recipes: the features that they use and no others. Held to the real one by an
-`extra` test."""
+"""What `kubectl kustomize` makes of our recipes: the features that they use and no others.
+
+Held to the real one by an
+`extra` test.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,19 @@ import yaml
 
 Doc = dict[str, Any]
 
-_KNOWN = {"apiVersion", "kind", "resources", "components", "patches", "images", "replicas", "configMapGenerator"}
+_KNOWN = {
+    "apiVersion",
+    "kind",
+    "resources",
+    "components",
+    "patches",
+    "images",
+    "replicas",
+    "configMapGenerator",
+}
 _SCALED = ("Deployment", "StatefulSet")
-_MERGE_KEYS = ("name", "mountPath", "containerPort")  # by which members of lists of objects are distinguished
+# by which members of lists of objects are distinguished
+_MERGE_KEYS = ("name", "mountPath", "containerPort")
 
 
 @cache
@@ -55,17 +68,28 @@ def _apply(folder: Path, docs: list[Doc]) -> list[Doc]:
 
 def _generate(folder: Path, spec: Doc, docs: list[Doc]) -> None:
     data = {Path(name).name: (folder / name).read_text() for name in spec["files"]}
-    present = [d for d in docs if d["kind"] == "ConfigMap" and d["metadata"]["name"] == spec["name"]]
+    present = [
+        d for d in docs if d["kind"] == "ConfigMap" and d["metadata"]["name"] == spec["name"]
+    ]
     if spec.get("behavior") == "merge":
         (one,) = present
         one["data"].update(data)
     else:
         assert not present
-        docs.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": spec["name"]}, "data": data})
+        docs.append(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": spec["name"]},
+                "data": data,
+            }
+        )
 
 
 def _patched(folder: Path, patch: Doc, docs: list[Doc]) -> list[Doc]:
-    given = yaml.safe_load(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text())
+    given = yaml.safe_load(
+        patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text()
+    )
     if "target" in patch:
         kind, name = patch["target"]["kind"], re.compile(patch["target"]["name"])
         hit = [d for d in docs if d["kind"] == kind and name.fullmatch(d["metadata"]["name"])]
@@ -101,7 +125,11 @@ def _json_patch(doc: Doc, operation: Doc) -> None:
 def _merged(base: Any, patch: Any) -> Any:
     if isinstance(base, dict) and isinstance(patch, dict):
         return base | {key: _merged(base.get(key), value) for key, value in patch.items()}
-    if isinstance(base, list) and isinstance(patch, list) and all(isinstance(each, dict) for each in base + patch):
+    if (
+        isinstance(base, list)
+        and isinstance(patch, list)
+        and all(isinstance(each, dict) for each in base + patch)
+    ):
         key = next((key for key in _MERGE_KEYS if all(key in each for each in base + patch)), None)
         if key is not None:
             there = {each[key]: each for each in base}

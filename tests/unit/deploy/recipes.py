@@ -1,4 +1,6 @@
-"""The recipes as tests look at them: every set of objects that is applied together, and the pods in it."""
+"""The recipes as tests look at them: every set of objects that is applied together, and the pods in
+it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def pods(docs: list[Doc]) -> Iterator[Pod]:
             templates = [template] if template else []
         for each in templates:
             metadata = each["metadata"]
-            yield Pod(name_of(doc), metadata["labels"], metadata.get("annotations", {}), each["spec"])
+            yield Pod(
+                name_of(doc), metadata["labels"], metadata.get("annotations", {}), each["spec"]
+            )
 
 
 def workers(docs: list[Doc]) -> list[Pod]:
@@ -85,8 +89,13 @@ def words(pod: Pod) -> list[str]:
 
 def environment(pod: Pod) -> dict[str, str]:
     """Without what comes from Secrets, but for the addresses that make_secrets puts there."""
-    given = {each["name"]: each["value"] for each in pod.container.get("env", []) if "value" in each}
-    return given | {"ETCD_ENDPOINTS": "https://etcd:2379", "NATS_SERVER": "nats://dynamo:p0@nats:4222"}
+    given = {
+        each["name"]: each["value"] for each in pod.container.get("env", []) if "value" in each
+    }
+    return given | {
+        "ETCD_ENDPOINTS": "https://etcd:2379",
+        "NATS_SERVER": "nats://dynamo:p0@nats:4222",
+    }
 
 
 def worker_config(pod: Pod) -> WorkerConfig:
@@ -103,13 +112,16 @@ def gpus(pod: Pod) -> int:
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     """Of matchLabels, or of a Service's plain labels."""
-    return all(labels.get(key) == value for key, value in selector.get("matchLabels", selector).items())
+    return all(
+        labels.get(key) == value for key, value in selector.get("matchLabels", selector).items()
+    )
 
 
 def everything() -> dict[str, list[Doc]]:
     """Every set of objects that is applied together, by what it is called in test ids."""
     found = {folder: render(RECIPES / folder) for folder in KUSTOMIZATIONS}
     for path in sorted(MODEL.rglob("*.yaml")):
-        if path.parent.name == "model-cache" or path.name == "perf.yaml":  # deploy.yaml is the kustomization beside it
+        # deploy.yaml is the kustomization beside it
+        if path.parent.name == "model-cache" or path.name == "perf.yaml":
             found[path.relative_to(RECIPES).as_posix()] = documents(path)
     return found

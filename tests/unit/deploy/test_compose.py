@@ -1,4 +1,6 @@
-"""deploy/docker-compose.yml and what it mounts: nothing open, all pinned, and names of metrics that exist."""
+"""deploy/docker-compose.yml and what it mounts: nothing open, all pinned, and names of metrics that
+exist.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +69,13 @@ def test_state_when_a_container_is_made_anew_then_it_is_in_volumes() -> None:
 def test_etcd_when_any_client_asks_then_it_wants_a_certificate() -> None:
     command = SERVICES["etcd"]["command"]
     assert "--client-cert-auth" in command
-    assert all(word.partition("=")[2].startswith("https://") for word in command if "client-urls" in word)
+    assert all(
+        word.partition("=")[2].startswith("https://") for word in command if "client-urls" in word
+    )
     major, minor = re.findall(r"\d+", SERVICES["etcd"]["image"].rpartition(":")[2])[:2]
     assert (int(major), int(minor)) >= (3, 5)
-    assert not any("2381" in port for port in SERVICES["etcd"]["ports"])  # metrics need no certificate
+    # metrics need no certificate
+    assert not any("2381" in port for port in SERVICES["etcd"]["ports"])
 
 
 def test_passwords_when_not_set_then_compose_refuses() -> None:
@@ -78,31 +83,51 @@ def test_passwords_when_not_set_then_compose_refuses() -> None:
     assert "password: $NATS_PASSWORD" in nats
     assert "jetstream" in nats
     assert SERVICES["nats"]["environment"]["NATS_PASSWORD"].startswith("${NATS_PASSWORD:?")
-    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith(
+        "${GRAFANA_PASSWORD:?"
+    )
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"), [("compose", "nats.conf"), ("platform/base", "nats.conf"), ("platform", "cluster.conf")]
+    ("folder", "name"),
+    [("compose", "nats.conf"), ("platform/base", "nats.conf"), ("platform", "cluster.conf")],
 )
-def test_nats_configuration_when_read_by_nats_server_then_valid(folder: str, name: str, tmp_path: Path) -> None:
-    """A password that begins with a digit, or a variable that is not set, would be an error here."""
-    folders = [DEPLOY / "compose"] if folder == "compose" else [RECIPES / "base", RECIPES / "overlays/production"]
+def test_nats_configuration_when_read_by_nats_server_then_valid(
+    folder: str, name: str, tmp_path: Path
+) -> None:
+    """A password that begins with a digit, or a variable that is not set, would be an error
+    here.
+    """
+    folders = (
+        [DEPLOY / "compose"]
+        if folder == "compose"
+        else [RECIPES / "base", RECIPES / "overlays/production"]
+    )
     for each in folders:
         for path in each.glob("*.conf"):
             (tmp_path / path.name).write_text(path.read_text().replace("/data", str(tmp_path)))
     environ = {"NATS_PASSWORD": "p0", "POD_NAME": "nats-0"}
     environ |= {f"ROUTE_{i}": f"nats://route:p0@nats-{i}.nats-headless:6222" for i in range(3)}
     command = [nats_binary(), "-t", "-c", tmp_path / name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environ
+    )
     assert done.returncode == 0, done.stderr
     del environ["NATS_PASSWORD"]
-    without = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ)
+    without = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environ
+    )
     assert "NATS_PASSWORD" in without.stderr + without.stdout
 
 
 def test_prometheus_when_it_scrapes_then_every_service_and_our_ports() -> None:
     config = yaml.safe_load((DEPLOY / "compose/prometheus.yml").read_text())
-    targets = {t for job in config["scrape_configs"] for s in job.get("static_configs", []) for t in s["targets"]}
+    targets = {
+        t
+        for job in config["scrape_configs"]
+        for s in job.get("static_configs", [])
+        for t in s["targets"]
+    }
     assert targets == {"etcd:2381", "nats-exporter:7777", "dcgm-exporter:9401"}
     assert {target.partition(":")[0] for target in targets} <= set(SERVICES)
     ours = yaml.safe_load((DEPLOY / "compose/targets/local.yml").read_text())
@@ -119,7 +144,11 @@ def test_dashboard_when_it_names_our_metrics_then_they_exist_in_the_form_it_uses
     exist: set[str] = set()
     for row in TABLE:
         name = PREFIX + row.name
-        exist |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if row.kind == "histogram" else {name}
+        exist |= (
+            {f"{name}_{part}" for part in ("bucket", "sum", "count")}
+            if row.kind == "histogram"
+            else {name}
+        )
     used = {name for query in _queries() for name in re.findall(rf"{PREFIX}\w+", query)}
     assert used <= exist
     # and it leaves out none that clients or operators would look for
@@ -128,15 +157,27 @@ def test_dashboard_when_it_names_our_metrics_then_they_exist_in_the_form_it_uses
 
 
 def test_dashboard_when_it_groups_or_filters_then_by_labels_that_there_are() -> None:
-    labels = {label for row in TABLE for label in row.labels} | {"le", "role", "instance", "job", "process"}
+    labels = {label for row in TABLE for label in row.labels} | {
+        "le",
+        "role",
+        "instance",
+        "job",
+        "process",
+    }
     for query in _queries():
-        groups = {word.strip() for group in re.findall(r"by \(([^)]*)\)", query) for word in group.split(",")}
+        groups = {
+            word.strip()
+            for group in re.findall(r"by \(([^)]*)\)", query)
+            for word in group.split(",")
+        }
         assert groups <= labels
         assert set(re.findall(r"[{,](\w+)\s*(?:=|!=|=~|!~)", query)) <= labels
 
 
 def test_dashboard_when_loaded_then_its_source_and_panels_are_whole() -> None:
-    source = yaml.safe_load((DEPLOY / "compose/grafana/provisioning/datasources/prometheus.yml").read_text())
+    source = yaml.safe_load(
+        (DEPLOY / "compose/grafana/provisioning/datasources/prometheus.yml").read_text()
+    )
     (uid,) = [each["uid"] for each in source["datasources"]]
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))

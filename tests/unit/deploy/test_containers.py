@@ -1,4 +1,6 @@
-"""The Containerfiles as far as they can be judged without building them, the build context, and container_run."""
+"""The Containerfiles as far as they can be judged without building them, the build context, and
+container_run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def arguments(path: Path) -> dict[str, str]:
-    return dict(rest.split("=", 1) for word, rest in instructions(path) if word == "ARG" and "=" in rest)
+    return dict(
+        rest.split("=", 1) for word, rest in instructions(path) if word == "ARG" and "=" in rest
+    )
 
 
 def test_containerfiles_when_listed_then_one_per_image() -> None:
@@ -46,7 +50,9 @@ def test_bases_when_resolved_then_pinned(path: Path) -> None:
     for word, rest in instructions(path):
         if word != "FROM":
             continue
-        image = re.sub(r"\$\{(\w+)\}", lambda m: arguments(path)[m[1]], re.sub(r"^--platform=\S+ ", "", rest))
+        image = re.sub(
+            r"\$\{(\w+)\}", lambda m: arguments(path)[m[1]], re.sub(r"^--platform=\S+ ", "", rest)
+        )
         name, _, stage = image.partition(" AS ")
         if name not in stages:
             assert re.search(r":v?\d+\.\d+\.\d+", name), f"{name} is not pinned"
@@ -57,7 +63,9 @@ def test_bases_when_resolved_then_pinned(path: Path) -> None:
 def test_bases_when_read_then_the_images_that_the_guides_build_on() -> None:
     of = {path.suffix[1:]: arguments(path) for path in CONTAINERFILES}
     assert of["trtllm"]["BASE_IMAGE"] == "nvcr.io/nvidia/tensorrt-llm/release"
-    assert (ROOT / f"dynamo_trtllm/engines/trtllm/api_manifests/{of['trtllm']['BASE_IMAGE_TAG']}.json").is_file()
+    assert (
+        ROOT / f"dynamo_trtllm/engines/trtllm/api_manifests/{of['trtllm']['BASE_IMAGE_TAG']}.json"
+    ).is_file()
     (vllm,) = [each for each in EXTRAS["vllm"] if each.startswith("vllm")]
     low = re.search(r">=(\d+\.\d+)", vllm)
     assert low is not None
@@ -68,7 +76,9 @@ def test_bases_when_read_then_the_images_that_the_guides_build_on() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_image_when_run_then_not_as_root(path: Path) -> None:
-    last_stage = instructions(path)[max(i for i, (word, _) in enumerate(instructions(path)) if word == "FROM") :]
+    last_stage = instructions(path)[
+        max(i for i, (word, _) in enumerate(instructions(path)) if word == "FROM") :
+    ]
     users = [rest for word, rest in last_stage if word == "USER"]
     if not users:  # inherited
         users = [rest for word, rest in instructions(path) if word == "USER" and rest != "0"]
@@ -88,11 +98,14 @@ def test_sources_when_copied_then_they_are_in_the_build_context(path: Path) -> N
             assert (ROOT / source).exists()
             assert in_context(source), f"{source} is left out by .dockerignore"
     package = next(rest.split() for word, rest in instructions(path) if word == "COPY")
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(package)  # without them no wheel is built
+    # without them no wheel is built
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(package)
 
 
 def in_context(path: str) -> bool:
-    """As docker reads .dockerignore, as far as ours goes: the last line that meets the path or a folder above wins."""
+    """As docker reads .dockerignore, as far as ours goes: the last line that meets the path or a
+    folder above wins.
+    """
     parts = path.split("/")
     above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
     taken = True
@@ -115,8 +128,18 @@ def _meets(path: str, pattern: str) -> bool:
 @pytest.mark.parametrize(
     "path",
     [
-        *(".git/config", ".venv/bin/python", "tests/conftest.py", "deploy/.env", "deploy/compose/secrets/server.key"),
-        *("dynamo_trtllm/__pycache__/errors.cpython-311.pyc", "benchmarks/results/run.json", "docs/api.md"),
+        *(
+            ".git/config",
+            ".venv/bin/python",
+            "tests/conftest.py",
+            "deploy/.env",
+            "deploy/compose/secrets/server.key",
+        ),
+        *(
+            "dynamo_trtllm/__pycache__/errors.cpython-311.pyc",
+            "benchmarks/results/run.json",
+            "docs/api.md",
+        ),
     ],
 )
 def test_context_when_built_then_without_secrets_history_and_caches(path: str) -> None:
@@ -130,7 +153,11 @@ def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) 
     installs = re.findall(r"(?:pip install|RUN install_beside /opt/dynamo) ([^&\n]+)", text)
     assert installs
     for install in installs:
-        words = [word for word in shlex.split(install.replace("$(echo /wheels/*.whl)", "WHEEL")) if word[0] != "-"]
+        words = [
+            word
+            for word in shlex.split(install.replace("$(echo /wheels/*.whl)", "WHEEL"))
+            if word[0] != "-"
+        ]
         (wheel,) = words
         extras = re.fullmatch(r"(?:WHEEL|/wheels/\*\.whl)(?:\[(\w+)\])?", wheel)
         assert extras is not None
@@ -141,7 +168,10 @@ def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) 
 def test_engine_image_when_built_then_no_package_of_the_base_is_replaced(name: str) -> None:
     """test_install_beside.py runs the script."""
     lines = instructions(ROOT / "deploy" / "container" / f"Containerfile.{name}")
-    assert ("COPY", "--chmod=0755 deploy/container/install_beside /usr/local/bin/install_beside") in lines
+    assert (
+        "COPY",
+        "--chmod=0755 deploy/container/install_beside /usr/local/bin/install_beside",
+    ) in lines
     assert not [rest for word, rest in lines if word == "RUN" and "pip install" in rest]
 
 
@@ -155,7 +185,9 @@ def test_entry_when_an_image_starts_then_its_module_exists(path: Path) -> None:
 
 
 @pytest.mark.extra
-def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in_it(tmp_path: Path) -> None:
+def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in_it(
+    tmp_path: Path,
+) -> None:
     """As the first stage of every file does it."""
     for name in (
         "pyproject.toml",
@@ -167,16 +199,35 @@ def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in
         "kernels_config",
     ):
         (tmp_path / name).symlink_to(ROOT / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        ".",
+    ]
     done = subprocess.run(
-        [*command, "-w", tmp_path / "wheels"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*command, "-w", tmp_path / "wheels"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "wheels").iterdir()
     names = set(zipfile.ZipFile(wheel).namelist())
-    engine_files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "engine_configs").rglob("*.yaml")}
+    engine_files = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "engine_configs").rglob("*.yaml")
+    }
     assert {f"dynamo_trtllm/{name}" for name in engine_files} <= names
-    assert {"dynamo_trtllm/frontend/docs.html", "dynamo_trtllm/kernels_config/fallback.yaml"} <= names
+    assert {
+        "dynamo_trtllm/frontend/docs.html",
+        "dynamo_trtllm/kernels_config/fallback.yaml",
+    } <= names
 
 
 def test_frontend_image_when_installed_then_without_torch() -> None:
@@ -186,14 +237,27 @@ def test_frontend_image_when_installed_then_without_torch() -> None:
 
 
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "MODEL_PATH", "DOCKER")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HF_TOKEN", "MODEL_PATH", "DOCKER")
+    }
     env.pop("DYNAMO_CONTAINER_IMAGE", None)
     program = str(ROOT / "scripts" / "container_run")
-    return subprocess.run([program, *words], capture_output=True, text=True, check=False, env=env | environ)
+    return subprocess.run(
+        [program, *words], capture_output=True, text=True, check=False, env=env | environ
+    )
 
 
 def test_container_run_when_dry_then_the_guides_flags(tmp_path: Path) -> None:
-    done = run("--dry-run", "--model-path", str(tmp_path), "--workspace", str(tmp_path), HF_TOKEN="hf_secret")
+    done = run(
+        "--dry-run",
+        "--model-path",
+        str(tmp_path),
+        "--workspace",
+        str(tmp_path),
+        HF_TOKEN="hf_secret",
+    )
     words = shlex.split(done.stdout)
     assert words[:3] == ["docker", "run", "--rm"]
     line = " ".join(words)
@@ -217,9 +281,19 @@ def test_container_run_when_dry_then_the_guides_flags(tmp_path: Path) -> None:
     assert words[-2:] == [f"dynamo-trtllm/trtllm:{__version__}", "bash"]
 
 
-def test_container_run_when_variables_are_set_then_image_command_and_program_change(tmp_path: Path) -> None:
+def test_container_run_when_variables_are_set_then_image_command_and_program_change(
+    tmp_path: Path,
+) -> None:
     command = ["python3", "-m", "dynamo_trtllm", "--print-config"]
-    done = run("--dry-run", "--gpus", "none", "--", *command, DOCKER="podman", DYNAMO_CONTAINER_IMAGE="mine:1")
+    done = run(
+        "--dry-run",
+        "--gpus",
+        "none",
+        "--",
+        *command,
+        DOCKER="podman",
+        DYNAMO_CONTAINER_IMAGE="mine:1",
+    )
     words = shlex.split(done.stdout)
     assert words[0] == "podman"
     assert "--gpus" not in words
@@ -227,7 +301,9 @@ def test_container_run_when_variables_are_set_then_image_command_and_program_cha
     assert words[-5:] == ["mine:1", *command]
 
 
-def test_container_run_when_secrets_are_there_then_they_are_passed_with_their_folder(tmp_path: Path) -> None:
+def test_container_run_when_secrets_are_there_then_they_are_passed_with_their_folder(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "client.env").write_text("NATS_SERVER=nats://a:1\n")
     words = shlex.split(run("--dry-run", "--client-env", str(tmp_path / "client.env")).stdout)
     assert words[words.index("--env-file") + 1] == str(tmp_path / "client.env")

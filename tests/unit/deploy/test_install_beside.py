@@ -1,4 +1,5 @@
-"""deploy/container/install_beside, run as Containerfile.trtllm runs it, on the packages that an image has.
+"""deploy/container/install_beside, run as Containerfile.trtllm runs it, on the packages that an
+image has.
 
 tests/unit/test_requirements.py has the same for all releases, with a resolver alone.
 """
@@ -17,8 +18,8 @@ from tests.package_index import RELEASES, pip_environment, project, write_image,
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "deploy" / "container" / "install_beside"
 (RELEASE,) = [release for release in RELEASES if release["version"] == "1.2.1"]
-# Stands in for the image's Python: its packages are those of PYTHONPATH, not those of this machine. They include pip,
-# because Python takes 8 s of CPU time to unpack its own.
+# Stands in for the image's Python: its packages are those of PYTHONPATH, not those of this machine.
+# They include pip, because Python takes 8 s of CPU time to unpack its own.
 PYTHON = """#!/bin/bash
 if [[ "$*" == "-m venv --system-site-packages "* ]]; then
     exec {python} -m venv --without-pip "${{@:4}}"
@@ -39,7 +40,8 @@ def install(folder: Path, own: Mapping[str, Any]) -> subprocess.CompletedProcess
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
     base_constraints = folder / "base.txt"
-    base_constraints.write_text("pydantic==2.1\n")  # NVIDIA's base images have such a file, for their own build
+    # NVIDIA's base images have such a file, for their own build
+    base_constraints.write_text("pydantic==2.1\n")
     environment = pip_environment() | {
         "PATH": f"{python.parent}:/usr/bin:/bin",
         "PYTHONPATH": str(image),
@@ -71,11 +73,17 @@ def test_install_when_beside_an_image_then_only_packages_that_it_lacks(tmp_path:
     assert installed(tmp_path) & {*RELEASE["image"], RELEASE["name"]} == set()
 
 
-def test_install_when_a_package_of_the_image_would_be_replaced_then_it_fails_and_names_it(tmp_path: Path) -> None:
+def test_install_when_a_package_of_the_image_would_be_replaced_then_it_fails_and_names_it(
+    tmp_path: Path,
+) -> None:
     own = project()
-    own["dependencies"] = ["pydantic>=2.14" if text.startswith("pydantic") else text for text in own["dependencies"]]
+    own["dependencies"] = [
+        "pydantic>=2.14" if text.startswith("pydantic") else text for text in own["dependencies"]
+    ]
     done = install(tmp_path, own)
     assert done.returncode == 1
     assert "pydantic==2.13.3" in done.stdout + done.stderr
-    assert done.stderr.endswith("can't be installed beside the packages of this image; see pip's message above\n")
+    assert done.stderr.endswith(
+        "can't be installed beside the packages of this image; see pip's message above\n"
+    )
     assert installed(tmp_path) == set()

@@ -66,7 +66,10 @@ def test_kubernetes_when_made_then_secrets_that_the_recipes_mount() -> None:
         assert path is not None
         assert path.parent.as_posix() == mounted
         assert path.name in docs["etcd-client-tls"]["data"]
-    assert config.nats_server == f"nats://dynamo:{decoded(docs['nats-auth']['data']['password'])}@nats:4222"
+    assert (
+        config.nats_server
+        == f"nats://dynamo:{decoded(docs['nats-auth']['data']['password'])}@nats:4222"
+    )
 
 
 def decoded(text: str) -> str:
@@ -74,7 +77,8 @@ def decoded(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["kubernetes"], "--namespace"), (["compose", "--hosts"], "unknown argument"), ([], "usage")]
+    ("words", "said"),
+    [(["kubernetes"], "--namespace"), (["compose", "--hosts"], "unknown argument"), ([], "usage")],
 )
 def test_secrets_when_given_nonsense_then_says_so(words: list[str], said: str) -> None:
     done: Any = made(*words)

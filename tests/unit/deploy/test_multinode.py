@@ -1,4 +1,6 @@
-"""deploy/container/multinode with programs in place of ssh, sshd and mpirun that tell how they were called."""
+"""deploy/container/multinode with programs in place of ssh, sshd and mpirun that tell how they were
+called.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ RECORD = '#!/bin/sh\nprintf "%s " "$(basename "$0")" >>"$RECORD"\nprintf "%s\\n"
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """A group of three pods of eight GPUs, and a key as a Secret mounts it: readable by the group."""
+    """A group of three pods of eight GPUs, and a key as a Secret mounts it: readable by the
+    group.
+    """
     programs, keys = tmp_path / "bin", tmp_path / "keys"
     programs.mkdir()
     keys.mkdir()
     for name in ("ssh", "mpirun", "sshd"):
         (programs / name).write_text(RECORD)
         (programs / name).chmod(0o755)
-    (programs / "python3").write_text('#!/bin/sh\necho "$VARIABLES"; exit "${VARIABLES_STATUS:-0}"\n')
+    (programs / "python3").write_text(
+        '#!/bin/sh\necho "$VARIABLES"; exit "${VARIABLES_STATUS:-0}"\n'
+    )
     (programs / "python3").chmod(0o755)
     (programs / "ssh-keygen").write_text('#!/bin/sh\necho "ssh-ed25519 AAAA"\n')
     (programs / "ssh-keygen").chmod(0o755)
@@ -43,7 +49,9 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def run(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, *words], capture_output=True, text=True, check=False, env=environ)
+    return subprocess.run(
+        [PROGRAM, *words], capture_output=True, text=True, check=False, env=environ
+    )
 
 
 def recorded(environ: dict[str, str]) -> list[list[str]]:
@@ -51,28 +59,58 @@ def recorded(environ: dict[str, str]) -> list[list[str]]:
 
 
 def test_hosts_when_asked_for_then_all_pods_of_the_group(environ: dict[str, str]) -> None:
-    assert run(environ, "hosts").stdout == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8\n"
+    assert (
+        run(environ, "hosts").stdout
+        == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8\n"
+    )
 
 
 def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict[str, str]) -> None:
-    given = {"NATS_SERVER": "nats://a:1", "OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8", "UNRELATED": "1"}
+    given = {
+        "NATS_SERVER": "nats://a:1",
+        "OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8",
+        "UNRELATED": "1",
+    }
     given |= {"NCCL_P2P_LEVEL": "NVL", "VARIABLES": "export UCX_MEMTYPE_CACHE='a b'"}
-    done = run(environ | given, "leader", "python3", "-m", "dynamo_trtllm", "--tensor-parallel-size=24")
+    done = run(
+        environ | given, "leader", "python3", "-m", "dynamo_trtllm", "--tensor-parallel-size=24"
+    )
     assert done.returncode == 0, done.stderr
     *asked, job = recorded(environ)
     assert [words[0] for words in asked] == ["ssh", "ssh"]
-    assert [words[-2:] for words in asked] == [["decode-0-1.decode.ns", "true"], ["decode-0-2.decode.ns", "true"]]
+    assert [words[-2:] for words in asked] == [
+        ["decode-0-1.decode.ns", "true"],
+        ["decode-0-2.decode.ns", "true"],
+    ]
     assert job[:3] == ["mpirun", "-np", "24"]
-    assert job[job.index("--host") + 1] == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8"
+    assert (
+        job[job.index("--host") + 1]
+        == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8"
+    )
     sent = {job[i + 1] for i, word in enumerate(job) if word == "-x"}
-    assert {"NATS_SERVER", "OVERRIDE_QUANT_ALGO", "PATH", "HOME", "NCCL_P2P_LEVEL", "UCX_MEMTYPE_CACHE"} <= sent
+    assert {
+        "NATS_SERVER",
+        "OVERRIDE_QUANT_ALGO",
+        "PATH",
+        "HOME",
+        "NCCL_P2P_LEVEL",
+        "UCX_MEMTYPE_CACHE",
+    } <= sent
     assert "UNRELATED" not in sent
-    assert job[-5:] == ["trtllm-llmapi-launch", "python3", "-m", "dynamo_trtllm", "--tensor-parallel-size=24"]
+    assert job[-5:] == [
+        "trtllm-llmapi-launch",
+        "python3",
+        "-m",
+        "dynamo_trtllm",
+        "--tensor-parallel-size=24",
+    ]
     key = Path(environ["HOME"]) / ".multinode" / "key"
     assert key.stat().st_mode & 0o777 == 0o600  # ssh refuses others
 
 
-def test_leader_when_the_worker_is_refused_then_no_job_and_its_status(environ: dict[str, str]) -> None:
+def test_leader_when_the_worker_is_refused_then_no_job_and_its_status(
+    environ: dict[str, str],
+) -> None:
     done = run(environ | {"VARIABLES_STATUS": "2"}, "leader", "python3", "-m", "dynamo_trtllm")
     assert done.returncode == 2
     assert not Path(environ["RECORD"]).exists()
@@ -83,7 +121,9 @@ def test_worker_when_started_then_only_the_groups_key_may_come(environ: dict[str
     assert done.returncode == 0, done.stderr
     ((program, *words),) = recorded(environ)
     assert program == "sshd"
-    allowed = next(word.partition("=")[2] for word in words if word.startswith("AuthorizedKeysFile="))
+    allowed = next(
+        word.partition("=")[2] for word in words if word.startswith("AuthorizedKeysFile=")
+    )
     assert Path(allowed).read_text() == "ssh-ed25519 AAAA\n"
     assert "PasswordAuthentication=no" in words
 
@@ -97,7 +137,9 @@ def test_drain_when_nothing_serves_then_it_returns(environ: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("words", [[], ["lead"], ["leader"]])
-def test_program_when_given_nonsense_then_says_so(environ: dict[str, str], words: list[str]) -> None:
+def test_program_when_given_nonsense_then_says_so(
+    environ: dict[str, str], words: list[str]
+) -> None:
     done = run(environ, *words)
     assert done.returncode == 2
     assert done.stderr

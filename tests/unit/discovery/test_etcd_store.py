@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery.etcd_store import channel_credentials, key_bytes, key_text, parse_endpoints
+from dynamo_trtllm.discovery.etcd_store import (
+    channel_credentials,
+    key_bytes,
+    key_text,
+    parse_endpoints,
+)
 from dynamo_trtllm.errors import ConfigError
 
 
@@ -22,7 +27,9 @@ from dynamo_trtllm.errors import ConfigError
         ("https://a:1,https://b", ("a:1", "b:2379")),
     ],
 )
-def test_endpoints_when_well_formed_then_host_and_port(text: str, addresses: tuple[str, ...]) -> None:
+def test_endpoints_when_well_formed_then_host_and_port(
+    text: str, addresses: tuple[str, ...]
+) -> None:
     assert parse_endpoints(ConnectionConfig(etcd_endpoints=text).etcd_endpoints) == [*addresses]
 
 
@@ -31,7 +38,9 @@ def test_credentials_when_no_endpoint_is_https_then_none() -> None:
 
 
 def test_credentials_when_all_endpoints_are_https_then_some() -> None:
-    assert channel_credentials(ConnectionConfig(etcd_endpoints="https://a:1, https://b:2")) is not None
+    assert (
+        channel_credentials(ConnectionConfig(etcd_endpoints="https://a:1, https://b:2")) is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,9 @@ def test_credentials_when_endpoints_and_files_do_not_agree_then_refused(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("key", [b"", b"v1/instances/a", "naïve".encode(), b"\xff/\xc3", b"\\xff", bytes(range(256))])
+@pytest.mark.parametrize(
+    "key", [b"", b"v1/instances/a", "naïve".encode(), b"\xff/\xc3", b"\\xff", bytes(range(256))]
+)
 def test_key_when_read_and_written_then_the_same_bytes(key: bytes) -> None:
     assert key_bytes(key_text(key)) == key
 

@@ -29,7 +29,11 @@ TWO_CHANGED = msgspec.structs.replace(TWO, version="2.0")
 def test_relist_when_some_vanished_and_some_changed_then_exactly_the_difference() -> None:
     cache = InstanceCache()
     assert cache.relist(dict([entry(ONE), entry(TWO)])) == [Added(ONE), Added(TWO)]
-    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == [Removed(1), Added(TWO_CHANGED), Added(THREE)]
+    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == [
+        Removed(1),
+        Added(TWO_CHANGED),
+        Added(THREE),
+    ]
     assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == []
 
 
@@ -37,9 +41,13 @@ def test_relist_when_one_is_missing_then_down_after_the_grace_and_news_of_others
     cache = InstanceCache(grace_s=10)
     cache.relist(dict([entry(ONE), entry(TWO)]), 100.0)
     assert cache.next_list_s is None
-    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)]), 101.0) == [Added(TWO_CHANGED), Added(THREE)]
+    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)]), 101.0) == [
+        Added(TWO_CHANGED),
+        Added(THREE),
+    ]
     assert cache.next_list_s == 111.0
-    assert cache.relist(dict([entry(THREE)]), 105.0) == []  # another cut does not begin the grace of ONE again
+    # another cut does not begin the grace of ONE again
+    assert cache.relist(dict([entry(THREE)]), 105.0) == []
     assert cache.next_list_s == 111.0
     assert cache.relist(dict([entry(THREE)]), 111.0) == [Removed(1)]
     assert cache.next_list_s == 115.0
@@ -101,7 +109,9 @@ def reasons(events: list[Added | Removed | Rejected]) -> list[tuple[str, str | N
     return [(each.key, each.reason) for each in events if isinstance(each, Rejected)]
 
 
-def test_put_when_unreadable_then_rejected_once_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_put_when_unreadable_then_rejected_once_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cache = InstanceCache()
     with caplog.at_level(logging.WARNING):
         ((key, reason),) = reasons(cache.put(ODD_KEY, b"\xc1"))
@@ -124,8 +134,12 @@ def test_put_when_another_thing_is_wrong_with_it_now_then_rejected_again_with_no
     assert len(caplog.records) == 1
 
 
-def test_put_when_a_key_holds_anything_then_the_log_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    ((key, _),) = reasons(InstanceCache().put("v1/instances/dynamo/\n\x1b[2J\udcff" + "x" * 1_000_000, b""))
+def test_put_when_a_key_holds_anything_then_the_log_has_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ((key, _),) = reasons(
+        InstanceCache().put("v1/instances/dynamo/\n\x1b[2J\udcff" + "x" * 1_000_000, b"")
+    )
     assert key.startswith(r"v1/instances/dynamo/\n\x1b[2J\udcffxxx")
     (record,) = caplog.records
     assert len(record.getMessage()) < 500
@@ -157,8 +171,12 @@ def test_relist_when_a_rejected_key_is_listed_no_more_then_it_is_over_at_once() 
     assert cache.relist({}, 11.0) == [Removed(2)]
 
 
-def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and_takes_none_down() -> None:
-    """The key of a ghost with the record of a real worker, and a ghost at the key of a real worker."""
+def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and_takes_none_down() -> (
+    None
+):
+    """The key of a ghost with the record of a real worker, and a ghost at the key of a real
+    worker.
+    """
     cache = InstanceCache()
     cache.put(*entry(ONE))
     ghost_key = entry(THREE)[0]
@@ -171,7 +189,9 @@ def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and
 def moved(instance: Instance, component: str = "zzz") -> Instance:
     """The same id at another endpoint, with the key and the subject of that endpoint."""
     endpoint = EndpointId(instance.namespace, component, instance.endpoint)
-    return msgspec.structs.replace(instance, component=component, subject=subject(endpoint, instance.id))
+    return msgspec.structs.replace(
+        instance, component=component, subject=subject(endpoint, instance.id)
+    )
 
 
 def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_goes() -> None:
@@ -210,7 +230,9 @@ def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stan
     assert cache.relist(listed) == [Rejected(second_key, None), Added(moved(ONE))]
 
 
-def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a_new_list_brings_the_second() -> None:
+def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a_new_list_brings_the_second() -> (
+    None
+):
     cache = InstanceCache()
     cache.put(*entry(ONE))
     listed = {entry(moved(ONE))[0]: entry(moved(ONE))[1], entry(ONE)[0]: b"\xc1"}
@@ -220,7 +242,9 @@ def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_relist_when_the_first_key_of_an_id_is_missing_then_the_second_waits_for_its_grace(is_listed: bool) -> None:
+def test_relist_when_the_first_key_of_an_id_is_missing_then_the_second_waits_for_its_grace(
+    is_listed: bool,
+) -> None:
     cache = InstanceCache(grace_s=10)
     cache.relist(dict([entry(ONE), entry(moved(ONE))]))
     second = dict([entry(moved(ONE))])
@@ -265,7 +289,10 @@ PREFILL = make_instance(9, role=Role.PREFILL)
     ("newcomer", "field"),
     [
         (with_card(TWO, vocab_size=33), "card.vocab_size is 33, and 32 on instance 1,"),
-        (with_card(TWO, renderer="harmony"), "card.renderer is harmony, and chat_template on instance 1,"),
+        (
+            with_card(TWO, renderer="harmony"),
+            "card.renderer is harmony, and chat_template on instance 1,",
+        ),
         (with_card(TWO, files={"tokenizer.json": "0" * 64}), "card.files.tokenizer.json is 000"),
         (with_card(TWO, context_length=127), "card.context_length is 127, and 128 on instance 1,"),
         (with_card(PREFILL, vocab_size=33), "card.vocab_size is 33, and 32 on instance 1,"),
@@ -305,7 +332,9 @@ def test_record_when_its_card_does_not_fit_its_model_then_only_this_instance_is_
     ],
     ids=["parsers", "template", "longer", "prefill", "model"],
 )
-def test_record_when_its_card_differs_but_it_can_run_the_requests_of_its_model_then_added(newcomer: Instance) -> None:
+def test_record_when_its_card_differs_but_it_can_run_the_requests_of_its_model_then_added(
+    newcomer: Instance,
+) -> None:
     cache = InstanceCache()
     cache.put(*entry(ONE))
     assert cache.put(*entry(newcomer)) == [Added(newcomer)]
@@ -316,7 +345,9 @@ LONG = with_card(TWO, context_length=256)
 UNFIT = with_card(ONE, vocab_size=1, eos_token_ids=())
 
 
-@pytest.mark.parametrize("writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]])
+@pytest.mark.parametrize(
+    "writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]]
+)
 @pytest.mark.parametrize("has_followed", ["the changes", "the changes, then a list", "lists"])
 def test_record_when_it_is_written_again_then_a_frontend_that_saw_it_decides_like_a_later_one(
     writes: list[Instance], has_followed: str
@@ -328,7 +359,9 @@ def test_record_when_it_is_written_again_then_a_frontend_that_saw_it_decides_lik
         key, record = entry(instance)
         listed.pop(key, None)
         listed[key] = record
-        if has_followed == "lists" or (has_followed == "the changes, then a list" and number == len(writes) - 1):
+        if has_followed == "lists" or (
+            has_followed == "the changes, then a list" and number == len(writes) - 1
+        ):
             follow(view, earlier.relist(listed))
         else:
             follow(view, earlier.put(key, record))
@@ -370,7 +403,9 @@ def test_put_when_a_model_has_many_prefill_workers_then_each_costs_the_same() ->
     assert num_calls(400) < 2.1 * num_calls(200)
 
 
-def test_record_when_it_is_overwritten_with_an_unfit_card_then_the_others_stay_and_it_returns_with_its_own() -> None:
+def test_record_when_it_is_overwritten_with_an_unfit_card_then_the_others_stay_and_it_returns_with_its_own() -> (
+    None
+):
     cache = InstanceCache()
     cache.relist(dict([entry(ONE), entry(TWO)]))
     removed, rejected = cache.put(*entry(UNFIT))

@@ -12,7 +12,10 @@ GENERATE = EndpointId("dynamo", "tensorrt_llm", "generate")
 
 @pytest.mark.parametrize("instance_id", [0, 1, 0x694D997DBAE9A315, 2**63 - 1])
 def test_instance_key_when_parsed_then_id_comes_back(instance_id: int) -> None:
-    assert records.parse_instance_key(records.instance_key(GENERATE, instance_id)) == (GENERATE, instance_id)
+    assert records.parse_instance_key(records.instance_key(GENERATE, instance_id)) == (
+        GENERATE,
+        instance_id,
+    )
 
 
 def test_instance_key_when_made_then_lies_under_its_namespace_only() -> None:
@@ -26,14 +29,18 @@ def test_endpoint_when_printed_and_parsed_then_equal() -> None:
     assert records.parse_endpoint(str(GENERATE)) == GENERATE
 
 
-@pytest.mark.parametrize("key", ["", "v1/instances/a/b/c", "v2/instances/a/b/c/1", "v1/instances/a/b/c/xyz"])
+@pytest.mark.parametrize(
+    "key", ["", "v1/instances/a/b/c", "v2/instances/a/b/c/1", "v1/instances/a/b/c/xyz"]
+)
 def test_instance_id_when_key_is_foreign_then_value_error(key: str) -> None:
     with pytest.raises(ValueError, match=r"is not an instance key"):
         records.parse_instance_key(key)
 
 
 @pytest.mark.parametrize("written", ["0a", "A", "0xa", "+a", "-a", " a", "a_0", "", "1" * 17])
-def test_instance_id_when_it_is_not_as_instance_key_writes_it_then_value_error(written: str) -> None:
+def test_instance_id_when_it_is_not_as_instance_key_writes_it_then_value_error(
+    written: str,
+) -> None:
     """Else one id would have several keys."""
     with pytest.raises(ValueError, match=r"is not an instance key"):
         records.parse_instance_key(f"v1/instances/a/b/c/{written}")

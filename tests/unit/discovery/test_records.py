@@ -18,7 +18,15 @@ from dynamo_trtllm.discovery.records import (
     written,
 )
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import MOST_VOCABULARY, WIRE_VERSION, Instance, Limits, Role, SamplingDefaults, encode
+from dynamo_trtllm.messages import (
+    MOST_VOCABULARY,
+    WIRE_VERSION,
+    Instance,
+    Limits,
+    Role,
+    SamplingDefaults,
+    encode,
+)
 from tests.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
@@ -95,23 +103,37 @@ def test_record_when_a_newer_version_added_fields_then_they_are_skipped() -> Non
     ],
 )
 def test_record_when_its_key_is_not_an_instances_then_rejected(key: str) -> None:
-    assert reason(key, RECORD) == "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID"
+    assert (
+        reason(key, RECORD)
+        == "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID"
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "said"),
     [
         (KEY[:-1] + "aaaa", "id is aaaa in the key and 1 in the record"),
-        (KEY.replace("dynamo", "green"), "namespace is 'green' in the key and 'dynamo' in the record"),
-        (KEY.replace("tensorrt_llm", "prefill"), "component is 'prefill' in the key and 'tensorrt_llm' in the record"),
-        (KEY.replace("generate", "x\udcff"), r"endpoint is 'x\udcff' in the key and 'generate' in the record"),
+        (
+            KEY.replace("dynamo", "green"),
+            "namespace is 'green' in the key and 'dynamo' in the record",
+        ),
+        (
+            KEY.replace("tensorrt_llm", "prefill"),
+            "component is 'prefill' in the key and 'tensorrt_llm' in the record",
+        ),
+        (
+            KEY.replace("generate", "x\udcff"),
+            r"endpoint is 'x\udcff' in the key and 'generate' in the record",
+        ),
     ],
 )
 def test_record_when_it_is_of_another_key_then_rejected_with_both(key: str, said: str) -> None:
     assert reason(key, RECORD) == said
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a*", "a>", "a b", "a\tb", "a\x1b[2J", "a\u2028b", "a\x00", "x" * 257])
+@pytest.mark.parametrize(
+    "name", ["", "a.b", "a*", "a>", "a b", "a\tb", "a\x1b[2J", "a\u2028b", "a\x00", "x" * 257]
+)
 def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(name: str) -> None:
     key, instance = named(name)
     said = reason(key, encode(instance))
@@ -122,7 +144,10 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
 @pytest.mark.parametrize(
     ("instance", "said"),
     [
-        (replace(ONE, subject="dynamo_tensorrt_llm.generate-2"), "must have dynamo_tensorrt_llm.generate-1"),
+        (
+            replace(ONE, subject="dynamo_tensorrt_llm.generate-2"),
+            "must have dynamo_tensorrt_llm.generate-1",
+        ),
         (replace(ONE, subject=""), "subject is ''"),
         (replace(ONE, engine=""), "engine is ''"),
         (replace(ONE, engine="x" * 65), "engine is"),
@@ -145,13 +170,19 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
         (with_limits(kv_blocks=-1), "$.limits.kv_blocks"),
         (with_card(name=""), "card.name '' has 0 characters"),
         (with_card(name="x" * 257), "has 257 characters; it must have 1 to 256"),
-        (with_card(name="a\nERROR all is lost"), "card.name 'a\\nERROR all is lost' has control characters"),
+        (
+            with_card(name="a\nERROR all is lost"),
+            "card.name 'a\\nERROR all is lost' has control characters",
+        ),
         (with_card(name="a\u2028b"), "has control characters"),
         (with_card(context_length=0), "$.card.context_length"),
         (with_card(context_length=-5), "$.card.context_length"),
         (with_card(vocab_size=0, eos_token_ids=()), "`int` >= 1 - at `$.card.vocab_size`"),
         (with_card(vocab_size=MOST_VOCABULARY + 1), "`int` <= 16777216 - at `$.card.vocab_size`"),
-        (with_card(eos_token_ids=(2, 32)), "card.eos_token_ids contains 32; the vocabulary has 32 tokens"),
+        (
+            with_card(eos_token_ids=(2, 32)),
+            "card.eos_token_ids contains 32; the vocabulary has 32 tokens",
+        ),
         (with_card(eos_token_ids=(-1,)), "$.card.eos_token_ids"),
         (with_card(eos_token_ids=(1,) * 1025), "card.eos_token_ids has 1025 entries"),
         (with_card(renderer=""), "card.renderer is ''"),
@@ -160,9 +191,15 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
         (with_card(tool_call_parser="a\x00"), "card.tool_call_parser is"),
         (with_card(unsupported_features=("x",) * 257), "card.refuses has 257 entries"),
         (with_card(unsupported_features=("\n",)), "a name in card.refuses"),
-        (with_card(sampling_defaults=SamplingDefaults(temperature=3.0)), "$.card.sampling_defaults.temperature"),
+        (
+            with_card(sampling_defaults=SamplingDefaults(temperature=3.0)),
+            "$.card.sampling_defaults.temperature",
+        ),
         (with_card(sampling_defaults=SamplingDefaults(top_k=-2)), "$.card.sampling_defaults.top_k"),
-        (with_card(sampling_defaults=SamplingDefaults(min_p=float("nan"))), "$.card.sampling_defaults.min_p"),
+        (
+            with_card(sampling_defaults=SamplingDefaults(min_p=float("nan"))),
+            "$.card.sampling_defaults.min_p",
+        ),
         (with_card(files={"a/b": SHA256}), "file name 'a/b' must be a plain name"),
         (with_card(files={"a\\b": SHA256}), "must be a plain name"),
         (with_card(files={"..": SHA256}), "file name '..' must be a plain name"),
@@ -174,7 +211,9 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_record_when_a_field_is_not_sound_then_rejected_by_its_name(instance: Instance, said: str) -> None:
+def test_record_when_a_field_is_not_sound_then_rejected_by_its_name(
+    instance: Instance, said: str
+) -> None:
     found = reason(KEY, encode(instance))
     assert said in found
     assert len(found) < 500
@@ -207,7 +246,9 @@ def raw(**fields: Any) -> bytes:
     ],
     ids=range(10),
 )
-def test_record_when_it_is_no_instance_then_rejected_with_a_short_reason(record: bytes, said: str) -> None:
+def test_record_when_it_is_no_instance_then_rejected_with_a_short_reason(
+    record: bytes, said: str
+) -> None:
     found = reason(KEY, record)
     assert said in found
     assert len(found) < 500
@@ -220,7 +261,9 @@ def test_written_when_readers_would_reject_it_then_config_error_says_why() -> No
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb"])
-def test_model_name_when_frontends_would_reject_it_then_config_error_names_the_flag(name: str) -> None:
+def test_model_name_when_frontends_would_reject_it_then_config_error_names_the_flag(
+    name: str,
+) -> None:
     check_model_name("org/model 7B")
     with pytest.raises(ConfigError, match="--served-model-name") as caught:
         check_model_name(name)
@@ -233,6 +276,10 @@ def test_record_when_its_worker_speaks_a_neighboring_version_then_its_instance(w
     assert read_instance(*written(instance)) == instance
 
 
-def test_record_when_its_worker_speaks_a_version_too_far_away_then_both_versions_are_named() -> None:
+def test_record_when_its_worker_speaks_a_version_too_far_away_then_both_versions_are_named() -> (
+    None
+):
     record = encode(replace(ONE, wire=WIRE_VERSION + 2))
-    assert reason(KEY, record).startswith(f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)")
+    assert reason(KEY, record).startswith(
+        f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)"
+    )

@@ -123,17 +123,23 @@ def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **library_fact
     return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s), library
 
 
-def serve(library: Any, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **fields: Any) -> ExternalEngine:
+def serve(
+    library: Any, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **fields: Any
+) -> ExternalEngine:
     """Return an engine that runs requests with a library. `fields`: of its properties."""
     info = info_of(**fields)
     name = getattr(library, "name", "TensorRT-LLM")
-    engine = ExternalEngine(WorkerConfig(model_path="m"), engine=info.engine, library=name, instance_id=5)
+    engine = ExternalEngine(
+        WorkerConfig(model_path="m"), engine=info.engine, library=name, instance_id=5
+    )
     engine.ticket_ttl_s, engine.handoff_timeout_s = ttl_s, handoff_timeout_s
     engine._run(library, info, "a/b")
     return engine
 
 
-def ask(phase: Phase = Phase.AGGREGATED, *, within_s: float = 60.0, **fields: Any) -> GenerateRequest:
+def ask(
+    phase: Phase = Phase.AGGREGATED, *, within_s: float = 60.0, **fields: Any
+) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -145,7 +151,9 @@ def ask(phase: Phase = Phase.AGGREGATED, *, within_s: float = 60.0, **fields: An
     )
 
 
-async def started(runner: ExternalEngine, request: GenerateRequest) -> tuple[ExternalCall, list[StreamEvent], Call]:
+async def started(
+    runner: ExternalEngine, request: GenerateRequest
+) -> tuple[ExternalCall, list[StreamEvent], Call]:
     """Start a call and return its stream, its events so far, and the library's side of it."""
     events: list[StreamEvent] = []
     stream = runner.generate(request, events.append)

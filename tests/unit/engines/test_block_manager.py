@@ -17,7 +17,9 @@ SIZE = 4
 
 
 class Reader:
-    """What a router knows of the blocks from their events: the tokens up to the end of each block, with the salt."""
+    """What a router knows of the blocks from their events: the tokens up to the end of each block,
+    with the salt.
+    """
 
     def __init__(self, manager: BlockManager) -> None:
         self.prefixes: dict[int, tuple[str | None, tuple[int, ...]]] = {}
@@ -39,7 +41,9 @@ class Reader:
         """Return how many blocks of a prompt the cache has."""
         known = set(self.prefixes.values())
         matched = 0
-        while (salt, tuple(prompt[: (matched + 1) * SIZE])) in known and (matched + 1) * SIZE <= len(prompt):
+        while (salt, tuple(prompt[: (matched + 1) * SIZE])) in known and (
+            matched + 1
+        ) * SIZE <= len(prompt):
             matched += 1
         return matched
 
@@ -80,24 +84,40 @@ class Pool:
 
 def test_reserve_when_a_prompt_comes_again_then_its_last_token_is_not_reused() -> None:
     pool = Pool(10)
-    assert [pool.run(range(12)), pool.run(range(12)), pool.run(range(13)), pool.run(range(3))] == [0, 2, 3, 0]
+    assert [pool.run(range(12)), pool.run(range(12)), pool.run(range(13)), pool.run(range(3))] == [
+        0,
+        2,
+        3,
+        0,
+    ]
     assert pool.run([*range(8), 99, 99, 99, 99, 99]) == 2
 
 
 def test_reserve_when_salts_differ_then_nothing_is_reused() -> None:
     pool = Pool(10)
-    assert [pool.run(range(9), salt) for salt in ("a", "b", None, "a", "b", None)] == [0, 0, 0, 2, 2, 2]
+    assert [pool.run(range(9), salt) for salt in ("a", "b", None, "a", "b", None)] == [
+        0,
+        0,
+        0,
+        2,
+        2,
+        2,
+    ]
     assert {salt for salt, _ in pool.reader.prefixes.values()} == {"a", "b", None}
 
 
-def test_reserve_when_blocks_are_short_then_the_least_recently_used_are_evicted_from_their_ends() -> None:
+def test_reserve_when_blocks_are_short_then_the_least_recently_used_are_evicted_from_their_ends() -> (
+    None
+):
     pool = Pool(7)
     for start in (100, 200):
         pool.run(range(start, start + 12))
     assert pool.run(range(100, 109)) == 2
     for start in (300, 400):
         pool.run(range(start, start + 8))
-    assert [pool.reader.match(range(start, start + 12), None) for start in (100, 200, 300, 400)] == [2, 1, 2, 2]
+    assert [
+        pool.reader.match(range(start, start + 12), None) for start in (100, 200, 300, 400)
+    ] == [2, 1, 2, 2]
 
 
 def test_reserve_when_the_others_are_in_use_then_none_and_nothing_changes() -> None:
@@ -112,7 +132,11 @@ def test_reserve_when_the_others_are_in_use_then_none_and_nothing_changes() -> N
 
 
 def test_reserve_when_blocks_were_freed_then_the_same_ones_are_reserved_again() -> None:
-    manager, first, second = BlockManager(20, SIZE, has_prefix_cache=True), BlockTable(), BlockTable()
+    manager, first, second = (
+        BlockManager(20, SIZE, has_prefix_cache=True),
+        BlockTable(),
+        BlockTable(),
+    )
     assert manager.reserve(first, None, None, 3)
     numbers = first.numbers
     assert (len(numbers), manager.used) == (3, 3)
@@ -179,7 +203,9 @@ def test_forget_when_in_use_then_not_reused_and_free_after_the_last_use() -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_cache_when_used_at_random_then_reuse_is_right_events_agree_and_no_block_is_lost(seed: int) -> None:
+def test_cache_when_used_at_random_then_reuse_is_right_events_agree_and_no_block_is_lost(
+    seed: int,
+) -> None:
     draw = random.Random(seed)
     pool = Pool(24)
     running: dict[int, tuple[list[int], str | None, BlockTable]] = {}

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint, read_eos_token_ids, weight_bytes
+from dynamo_trtllm.engines.checkpoint import (
+    SHAPES,
+    Checkpoint,
+    read_checkpoint,
+    read_eos_token_ids,
+    weight_bytes,
+)
 from dynamo_trtllm.errors import ConfigError
 
 GPT_OSS_120B = {
@@ -76,7 +82,9 @@ def test_checkpoint_when_layers_keep_a_state_instead_of_kv_then_it_is_known(
 
 
 def test_read_when_it_is_gpt_oss_120b_then_it_equals_the_published_shape(tmp_path: Path) -> None:
-    found = read_checkpoint(write(tmp_path, GPT_OSS_120B, generation_config={"eos_token_id": [200002, 199999, 200012]}))
+    found = read_checkpoint(
+        write(tmp_path, GPT_OSS_120B, generation_config={"eos_token_id": [200002, 199999, 200012]})
+    )
     assert found == replace(SHAPES["gpt-oss-120b"], folder=tmp_path)
     assert found.renderer == "harmony"
 
@@ -102,7 +110,9 @@ def test_read_when_the_model_is_dense_then_its_fields_and_defaults(tmp_path: Pat
 
 
 def test_read_when_there_are_no_kv_heads_then_as_many_as_attention_heads(tmp_path: Path) -> None:
-    assert read_checkpoint(write(tmp_path, without(LLAMA, "num_key_value_heads"))).num_kv_heads == 32
+    assert (
+        read_checkpoint(write(tmp_path, without(LLAMA, "num_key_value_heads"))).num_kv_heads == 32
+    )
 
 
 def test_read_when_a_window_is_named_but_no_layer_slides_then_none(tmp_path: Path) -> None:
@@ -110,29 +120,39 @@ def test_read_when_a_window_is_named_but_no_layer_slides_then_none(tmp_path: Pat
     assert (found.sliding_window, found.num_sliding_layers) == (None, 0)
 
 
-def test_read_when_text_settings_are_nested_then_they_count_and_the_type_is_the_models(tmp_path: Path) -> None:
+def test_read_when_text_settings_are_nested_then_they_count_and_the_type_is_the_models(
+    tmp_path: Path,
+) -> None:
     nested = {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}}
     found = read_checkpoint(write(tmp_path, nested))
     assert (found.model_type, found.num_layers) == ("gemma3", 32)
 
 
-def test_read_when_the_generation_config_names_no_end_then_the_models_counts(tmp_path: Path) -> None:
+def test_read_when_the_generation_config_names_no_end_then_the_models_counts(
+    tmp_path: Path,
+) -> None:
     found = read_checkpoint(write(tmp_path, LLAMA, generation_config={"do_sample": True}))
     assert found.eos_token_ids == (128001, 128009)
     assert read_checkpoint(write(tmp_path, without(LLAMA, "eos_token_id"))).eos_token_ids == ()
 
 
-def test_read_eos_when_the_vocabulary_is_known_then_ids_outside_of_it_are_left_out(tmp_path: Path) -> None:
+def test_read_eos_when_the_vocabulary_is_known_then_ids_outside_of_it_are_left_out(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, LLAMA, generation_config={"eos_token_id": [-1, 2, 100]})
     assert read_eos_token_ids(tmp_path, {}, vocab_size=100) == (2,)
     with pytest.raises(ConfigError, match="eos_token_id"):
         read_eos_token_ids(tmp_path, {})
 
 
-def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_files(tmp_path: Path) -> None:
+def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_files(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(b"x" * 10)
     assert read_checkpoint(write(tmp_path, LLAMA)).index_bytes == 10
-    write(tmp_path, LLAMA, **{"model.safetensors.index": {"metadata": {"total_size": 16_060_522_496}}})
+    write(
+        tmp_path, LLAMA, **{"model.safetensors.index": {"metadata": {"total_size": 16_060_522_496}}}
+    )
     assert read_checkpoint(tmp_path).index_bytes == 16_060_522_496
 
 
@@ -141,7 +161,10 @@ def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_file
     [
         (without(LLAMA, "model_type"), "model_type is missing: expected a name"),
         (without(LLAMA, "num_hidden_layers"), "num_hidden_layers is missing"),
-        ({**LLAMA, "vocab_size": "many"}, "vocab_size is 'many': expected a whole number from 1 on"),
+        (
+            {**LLAMA, "vocab_size": "many"},
+            "vocab_size is 'many': expected a whole number from 1 on",
+        ),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
         ({**LLAMA, "dtype": "int3"}, "dtype is 'int3': expected one of float32"),
@@ -201,13 +224,19 @@ def test_read_when_transformers_wrote_the_folder_then_weights_are_counted_to_the
 def test_kv_quantization_when_modelopts_file_sets_it_then_read(
     tmp_path: Path, quantization: dict[str, Any] | None, found: str | None
 ) -> None:
-    folder = write(tmp_path, LLAMA, hf_quant_config={"producer": {"name": "modelopt"}, "quantization": quantization})
+    folder = write(
+        tmp_path,
+        LLAMA,
+        hf_quant_config={"producer": {"name": "modelopt"}, "quantization": quantization},
+    )
     assert read_checkpoint(folder).kv_quantization == found
     (tmp_path / "hf_quant_config.json").unlink()
     assert read_checkpoint(tmp_path).kv_quantization is None
 
 
-def test_checkpoint_when_attention_is_latent_then_its_size_and_the_experts_are_read(tmp_path: Path) -> None:
+def test_checkpoint_when_attention_is_latent_then_its_size_and_the_experts_are_read(
+    tmp_path: Path,
+) -> None:
     deepseek = {
         **LLAMA,
         "model_type": "deepseek_v3",

@@ -21,7 +21,9 @@ from tests.fakes_path import fake_tensorrt_llm
 def without_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorrt_llm" else found(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "tensorrt_llm" else found(name, *rest),
     )
 
 
@@ -32,8 +34,12 @@ def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_wh
     with pytest.raises(ConfigError) as caught:
         create_engine(WorkerConfig(model_path="m"), instance_id=1)
     message = caught.value.message
-    assert all(each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock"))
-    assert message.startswith("--engine is not given and the default, TensorRT-LLM, is not installed. ")
+    assert all(
+        each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock")
+    )
+    assert message.startswith(
+        "--engine is not given and the default, TensorRT-LLM, is not installed. "
+    )
     assert "\n" not in message
 
 
@@ -46,14 +52,23 @@ def test_engine_when_trtllm_is_named_and_not_there_then_it_says_how_to_install_i
 
 
 def test_engine_when_none_is_named_and_trtllm_is_there_then_it_is_meant(tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+    shape = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+    }
     config = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 64, **shape}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with fake_tensorrt_llm():
-        assert isinstance(create_engine(WorkerConfig(model_path=str(tmp_path)), instance_id=1), TrtllmEngine)
+        assert isinstance(
+            create_engine(WorkerConfig(model_path=str(tmp_path)), instance_id=1), TrtllmEngine
+        )
 
 
-def test_factory_when_it_decides_then_trtllm_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factory_when_it_decides_then_trtllm_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without_trtllm(monkeypatch)
     sys.modules.pop("tensorrt_llm", None)
     with pytest.raises(ConfigError):
@@ -61,7 +76,9 @@ def test_factory_when_it_decides_then_trtllm_is_not_imported(monkeypatch: pytest
     assert "tensorrt_llm" not in sys.modules
 
 
-def test_create_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_when_vllm_is_not_installed_then_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match="the vllm engine needs vLLM") as caught:
         create_engine(WorkerConfig(model_path="/m", engine="vllm"), instance_id=1)
@@ -70,13 +87,18 @@ def test_create_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pyt
 
 def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--load-format: the mock engine has no such setting"):
-        create_engine(WorkerConfig(model_path="/m", engine="mock", load_format="dummy"), instance_id=1)
+        create_engine(
+            WorkerConfig(model_path="/m", engine="mock", load_format="dummy"), instance_id=1
+        )
 
 
 @pytest.mark.parametrize("engine", ["torch", "mock"])
-def test_arguments_when_a_kernel_profile_is_given_to_an_engine_that_has_none_then_it_is_refused(engine: str) -> None:
+def test_arguments_when_a_kernel_profile_is_given_to_an_engine_that_has_none_then_it_is_refused(
+    engine: str,
+) -> None:
     config = WorkerConfig(model_path="m", engine=engine, kernels_profile="blackwell")
     with pytest.raises(
-        ConfigError, match=f"--kernels-profile: the {engine} engine has no such setting. Remove the flag"
+        ConfigError,
+        match=f"--kernels-profile: the {engine} engine has no such setting. Remove the flag",
     ):
         described(config)

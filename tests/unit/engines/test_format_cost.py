@@ -1,4 +1,6 @@
-"""Formats that xgrammar would compile for many seconds are rejected by the name of a limit, and real ones are not."""
+"""Formats that xgrammar would compile for many seconds are rejected by the name of a limit, and
+real ones are not.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,19 @@ from dynamo_trtllm.engines.external.format_cost import COMPILE_TIME, LENGTHS, LI
 from dynamo_trtllm.engines.external.library import guided_params
 from dynamo_trtllm.errors import FormatTooComplex
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from tests.unit.engines.real_formats import REAL_GRAMMARS, REAL_PATTERNS, REAL_SCHEMAS, optional, required
+from tests.unit.engines.real_formats import (
+    REAL_GRAMMARS,
+    REAL_PATTERNS,
+    REAL_SCHEMAS,
+    optional,
+    required,
+)
 
 
 def formatted(kind: str, value: Any) -> StructuredOutput:
-    content = {"json_schema": json.dumps(value)} if kind == "schema" else {"json_schema": "", kind: value}
+    content = (
+        {"json_schema": json.dumps(value)} if kind == "schema" else {"json_schema": "", kind: value}
+    )
     return StructuredOutput(alternatives=(OutputFormat(**content),))
 
 
@@ -28,15 +38,21 @@ def properties(count: int) -> dict[str, Any]:
 
 
 def lengths(keyword: str, count: int) -> dict[str, Any]:
-    return required(**{f"p{number}": {"type": "string", keyword: 200 + number} for number in range(count)})
+    return required(
+        **{f"p{number}": {"type": "string", keyword: 200 + number} for number in range(count)}
+    )
 
 
 def patterns(make: Callable[[int], str], count: int) -> dict[str, Any]:
-    return required(**{f"p{number}": {"type": "string", "pattern": make(number)} for number in range(count)})
+    return required(
+        **{f"p{number}": {"type": "string", "pattern": make(number)} for number in range(count)}
+    )
 
 
 def bounded_rules(count: int) -> str:
-    return "root ::= " + " | ".join(f'"{number}" [^\\n]{{0,{number}}}' for number in range(200, 200 + count))
+    return "root ::= " + " | ".join(
+        f'"{number}" [^\\n]{{0,{number}}}' for number in range(200, 200 + count)
+    )
 
 
 def open_rules(count: int) -> str:
@@ -50,10 +66,22 @@ CASES: list[tuple[str, Callable[[int], Any], int, int, str]] = [
     ("schema", lambda n: patterns(lambda at: f"^.{{0,{200 + at}}}$", n), 10, 11, LENGTHS),
     ("schema", lambda n: patterns(lambda at: f"^{at}[^<]{{0,200}}$", n), 10, 11, LENGTHS),
     ("schema", lambda n: patterns(lambda at: f"^[a-z]{{{200 + at},}}$", n), 24, 30, LENGTHS),
-    ("schema", lambda n: {"anyOf": [{"maxLength": 200.0 + at} for at in range(n)]}, 10, 11, LENGTHS),
+    (
+        "schema",
+        lambda n: {"anyOf": [{"maxLength": 200.0 + at} for at in range(n)]},
+        10,
+        11,
+        LENGTHS,
+    ),
     ("grammar", bounded_rules, 10, 11, LENGTHS),
     ("schema", lambda n: optional(**properties(n)), 200, 300, COMPILE_TIME),
-    ("schema", lambda n: {"anyOf": [optional(**properties(100)) for _ in range(n)]}, 5, 10, COMPILE_TIME),
+    (
+        "schema",
+        lambda n: {"anyOf": [optional(**properties(100)) for _ in range(n)]},
+        5,
+        10,
+        COMPILE_TIME,
+    ),
     ("schema", lambda n: {"enum": ["x" * n]}, 50_000, 60_000, COMPILE_TIME),
     ("schema", lambda n: required(**{"x" * n: {}}), 50_000, 60_000, COMPILE_TIME),
     ("schema", lambda n: patterns(lambda at: f"^{at}[^<]*$", n), 50, 70, COMPILE_TIME),
@@ -78,7 +106,9 @@ def test_format_when_it_compiles_too_long_then_rejected_with_limit_value_and_max
     check_cost(formatted(kind, make(within)))
     with pytest.raises(FormatTooComplex) as caught:
         guided_params(formatted(kind, make(beyond)))
-    assert re.search(rf"limit for {limit}: \d+, at most {LIMITS[limit]} are allowed", caught.value.message)
+    assert re.search(
+        rf"limit for {limit}: \d+, at most {LIMITS[limit]} are allowed", caught.value.message
+    )
     assert caught.value.field == "guided"
 
 
@@ -106,7 +136,9 @@ def test_formats_of_a_request_then_their_costs_are_added_but_equal_ones_count_on
 
 @pytest.mark.parametrize("piece", ["(", "\\", "a|", "((a?)?)", "/"])
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
-def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(kind: str, piece: str) -> None:
+def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(
+    kind: str, piece: str
+) -> None:
     began = time.process_time()
     try:
         check_cost(formatted(kind, piece * (20_000 // len(piece))))

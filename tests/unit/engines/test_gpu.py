@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.gpu import Gpu, GpuMemory, count_visible, list_gpus, memory_free_bytes, visible_gpus
+from dynamo_trtllm.engines.gpu import (
+    Gpu,
+    GpuMemory,
+    count_visible,
+    list_gpus,
+    memory_free_bytes,
+    visible_gpus,
+)
 
 H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
 B200 = ("NVIDIA B200", (10, 0), 180 << 30, "GPU-bbbb-2")
@@ -76,7 +83,9 @@ def test_visible_gpus_when_all_are_visible_then_name_architecture_and_memory(mon
         ("", []),
     ],
 )
-def test_visible_gpus_when_the_variable_names_some_then_these_in_its_order(monkeypatch, visible, sms):
+def test_visible_gpus_when_the_variable_names_some_then_these_in_its_order(
+    monkeypatch, visible, sms
+):
     driver(monkeypatch, [H100, B200, RTX])
     assert [gpu.sm for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})] == sms
 
@@ -87,7 +96,9 @@ def test_visible_gpus_when_no_environment_is_given_then_that_of_the_process(monk
     assert [gpu.sm for gpu in visible_gpus()] == [100]
 
 
-@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlShutdown"])
+@pytest.mark.parametrize(
+    "call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlShutdown"]
+)
 def test_visible_gpus_when_the_driver_fails_then_none_and_no_error(monkeypatch, call):
     calls = driver(monkeypatch, [H100], fails=call)
     assert [gpu.sm for gpu in visible_gpus({})] == ([90] if call == "nvmlShutdown" else [])
@@ -107,10 +118,14 @@ def test_memory_free_when_asked_then_of_each_visible_gpu_what_is_free_and_all(mo
 
 def test_count_visible_when_some_are_there_then_only_these_count(monkeypatch):
     driver(monkeypatch, [H100, B200])
-    assert [count_visible({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,1", "0,5", "5", "")] == [2, 1, 0, 0]
+    assert [
+        count_visible({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,1", "0,5", "5", "")
+    ] == [2, 1, 0, 0]
 
 
-def test_count_visible_when_a_driver_is_there_that_can_not_be_asked_then_it_is_not_known(monkeypatch, tmp_path):
+def test_count_visible_when_a_driver_is_there_that_can_not_be_asked_then_it_is_not_known(
+    monkeypatch, tmp_path
+):
     driver(monkeypatch, [H100], fails="nvmlInit")
     monkeypatch.setattr(gpu, "_DRIVERS", (tmp_path,))
     assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) is None
@@ -125,11 +140,17 @@ def put_nvidia_smi(monkeypatch, folder, script):
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
 
 
-def test_list_gpus_when_nvidia_smi_answers_then_numbers_and_memory_of_the_visible_ones(monkeypatch, tmp_path):
+def test_list_gpus_when_nvidia_smi_answers_then_numbers_and_memory_of_the_visible_ones(
+    monkeypatch, tmp_path
+):
     lines = "echo 'GPU-a1, 81559, 81000, NVIDIA H100'; echo 'GPU-b2, 143771, 500, NVIDIA H200, NVL'"
     put_nvidia_smi(monkeypatch, tmp_path, lines)
     assert list_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == (
-        [GpuMemory(number=1, name="NVIDIA H200, NVL", total_bytes=143771 << 20, free_bytes=500 << 20)],
+        [
+            GpuMemory(
+                number=1, name="NVIDIA H200, NVL", total_bytes=143771 << 20, free_bytes=500 << 20
+            )
+        ],
         "",
     )
     assert [each.number for each in list_gpus({})[0]] == [0, 1]

@@ -1,4 +1,6 @@
-"""Engines that are served have all of the interface by which workers and frontends tell how busy they are."""
+"""Engines that are served have all of the interface by which workers and frontends tell how busy
+they are.
+"""
 
 from __future__ import annotations
 
@@ -27,4 +29,6 @@ def test_engine_when_the_interface_has_a_default_then_it_has_its_own(name: str) 
         importlib.import_module(f"dynamo_trtllm.engines.{name.lower()}.engine"), f"{name}Engine"
     )
     assert {"release", "stats", "steps", "start_kv_events"} <= PARTS.keys()
-    assert [part for part, default in PARTS.items() if inspect.getattr_static(engine, part) is default] == []
+    assert [
+        part for part, default in PARTS.items() if inspect.getattr_static(engine, part) is default
+    ] == []

@@ -1,4 +1,6 @@
-"""A library that an engine wraps: what is said when it, a module of it or a name is missing or broken."""
+"""A library that an engine wraps: what is said when it, a module of it or a name is missing or
+broken.
+"""
 
 import importlib.metadata
 from pathlib import Path
@@ -9,7 +11,12 @@ from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.errors import ConfigError
 
 PACKAGE = LibraryPackage(
-    engine="some", library="Some", releases="2.0", module="some_library", distributions=("some",), install="get it"
+    engine="some",
+    library="Some",
+    releases="2.0",
+    module="some_library",
+    distributions=("some",),
+    install="get it",
 )
 
 
@@ -32,19 +39,28 @@ def test_version_when_not_installed_then_what_to_install() -> None:
     assert caught.value.field == "engine"
 
 
-def test_version_when_metadata_is_missing_then_the_packages_own(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_when_metadata_is_missing_then_the_packages_own(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert PACKAGE.version() == "2.1"
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.2")
     assert PACKAGE.version() == "2.2"
 
 
 def test_find_when_a_module_is_missing_then_the_next_one_is_tried(library: Path) -> None:
-    assert PACKAGE.find("Name", "some_library.gone.deep", "some_library", "some_library.names") == "found"
+    assert (
+        PACKAGE.find("Name", "some_library.gone.deep", "some_library", "some_library.names")
+        == "found"
+    )
     assert PACKAGE.find_optional("Name", "some_library.gone") is None
-    with pytest.raises(ConfigError, match=r"Some has no Other in some_library\.names; install Some 2\.0"):
+    with pytest.raises(
+        ConfigError, match=r"Some has no Other in some_library\.names; install Some 2\.0"
+    ):
         PACKAGE.find("Other", "some_library.names")
 
 
 def test_find_when_a_module_can_not_be_imported_then_the_reason(library: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Some can't be imported \(No module named 'some_missing_dependency'\)"):
+    with pytest.raises(
+        ConfigError, match=r"Some can't be imported \(No module named 'some_missing_dependency'\)"
+    ):
         PACKAGE.find("Name", "some_library.broken", "some_library.names")

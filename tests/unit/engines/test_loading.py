@@ -68,7 +68,9 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
     never.set()
 
 
-def test_progress_when_memory_grows_then_the_phase_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_when_memory_grows_then_the_phase_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
     monkeypatch.setattr(gpu, "memory_used_bytes", iter([2 * GIB, 5 * GIB, 13 * GIB]).__next__)
     loader = LoadProgress(10 * GIB)
@@ -76,6 +78,8 @@ def test_progress_when_memory_grows_then_the_phase_is_reported(monkeypatch: pyte
     assert loader.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
 
 
-def test_progress_when_no_driver_tells_then_it_says_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_when_no_driver_tells_then_it_says_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpu, "memory_used_bytes", lambda: None)
     assert LoadProgress(10 * GIB).progress() == "building the engine"

@@ -1,4 +1,6 @@
-"""Tickets of engines around a library: what is on them, which are taken, and when the KV is given up."""
+"""Tickets of engines around a library: what is on them, which are taken, and when the KV is given
+up.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ async def test_transfer_when_it_is_not_fetched_then_the_kv_is_given_up() -> None
     assert book.has_expired
 
 
-async def test_transfer_when_the_library_keeps_its_kv_then_it_is_held_until_the_library_frees_it() -> None:
+async def test_transfer_when_the_library_keeps_its_kv_then_it_is_held_until_the_library_frees_it() -> (
+    None
+):
     book = Book()
     book.kept_until = time.monotonic() + 0.05
     book.release(book.written().transfer_id, ReleaseOutcome.ABORTED)
@@ -108,7 +112,9 @@ async def test_transfer_when_the_library_keeps_its_kv_then_it_is_held_until_the_
     assert (book.kv_blocks, book.changes) == (0, 4)
 
 
-async def test_transfer_when_the_library_never_frees_its_kv_then_it_is_leaked_and_not_held() -> None:
+async def test_transfer_when_the_library_never_frees_its_kv_then_it_is_leaked_and_not_held() -> (
+    None
+):
     book = Book()
     book.kept_until = math.inf
     book.release(book.written().transfer_id, ReleaseOutcome.ABORTED)
@@ -126,7 +132,9 @@ async def test_transfer_when_the_library_never_frees_its_kv_then_it_is_leaked_an
         ({"first_token_ids": token_ids()}, "first_token_ids"),
     ],
 )
-async def test_transfer_when_it_does_not_fit_then_the_difference_is_named(change: dict[str, Any], field: str) -> None:
+async def test_transfer_when_it_does_not_fit_then_the_difference_is_named(
+    change: dict[str, Any], field: str
+) -> None:
     book = Book()
     kv_params = book.written()
     assert book.validate(request(kv_params=kv_params)) is kv_params

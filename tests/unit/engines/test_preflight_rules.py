@@ -1,4 +1,6 @@
-"""A rule is for its roles and releases, and its texts are in its finding unless the violation has more exact ones."""
+"""A rule is for its roles and releases, and its texts are in its finding unless the violation has
+more exact ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ class Batch:
 
 
 def section_with(
-    check, severity: Severity = "warning", name: str = "batch-large", **limits: tuple[Role, ...] | tuple[int, ...]
+    check,
+    severity: Severity = "warning",
+    name: str = "batch-large",
+    **limits: tuple[Role, ...] | tuple[int, ...],
 ) -> RuleSection[Batch]:
     section: RuleSection[Batch] = RuleSection("Batches")
     section.rule(severity, name, field="batch", why="it is large", fix="lower it", **limits)(check)
@@ -40,10 +45,16 @@ def test_rule_when_violated_then_its_texts_and_the_fields_value_are_reported() -
 
 
 def test_rule_when_the_violation_has_texts_then_they_replace_the_general_ones() -> None:
-    violation = Violation(field="batch_1", other="the limit of 32", why="it is 64", fix="set it to 32")
+    violation = Violation(
+        field="batch_1", other="the limit of 32", why="it is 64", fix="set it to 32"
+    )
     (finding,) = evaluate([section_with(lambda facts: violation)], Batch())
     assert (finding.field, finding.value) == ("batch_1", "batch_1 as set")
-    assert (finding.other, finding.why, finding.fix) == ("the limit of 32", "it is 64", "set it to 32")
+    assert (finding.other, finding.why, finding.fix) == (
+        "the limit of 32",
+        "it is 64",
+        "set it to 32",
+    )
 
 
 @pytest.mark.parametrize("found", [None, []])
@@ -83,15 +94,25 @@ def test_rules_when_several_are_violated_then_the_most_severe_comes_first() -> N
         section_with(lambda facts: Violation(), severity=severity, name=f"rule-{number}")
         for number, severity in enumerate(severities)
     ]
-    assert [finding.rule for finding in evaluate(sections, Batch())] == ["rule-1", "rule-3", "rule-2", "rule-0"]
+    assert [finding.rule for finding in evaluate(sections, Batch())] == [
+        "rule-1",
+        "rule-3",
+        "rule-2",
+        "rule-0",
+    ]
 
 
 @pytest.mark.parametrize(
     "sections",
-    [(*checks.WORKER_SECTIONS, *checks.PAIR_SECTIONS, *checks.PEER_SECTIONS), (vllm.WORKER, vllm.PEERS)],
+    [
+        (*checks.WORKER_SECTIONS, *checks.PAIR_SECTIONS, *checks.PEER_SECTIONS),
+        (vllm.WORKER, vllm.PEERS),
+    ],
     ids=["trtllm", "vllm"],
 )
-def test_rules_when_listed_then_each_has_a_name_of_its_own_and_all_texts(sections: tuple[RuleSection, ...]) -> None:
+def test_rules_when_listed_then_each_has_a_name_of_its_own_and_all_texts(
+    sections: tuple[RuleSection, ...],
+) -> None:
     rules = [rule for section in sections for rule in section.rules]
     assert len({rule.name for rule in rules}) == len(rules) > 10
     assert all(rule.field and rule.why and rule.fix for rule in rules)

@@ -1,4 +1,6 @@
-"""Errors in a worker's settings are found before large libraries are imported, and reported once."""
+"""Errors in a worker's settings are found before large libraries are imported, and reported
+once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def folder(tmp_path: Path) -> Makes:
 
     def make(files: dict[str, Any]) -> str:
         for name, content in files.items():
-            (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+            (tmp_path / name).write_text(
+                content if isinstance(content, str) else json.dumps(content)
+            )
         return str(tmp_path)
 
     return make
@@ -44,7 +48,11 @@ def refused(config: WorkerConfig, environment: dict[str, str] | None = None) -> 
     [
         ({}, "torch", "contains neither config.json nor exactly one .gguf file"),
         ({}, "vllm", "contains neither config.json nor exactly one .gguf file"),
-        ({"a.gguf": "", "b.gguf": ""}, "torch", "contains neither config.json nor exactly one .gguf file"),
+        (
+            {"a.gguf": "", "b.gguf": ""},
+            "torch",
+            "contains neither config.json nor exactly one .gguf file",
+        ),
         ({"a.gguf": ""}, "trtllm", "only the torch engine supports"),
         ({"config.json": "{"}, "torch", "config.json can't be read"),
         ({"config.json": {}}, "vllm", "model_type is missing"),
@@ -82,7 +90,12 @@ def test_model_when_it_looks_like_a_hugging_face_name_then_the_download_line_is_
     ("engine", "environment", "args", "wrong"),
     [
         ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, None, "The torch engine requests GPUs 0 "),
-        ("torch", {"CUDA_VISIBLE_DEVICES": "0,1"}, {"device": "auto"}, "The torch engine requests GPUs 0,1 "),
+        (
+            "torch",
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            {"device": "auto"},
+            "The torch engine requests GPUs 0,1 ",
+        ),
         ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, {"device": "cpu"}, ""),
         ("torch", {"CUDA_VISIBLE_DEVICES": ""}, None, ""),
         ("torch", {"CUDA_VISIBLE_DEVICES": "-1"}, None, ""),
@@ -119,11 +132,22 @@ workers:
             "{folder} contains neither config.json nor exactly one .gguf",
         ),
         (
-            ["dynamo_trtllm", "--engine=torch", "--model=tiny-gpt-oss", "--extra-engine-args=nope.yaml"],
+            [
+                "dynamo_trtllm",
+                "--engine=torch",
+                "--model=tiny-gpt-oss",
+                "--extra-engine-args=nope.yaml",
+            ],
             "nope.yaml: can't be read: No such file or directory",
         ),
-        (["dynamo_trtllm.launch", "{folder}/d.yaml", "--model=a/b"], "prefill: model folder a/b does not exist"),
-        (["dynamo_trtllm.launch", "{folder}/d.yaml"], "decode: The torch engine requests GPUs 4000 "),
+        (
+            ["dynamo_trtllm.launch", "{folder}/d.yaml", "--model=a/b"],
+            "prefill: model folder a/b does not exist",
+        ),
+        (
+            ["dynamo_trtllm.launch", "{folder}/d.yaml"],
+            "decode: The torch engine requests GPUs 4000 ",
+        ),
     ],
 )
 def test_command_when_a_setting_is_wrong_then_one_line_and_status_2_before_a_library_is_imported(

@@ -31,9 +31,13 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["torch", "mock"])
-def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(engine: str, file: Path) -> None:
+def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(
+    engine: str, file: Path
+) -> None:
     env = {"DYN_TRTLLM_MAX_SEQ_LEN": "77"}
-    config = worker("--engine", engine, "--extra-engine-args", str(file), "--kv-block-size", "16", env=env)
+    config = worker(
+        "--engine", engine, "--extra-engine-args", str(file), "--kv-block-size", "16", env=env
+    )
     found = rows(main.table(config))
     assert found["max_batch_size"].split(maxsplit=1) == ["8", f"YAML {file}"]
     assert found["max_seq_len"].split(maxsplit=1) == ["77", "environment DYN_TRTLLM_MAX_SEQ_LEN"]
@@ -42,7 +46,9 @@ def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(engine:
 
 
 def test_table_when_a_flag_beats_the_file_then_a_note_says_so(file: Path) -> None:
-    text = main.table(worker("--engine", "mock", "--extra-engine-args", str(file), "--max-batch-size", "9"))
+    text = main.table(
+        worker("--engine", "mock", "--extra-engine-args", str(file), "--max-batch-size", "9")
+    )
     assert f"note: --max-batch-size 9 overrides max_batch_size 8 of YAML {file}\n" in text
 
 
@@ -62,13 +68,19 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
     assert "TensorRT-LLM is not installed" in title
     found = rows(text)
     assert found["tensor_parallel_size"].split(maxsplit=1) == ["4", "flag --tensor-parallel-size"]
-    assert found["moe_config.backend"].split(maxsplit=1) == ["AUTO", "default (TensorRT-LLM 1.4.0rc4)"]
+    assert found["moe_config.backend"].split(maxsplit=1) == [
+        "AUTO",
+        "default (TensorRT-LLM 1.4.0rc4)",
+    ]
     part = "default (TensorRT-LLM 1.4.0rc4, read in part)"
     assert found["enable_chunked_prefill"].split(maxsplit=1) == ["false", part]
-    assert found["kv_cache_config.mixed_precision_first_n"].startswith("not read ")  # its default is unknown
+    # its default is unknown
+    assert found["kv_cache_config.mixed_precision_first_n"].startswith("not read ")
 
 
-def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_when_tensorrt_llm_is_installed_then_its_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: True)
     monkeypatch.setattr(LibraryPackage, "version", lambda _: "1.1.0")
     text = main.table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
@@ -79,7 +91,9 @@ def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pyte
 
 def test_dump_when_read_back_then_what_was_set_and_nothing_else(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.yaml"
-    main.dump(worker("--engine", "mock", "--extra-engine-args", str(file), "--kv-block-size", "16"), out)
+    main.dump(
+        worker("--engine", "mock", "--extra-engine-args", str(file), "--kv-block-size", "16"), out
+    )
     assert read_yaml(out) == {"max_batch_size": 8, "kv_block_size": 16}
     assert f"max_batch_size: 8  # YAML {file}\n" in out.read_text()
 
@@ -89,13 +103,25 @@ def test_dump_when_the_file_can_not_be_written_then_refused_by_its_flag(tmp_path
         main.dump(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
 
 
-@pytest.mark.parametrize(("is_on", "said"), [(True, "costs time in each step"), (False, "reports no KV blocks")])
-def test_table_when_trtllm_then_a_note_says_what_statistics_cost_or_give(is_on: bool, said: str) -> None:
+@pytest.mark.parametrize(
+    ("is_on", "said"), [(True, "costs time in each step"), (False, "reports no KV blocks")]
+)
+def test_table_when_trtllm_then_a_note_says_what_statistics_cost_or_give(
+    is_on: bool, said: str
+) -> None:
     override = f'{{"enable_iter_perf_stats": {str(is_on).lower()}}}'
     text = main.table(
-        worker("--engine", "trtllm", "--kernels-profile", "fallback", f"--override-engine-args={override}")
+        worker(
+            "--engine",
+            "trtllm",
+            "--kernels-profile",
+            "fallback",
+            f"--override-engine-args={override}",
+        )
     )
-    (note,) = [line for line in text.splitlines() if line.startswith("note: enable_iter_perf_stats")]
+    (note,) = [
+        line for line in text.splitlines() if line.startswith("note: enable_iter_perf_stats")
+    ]
     assert said in note
 
 
@@ -113,9 +139,11 @@ def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on
 
     out = tmp_path / "out.yaml"
     monkeypatch.setattr(worker_main, "Worker", Started)
-    monkeypatch.setattr(worker_main, "limit_exit", lambda status: None)  # the process is that of the tests
+    # the process is that of the tests
+    monkeypatch.setattr(worker_main, "limit_exit", lambda status: None)
     monkeypatch.setattr(
-        "sys.argv", ["w", "--model", "m", "--engine=mock", "--max-batch-size=2", f"--dump-config-to={out}"]
+        "sys.argv",
+        ["w", "--model", "m", "--engine=mock", "--max-batch-size=2", f"--dump-config-to={out}"],
     )
     with pytest.raises(SystemExit):
         worker_main.main()

@@ -21,7 +21,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def worker(*argv: str) -> WorkerConfig:
-    return load(WorkerConfig, prog="w", argv=["--model-path", "/m", "--print-environment", *argv], environ={})
+    return load(
+        WorkerConfig,
+        prog="w",
+        argv=["--model-path", "/m", "--print-environment", *argv],
+        environ={},
+    )
 
 
 def evaluated(lines: str, **environment: str) -> dict[str, str]:
@@ -46,9 +51,14 @@ def test_exports_when_the_user_has_set_a_variable_then_it_keeps_its_value(value:
     assert evaluated(lines, UCX_MEMTYPE_CACHE=value)["UCX_MEMTYPE_CACHE"] == value
 
 
-@pytest.mark.parametrize(("flags", "warns"), [((), True), (("--kernels-profile", "fallback"), False)])
+@pytest.mark.parametrize(
+    ("flags", "warns"), [((), True), (("--kernels-profile", "fallback"), False)]
+)
 def test_exports_when_no_profile_is_for_the_gpus_then_a_warning_unless_it_was_chosen(
-    flags: tuple[str, ...], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    flags: tuple[str, ...],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("dynamo_trtllm.engines.trtllm.args.visible_gpus", list)
     first, *_ = exports(worker(*flags), {}).splitlines()
@@ -74,12 +84,18 @@ def test_main_when_the_environment_is_printed_then_nothing_else_and_no_worker(
     assert all(line.startswith(("# ", "export ")) for line in capsys.readouterr().out.splitlines())
 
 
-def test_command_when_tensorrt_llm_is_a_program_that_must_not_load_then_it_is_not_imported(tmp_path: Path) -> None:
+def test_command_when_tensorrt_llm_is_a_program_that_must_not_load_then_it_is_not_imported(
+    tmp_path: Path,
+) -> None:
     """A rank that imports it before its variables are set has read them."""
     (tmp_path / "tensorrt_llm.py").write_text("raise SystemExit('imported')\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "dynamo_trtllm", "--model-path", "/m", "--print-environment"]
     done = subprocess.run(
-        [*command, "--kernels-profile", "hopper"], env=env, capture_output=True, text=True, check=True
+        [*command, "--kernels-profile", "hopper"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "export TRTLLM_ENABLE_PDL=1\n" in done.stdout

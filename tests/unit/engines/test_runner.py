@@ -27,10 +27,18 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
 )
 from dynamo_trtllm.streams import StreamEvent
-from tests.unit.engines.scripted_library import STOP_ID, Call, ask, event, make, some_transfer_params, started
+from tests.unit.engines.scripted_library import (
+    STOP_ID,
+    Call,
+    ask,
+    event,
+    make,
+    some_transfer_params,
+    started,
+)
 from tests.waiting import SOON_S
 
-# --- chunks ----------------------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------------
 
 
 async def test_results_when_tokens_come_then_chunks_within_the_call_and_times_at_the_end() -> None:
@@ -56,7 +64,9 @@ async def test_results_when_tokens_come_then_chunks_within_the_call_and_times_at
 
 
 @pytest.mark.parametrize("finish", ["length", "not_finished"])
-async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_until_released(finish: str) -> None:
+async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_until_released(
+    finish: str,
+) -> None:
     runner, _ = make()
     stream, events, call = await started(runner, ask(Phase.PREFILL))
     call.say(7, finish=finish)
@@ -76,7 +86,9 @@ async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_un
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_prefill_when_its_kv_is_not_fetched_then_its_kv_is_freed_at_a_cancel_or_when_it_expires() -> None:
+async def test_prefill_when_its_kv_is_not_fetched_then_its_kv_is_freed_at_a_cancel_or_when_it_expires() -> (
+    None
+):
     runner, _ = make()
     stream, _, call = await started(runner, ask(Phase.PREFILL))
     call.say(7, finish="length")
@@ -91,13 +103,19 @@ async def test_prefill_when_its_kv_is_not_fetched_then_its_kv_is_freed_at_a_canc
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-async def test_prefill_when_the_first_token_ends_the_output_then_no_transfer_and_no_kv_is_kept(finish: str) -> None:
+async def test_prefill_when_the_first_token_ends_the_output_then_no_transfer_and_no_kv_is_kept(
+    finish: str,
+) -> None:
     runner, _ = make()
     _, events, call = await started(runner, ask(Phase.PREFILL))
     call.say(STOP_ID, finish=finish)
     (chunk,) = events
     assert isinstance(chunk, Chunk)
-    assert (chunk.finish_reason, chunk.kv_params, call.releases) == (FinishReason.STOP, None, [False])
+    assert (chunk.finish_reason, chunk.kv_params, call.releases) == (
+        FinishReason.STOP,
+        None,
+        [False],
+    )
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
@@ -109,11 +127,15 @@ async def test_decode_when_its_kv_came_then_the_last_chunk_has_the_times_of_the_
     (chunk,) = events
     assert isinstance(chunk, Chunk)
     assert chunk.stats is not None
-    assert (chunk.stats.prefill_s, chunk.stats.kv_bytes, chunk.stats.transport) == (0.0, kv_params.kv_bytes, "a/b")
+    assert (chunk.stats.prefill_s, chunk.stats.kv_bytes, chunk.stats.transport) == (
+        0.0,
+        kv_params.kv_bytes,
+        "a/b",
+    )
     assert chunk.stats.kv_transfer_s > 0
 
 
-# --- errors ----------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 async def test_request_when_rejected_then_one_error_and_nothing_runs() -> None:
@@ -122,7 +144,10 @@ async def test_request_when_rejected_then_one_error_and_nothing_runs() -> None:
         (ask(max_tokens=13), RequestRejected),
         (ask(Phase.DECODE), RequestRejected),
         (
-            ask(Phase.DECODE, kv_params=msgspec.structs.replace(await some_transfer_params(), model="n")),
+            ask(
+                Phase.DECODE,
+                kv_params=msgspec.structs.replace(await some_transfer_params(), model="n"),
+            ),
             TransferMismatch,
         ),
     ]:
@@ -157,9 +182,14 @@ async def test_result_when_the_library_ends_the_request_then_the_error_says_whos
     assert type(events[-1]) is MigrationFailed  # its KV had come
 
 
-async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_read_to_its_end() -> None:
+async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_read_to_its_end() -> (
+    None
+):
     runner, _ = make()
-    for error, code in [(RequestRejected("no log-probability"), "engine_refused"), (KeyError("a bug"), "internal")]:
+    for error, code in [
+        (RequestRejected("no log-probability"), "engine_refused"),
+        (KeyError("a bug"), "internal"),
+    ]:
         _, events, call = await started(runner, ask())
         call.say(1, error=error)
         (found,) = events
@@ -190,7 +220,9 @@ async def test_result_when_its_receiver_fails_then_only_this_stream_ends() -> No
     assert library.is_closed
 
 
-async def test_error_when_its_stream_has_ended_then_the_others_go_on_while_the_library_is_healthy() -> None:
+async def test_error_when_its_stream_has_ended_then_the_others_go_on_while_the_library_is_healthy() -> (
+    None
+):
     runner, library = make()
     _, events, _ = await started(runner, ask())
     for reason in ("", "the executor shut down"):
@@ -207,10 +239,13 @@ async def fail_one(runner: ExternalEngine, request_id: str) -> tuple[list[Stream
     return events, call
 
 
-async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and_is_aborted() -> None:
+async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and_is_aborted() -> (
+    None
+):
     runner, _ = make()
     _, others, other = await started(runner, ask())
-    for _ in range(2 * MAX_FAILED_REQUESTS):  # the same request, as a client or a frontend tries it again
+    # the same request, as a client or a frontend tries it again
+    for _ in range(2 * MAX_FAILED_REQUESTS):
         events, call = await fail_one(runner, "poison")
         assert [type(each) for each in events] == [EngineFailed]
         assert call.aborts == 1
@@ -220,7 +255,9 @@ async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_error_when_all_choices_of_one_request_have_one_then_they_count_as_one_request() -> None:
+async def test_error_when_all_choices_of_one_request_have_one_then_they_count_as_one_request() -> (
+    None
+):
     runner, _ = make()
     for choice in range(2 * MAX_FAILED_REQUESTS):
         await fail_one(runner, f"client-5-00112233aabbccdd-{choice}")
@@ -275,7 +312,9 @@ async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reas
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_check_when_the_library_gives_a_reason_then_streams_end_and_it_knows_who_waits() -> None:
+async def test_check_when_the_library_gives_a_reason_then_streams_end_and_it_knows_who_waits() -> (
+    None
+):
     runner, library = make()
     await runner.check()
     assert library.waiting_since is None

@@ -52,9 +52,13 @@ async def test_cancel_when_prefill_finishes_at_the_same_time_then_its_kv_is_free
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_waits_for_the_first_result() -> None:
+async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_waits_for_the_first_result() -> (
+    None
+):
     runner, _ = make(can_abort_fetch=False)
-    stream, _, call = await started(runner, ask(Phase.DECODE, kv_params=await some_transfer_params()))
+    stream, _, call = await started(
+        runner, ask(Phase.DECODE, kv_params=await some_transfer_params())
+    )
     stream.cancel()
     assert call.aborts == 0
     call.say(7)
@@ -65,10 +69,14 @@ async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_w
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_cancel_when_only_a_fetch_frees_the_kv_then_it_is_submitted_for_one_token_and_aborted_later() -> None:
+async def test_cancel_when_only_a_fetch_frees_the_kv_then_it_is_submitted_for_one_token_and_aborted_later() -> (
+    None
+):
     runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
     events: list[StreamEvent] = []
-    runner.generate(ask(Phase.DECODE, kv_params=await some_transfer_params()), events.append).cancel()
+    runner.generate(
+        ask(Phase.DECODE, kv_params=await some_transfer_params()), events.append
+    ).cancel()
     assert library.calls == []
     await asyncio.sleep(0)
     (call,) = library.calls
@@ -81,7 +89,9 @@ async def test_cancel_when_only_a_fetch_frees_the_kv_then_it_is_submitted_for_on
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.AGGREGATED])
-async def test_cancel_when_a_call_fetches_nothing_then_it_is_not_submitted_whatever_frees_kv(phase: Phase) -> None:
+async def test_cancel_when_a_call_fetches_nothing_then_it_is_not_submitted_whatever_frees_kv(
+    phase: Phase,
+) -> None:
     runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
     runner.generate(ask(phase), lambda event: None).cancel()
     await asyncio.wait_for(runner.drain(), SOON_S)
@@ -141,8 +151,12 @@ async def test_stop_when_it_is_never_confirmed_then_the_stream_ends_with_an_erro
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-@pytest.mark.parametrize(("phase", "keeps"), [(Phase.PREFILL, False), (Phase.AGGREGATED, True), (Phase.DECODE, True)])
-async def test_stop_when_a_cancel_leaves_no_kv_then_it_does_nothing(phase: Phase, keeps: bool) -> None:
+@pytest.mark.parametrize(
+    ("phase", "keeps"), [(Phase.PREFILL, False), (Phase.AGGREGATED, True), (Phase.DECODE, True)]
+)
+async def test_stop_when_a_cancel_leaves_no_kv_then_it_does_nothing(
+    phase: Phase, keeps: bool
+) -> None:
     runner, _ = make(keeps_unfetched_kv=keeps)
     kv_params = await some_transfer_params() if phase is Phase.DECODE else None
     stream, _, call = await started(runner, ask(phase, kv_params=kv_params))
@@ -150,7 +164,9 @@ async def test_stop_when_a_cancel_leaves_no_kv_then_it_does_nothing(phase: Phase
     assert call.aborts == 0
 
 
-async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runner_module, "KV_WAIT_S", 0.01)
     monkeypatch.setattr(runner_module, "ANSWER_S", 0.01)
     runner, _ = make(can_abort_fetch=False)
@@ -161,7 +177,9 @@ async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(monkeyp
         assert call.aborts == 1
 
 
-async def test_deadline_when_it_passes_then_the_stream_ends_at_once_and_the_call_is_aborted() -> None:
+async def test_deadline_when_it_passes_then_the_stream_ends_at_once_and_the_call_is_aborted() -> (
+    None
+):
     runner, _ = make()
     _, events, call = await started(runner, ask(within_s=0.02))
     call.say(1)
@@ -190,7 +208,9 @@ async def test_deadline_when_the_kv_is_late_then_the_error_names_the_limit_and_a
 
 async def test_deadline_when_it_comes_before_the_kv_then_it_is_no_fault_of_the_transfer() -> None:
     runner, _ = make()
-    _, events, _ = await started(runner, ask(Phase.DECODE, kv_params=await some_transfer_params(), within_s=0.02))
+    _, events, _ = await started(
+        runner, ask(Phase.DECODE, kv_params=await some_transfer_params(), within_s=0.02)
+    )
     error = await event(events)
     assert isinstance(error, DeadlineExceeded)
     assert "did not finish before the request's deadline" in error.message

@@ -1,4 +1,6 @@
-"""Values of arguments are checked by the annotations of a release's manifest, without conversions."""
+"""Values of arguments are checked by the annotations of a release's manifest, without
+conversions.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,18 @@ RELEASE = next(release for release in TRTLLM.releases if release.name == "1.2.1"
         ("bool", [True], [1, "true"], "true or false"),
         ("Optional[str]", ["x", None], [3, ["x"]], "text or null"),
         ("Path", ["/x"], [3], "text"),
-        ("Optional[List[int]]", [[1, 2], [], None], [[True], ["1"], 1, (1, 2)], "a list of int or null"),
-        ("Union[bool, Literal['auto']]", [True, "auto"], ["AUTO", 1], "true or false or one of auto"),
+        (
+            "Optional[List[int]]",
+            [[1, 2], [], None],
+            [[True], ["1"], 1, (1, 2)],
+            "a list of int or null",
+        ),
+        (
+            "Union[bool, Literal['auto']]",
+            [True, "auto"],
+            ["AUTO", 1],
+            "true or false or one of auto",
+        ),
         ("Optional[Dict[str, Any]]", [{"a": 1}, {1: 2}], [[1]], "a mapping (key: value) or null"),
         ("Optional[KvCacheConfig]", [{"dtype": 3}], ["x"], "a mapping (key: value) or null"),
         ("Optional[object]", ["x", 3, object], [], ""),
@@ -39,7 +51,9 @@ def test_value_when_checked_then_only_those_of_the_annotation_fit(
         assert value_types.description(annotation, RELEASE) == description
 
 
-def test_value_when_an_enumeration_restricts_text_then_other_text_does_not_fit_and_case_does_not_matter() -> None:
+def test_value_when_an_enumeration_restricts_text_then_other_text_does_not_fit_and_case_does_not_matter() -> (
+    None
+):
     for word in ("AUTO", "dummy", "Dummy"):
         assert value_types.fits(word, "Union[str, LoadFormat]", RELEASE)
     assert not value_types.fits("torch", "Union[str, LoadFormat]", RELEASE)
@@ -50,18 +64,24 @@ def test_value_when_the_library_compares_literals_without_case_then_any_case_fit
     assert not value_types.fits("Bfloat16", "Literal['auto', 'bfloat16']", RELEASE)
 
 
-def test_word_when_its_class_was_read_in_part_then_it_is_passed_on_with_a_note_else_rejected() -> None:
+def test_word_when_its_class_was_read_in_part_then_it_is_passed_on_with_a_note_else_rejected() -> (
+    None
+):
     partly = copy(RELEASE)
     partly.not_read |= {"MoeConfig in part"}
     given = {"moe_config": {"backend": "NEWKERNELS"}}
     (note,) = schema.check(given, partly, "YAML x.yaml")
     assert note.startswith("moe_config.backend 'NEWKERNELS' is passed on unchecked")
-    with pytest.raises(ConfigError, match=r"moe_config\.backend is .NEWKERNELS.: expected one of CUTLASS"):
+    with pytest.raises(
+        ConfigError, match=r"moe_config\.backend is .NEWKERNELS.: expected one of CUTLASS"
+    ):
         schema.check(given, RELEASE, "YAML x.yaml")
 
 
 @pytest.mark.parametrize("value", ["cutlass", 3, True])
-def test_value_when_it_is_no_new_word_then_it_is_rejected_also_for_a_class_that_was_read_in_part(value: Any) -> None:
+def test_value_when_it_is_no_new_word_then_it_is_rejected_also_for_a_class_that_was_read_in_part(
+    value: Any,
+) -> None:
     partly = copy(RELEASE)
     partly.not_read |= {"MoeConfig in part"}
     with pytest.raises(ConfigError, match="expected one of CUTLASS"):

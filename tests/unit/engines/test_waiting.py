@@ -34,7 +34,9 @@ def test_overdue_request_when_the_first_one_keeps_its_place_then_it_is_not_overt
     assert [request.name for request in queue] == ["holds memory", "low"]
 
 
-def test_overdue_request_when_others_arrive_then_it_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overdue_request_when_others_arrive_then_it_stays_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
     queue: deque[Request] = deque()
     for name, priority in (("low", 5), ("high", -5)):

@@ -1,4 +1,7 @@
-"""The stand-in does what TensorRT-LLM was read to do. Engines: one tiny model, a hundred milliseconds each."""
+"""The stand-in does what TensorRT-LLM was read to do.
+
+Engines: one tiny model, a hundred milliseconds each.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ async def llm(trt: Any, tiny: Path) -> AsyncIterator[Any]:
 
 
 def sampling(package: Any, **more: Any) -> Any:
-    return package.SamplingParams(**{"end_id": 1, "max_tokens": 8, "temperature": 0.0, "detokenize": False, **more})
+    return package.SamplingParams(
+        **{"end_id": 1, "max_tokens": 8, "temperature": 0.0, "detokenize": False, **more}
+    )
 
 
 async def context(package: Any, llm: Any, **more: Any) -> Any:
@@ -59,7 +64,9 @@ def decode_params(package: Any, answered: Any, **more: Any) -> Any:
     return package.DisaggregatedParams(request_type="generation_only", **fields)
 
 
-def test_import_when_done_then_it_says_that_it_is_a_stand_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_import_when_done_then_it_says_that_it_is_a_stand_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING), fake_tensorrt_llm("1.1.0") as package:
         assert package.__version__ == "1.1.0+standin"
     assert "STAND-IN: this is not TensorRT-LLM" in caplog.text
@@ -69,9 +76,9 @@ def test_import_when_done_then_it_says_that_it_is_a_stand_in(caplog: pytest.LogC
 def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(version: str) -> None:
     release = release_for(version)
     with fake_tensorrt_llm(version) as package:
-        assert set(inspect.signature(package.SamplingParams).parameters) - {"_stop_word_ids"} == set(
-            release.fields("SamplingParams")
-        )
+        assert set(inspect.signature(package.SamplingParams).parameters) - {
+            "_stop_word_ids"
+        } == set(release.fields("SamplingParams"))
         assert list(inspect.signature(package.DisaggregatedParams).parameters) == list(
             release.fields("DisaggregatedParams")
         )
@@ -90,7 +97,11 @@ def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(vers
     [
         ("1.2.1", {"frobnicate": 1}, "frobnicate"),
         ("1.2.1", {"kv_cache_config": {"disk_cache_size": 32}}, "kv_cache_config.disk_cache_size"),
-        ("1.1.0", {"cache_transceiver_config": {"kv_transfer_timeout_ms": 1}}, "kv_transfer_timeout_ms"),
+        (
+            "1.1.0",
+            {"cache_transceiver_config": {"kv_transfer_timeout_ms": 1}},
+            "kv_transfer_timeout_ms",
+        ),
         ("1.2.1", {"moe_config": {"backend": "MARLIN"}}, "moe_config.backend"),
         ("1.2.1", {"build_config": {}}, "build_config"),
     ],
@@ -149,15 +160,21 @@ async def test_two_calls_when_joined_then_tokens_equal_and_the_first_comes_alone
     await asyncio.to_thread(decode.shutdown)
 
 
-async def test_decode_when_parameters_were_changed_then_request_error_names_the_field(trt: Any, llm: Any) -> None:
+async def test_decode_when_parameters_were_changed_then_request_error_names_the_field(
+    trt: Any, llm: Any
+) -> None:
     answered = (await context(trt, llm)).outputs[0].disaggregated_params
     for change in ({"ctx_request_id": 3}, {"opaque_state": b"x"}, {"opaque_state": "text"}):
-        result = llm.generate_async(PROMPT, sampling(trt), disaggregated_params=decode_params(trt, answered, **change))
+        result = llm.generate_async(
+            PROMPT, sampling(trt), disaggregated_params=decode_params(trt, answered, **change)
+        )
         with pytest.raises(trt.llmapi.RequestError, match=next(iter(change))):
             await result
 
 
-async def test_stream_when_iterated_then_the_same_object_is_changed_and_ids_are_cumulative(trt: Any, llm: Any) -> None:
+async def test_stream_when_iterated_then_the_same_object_is_changed_and_ids_are_cumulative(
+    trt: Any, llm: Any
+) -> None:
     seen = [step async for step in llm.generate_async(PROMPT, sampling(trt), streaming=True)]
     assert len(seen) == 8
     assert len({id(step) for step in seen}) == 1
@@ -202,7 +219,9 @@ async def test_setup_when_end_id_is_none_then_needs_a_tokenizer_and_changes_the_
     await asyncio.to_thread(other.shutdown)
 
 
-async def test_prompt_when_longer_than_a_step_then_refused_unless_chunked(trt: Any, tiny: Path) -> None:
+async def test_prompt_when_longer_than_a_step_then_refused_unless_chunked(
+    trt: Any, tiny: Path
+) -> None:
     llm = await asyncio.to_thread(make, trt, tiny, max_num_tokens=40)
     with pytest.raises(trt.llmapi.RequestError, match="max_num_tokens"):
         llm.generate_async(PROMPT, sampling(trt))
@@ -261,13 +280,18 @@ async def test_stats_when_not_enabled_then_none_come(trt: Any, llm: Any, tiny: P
 
 @pytest.mark.parametrize(
     ("trap", "error"),
-    [("request_fails", "RequestError"), ("step_fails", "RequestError"), ("executor_dies", "RuntimeError")],
+    [
+        ("request_fails", "RequestError"),
+        ("step_fails", "RequestError"),
+        ("executor_dies", "RuntimeError"),
+    ],
 )
 async def test_failure_when_it_comes_then_its_kind_says_whether_the_executor_lives(
     trt: Any, llm: Any, trap: str, error: str
 ) -> None:
     async def run() -> None:
-        await llm.generate_async(PROMPT, sampling(trt)).aresult()  # raises at once if the executor is dead by then
+        # raises at once if the executor is dead by then
+        await llm.generate_async(PROMPT, sampling(trt)).aresult()
 
     with trt.standin.traps.turned(trap):
         failures = await asyncio.gather(run(), run(), return_exceptions=True)
@@ -280,7 +304,11 @@ async def test_failure_when_it_comes_then_its_kind_says_whether_the_executor_liv
         assert (await llm.generate_async(PROMPT, sampling(trt))).outputs[0].length == 8
 
 
-PLAYED = (*((version, "CPP") for version in RELEASES), ("1.3.0rc20", "CPP"), ("1.3.0rc29", "PYTHON"))
+PLAYED = (
+    *((version, "CPP") for version in RELEASES),
+    ("1.3.0rc20", "CPP"),
+    ("1.3.0rc29", "PYTHON"),
+)
 
 
 @pytest.mark.long
@@ -298,8 +326,13 @@ def test_probes_when_the_stand_in_is_asked_what_the_real_package_will_be_then_it
 
 
 def test_report_when_an_answer_differs_then_its_row_is_marked() -> None:
-    text = report.table([report.Row("a", "works", "works"), report.Row("b", "works", "Error: x | y\nz")])
-    assert text.splitlines()[2:] == ["| a | works | works |  |", "| b | works | Error: x \\| y z | **differs** |"]
+    text = report.table(
+        [report.Row("a", "works", "works"), report.Row("b", "works", "Error: x | y\nz")]
+    )
+    assert text.splitlines()[2:] == [
+        "| a | works | works |  |",
+        "| b | works | Error: x \\| y z | **differs** |",
+    ]
 
 
 def test_traps_when_one_is_unknown_then_refused_by_name(trt: Any) -> None:
@@ -316,7 +349,9 @@ def test_differences_when_the_stand_in_is_compared_with_its_manifest_then_none_a
     with fake_tensorrt_llm(version) as package:
         assert differences(package, release) == []
 
-        def generate_async(self: Any, inputs: Any, priority: float = 0.5, renamed: bool = False) -> None: ...
+        def generate_async(
+            self: Any, inputs: Any, priority: float = 0.5, renamed: bool = False
+        ) -> None: ...
 
         monkeypatch.setattr(package.LLM, "generate_async", generate_async)
         found = differences(package, release)

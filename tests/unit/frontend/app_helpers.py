@@ -43,9 +43,12 @@ from dynamo_trtllm.tokenization.base import (
 )
 from tests.streaming import PlayedPipeline
 
-REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
+# markers; every other id is a character's code point
+REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5
 MODEL = "lab/tiny"
-CARD = ModelDeploymentCard(name=MODEL, context_length=100, vocab_size=0x3000, eos_token_ids=(END,), renderer="harmony")
+CARD = ModelDeploymentCard(
+    name=MODEL, context_length=100, vocab_size=0x3000, eos_token_ids=(END,), renderer="harmony"
+)
 
 
 class Characters:
@@ -66,7 +69,8 @@ class Characters:
 
     def _read(self, ids: TokenIds) -> None:
         if self._pipe == CONTENT and min(ids, default=END) > HALF:
-            self._out.add(Channel.CONTENT, ids.tobytes().decode("utf-32-le"))  # fast path without markers
+            # fast path without markers
+            self._out.add(Channel.CONTENT, ids.tobytes().decode("utf-32-le"))
             return
         for token_id in ids:
             if token_id in (REASONING, CONTENT):
@@ -96,7 +100,9 @@ class PlainCharacters:
         self._hidden = hidden
 
     def push(self, ids: TokenIds) -> StepOutput:
-        return text_output("".join(chr(token_id) for token_id in ids if token_id not in self._hidden))
+        return text_output(
+            "".join(chr(token_id) for token_id in ids if token_id not in self._hidden)
+        )
 
     def finish(self) -> StepOutput:
         return StepOutput()
@@ -130,7 +136,9 @@ class CharacterRenderer:
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
-    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None) -> Characters:
+    def chat_parser(
+        self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
+    ) -> Characters:
         return Characters(forced_ids)
 
     def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
@@ -207,7 +215,10 @@ class ScriptedPipeline(PlayedPipeline):
                 PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2),
             )
             trace.decode_instance = 0xCD
-            trace.spans += [Span("prefill", time.monotonic(), Role.PREFILL), Span("decode", time.monotonic())]
+            trace.spans += [
+                Span("prefill", time.monotonic(), Role.PREFILL),
+                Span("decode", time.monotonic()),
+            ]
             if (alternatives := request.sampling.prompt_logprobs) is not None:
                 trace.prompt_logprobs += prompt_logprobs(request.token_ids, alternatives)
             for step in self.script:
@@ -230,17 +241,30 @@ class ScriptedPipeline(PlayedPipeline):
 
 
 def chunk(
-    text: str = "", *, finish: FinishReason | None = None, ids: Sequence[int] = (), logprobs: bool = False
+    text: str = "",
+    *,
+    finish: FinishReason | None = None,
+    ids: Sequence[int] = (),
+    logprobs: bool = False,
 ) -> Chunk:
     all_ids = [*ids, *map(ord, text)]
-    each = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (ord("z"), float("-inf")))) for i in all_ids) if logprobs else ()
+    each = (
+        tuple(TokenLogprob(i, -0.5, ((i, -0.5), (ord("z"), float("-inf")))) for i in all_ids)
+        if logprobs
+        else ()
+    )
     return Chunk(token_ids=token_ids(all_ids), finish_reason=finish, logprobs=each)
 
 
 def prompt_logprobs(ids: Sequence[int], alternatives: int) -> list[TokenLogprob]:
-    """The log-probabilities of a prompt: -1 for its second token, -2 for its third one, and so on."""
+    """The log-probabilities of a prompt: -1 for its second token, -2 for its third one, and so
+    on.
+    """
     first, *rest = ids
-    scored = [TokenLogprob(each, -1.0 - at, ((each, -1.0 - at),) * alternatives) for at, each in enumerate(rest)]
+    scored = [
+        TokenLogprob(each, -1.0 - at, ((each, -1.0 - at),) * alternatives)
+        for at, each in enumerate(rest)
+    ]
     return [TokenLogprob(first, math.nan), *scored]
 
 

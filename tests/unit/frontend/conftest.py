@@ -21,7 +21,11 @@ from tests.unit.frontend.registry_helpers import TEMPLATE, Frontend
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out a file whose thousands of cases are made when it is collected."""
-    return True if collection_path.name == "test_schemathesis_long.py" and not config.getoption("--long") else None
+    return (
+        True
+        if collection_path.name == "test_schemathesis_long.py" and not config.getoption("--long")
+        else None
+    )
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +62,9 @@ async def frontend() -> AsyncIterator[Frontend]:
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     """Write the files of a chat_template renderer. The template is sent in three chunks."""
-    tokenizer = tokenizers.Tokenizer(tokenizer_models.WordLevel({"<unk>": 0, "the": 1, "fox": 2}, unk_token="<unk>"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizer_models.WordLevel({"<unk>": 0, "the": 1, "fox": 2}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     contents = {
         "tokenizer.json": tokenizer.to_str(),

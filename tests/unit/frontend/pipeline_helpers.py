@@ -47,7 +47,9 @@ FINISHED = [
 
 def kv_chunk(transfer_id: str) -> Chunk:
     return Chunk(
-        finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params(transfer_id), stats=PREFILL_STATS
+        finish_reason=FinishReason.KV_TRANSFER,
+        kv_params=make_transfer_params(transfer_id),
+        stats=PREFILL_STATS,
     )
 
 
@@ -71,7 +73,10 @@ class StoppableStream:
 
 
 class ScriptedWorker(ChunkSource):
-    """A worker that runs one script per call. It waits for events in the script, and forever at HANG."""
+    """A worker that runs one script per call.
+
+    It waits for events in the script, and forever at HANG.
+    """
 
     def __init__(self, *scripts: Sequence[Step]) -> None:
         self._scripts = iter(scripts)
@@ -83,7 +88,8 @@ class ScriptedWorker(ChunkSource):
         self.reservations: list[ReserveSlot | ReleaseSlot] = []
         self.asked = asyncio.Event()  # set when a slot was requested
         self.stalls: asyncio.Event | None = None  # replies for slots wait for this
-        self.faults: dict[type[Control], DynamoError] = {}  # errors raised by type of control request
+        # errors raised by type of control request
+        self.faults: dict[type[Control], DynamoError] = {}
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
@@ -153,9 +159,13 @@ class Cluster:
 
     async def tokens(self, trace: RouteTrace | None = None, **sampling: Any) -> list[int]:
         """Return all tokens of a request. Only its last chunk may have a finish reason."""
-        async with aclosing(pipeline_stream(self.pipeline, request(**sampling), trace or RouteTrace())) as stream:
+        async with aclosing(
+            pipeline_stream(self.pipeline, request(**sampling), trace or RouteTrace())
+        ) as stream:
             chunks = [chunk async for chunk in stream]
-        assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (
+            len(chunks) - 1
+        ) + [True]
         return [token for chunk in chunks for token in chunk.token_ids]
 
 

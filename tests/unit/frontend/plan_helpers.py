@@ -21,19 +21,26 @@ from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 from tests.small_tokenizer import CONTROL, write_tokenizer
 
 CARD = ModelDeploymentCard(
-    name="m", context_length=2000, vocab_size=201088, eos_token_ids=(200002, 200012), renderer="harmony"
+    name="m",
+    context_length=2000,
+    vocab_size=201088,
+    eos_token_ids=(200002, 200012),
+    renderer="harmony",
 )
 REQUEST_ID, DEADLINE = "id", 5.0
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": CITY},
+}
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": CITY}}
 HEADER = "<|channel|>commentary to=functions."
 REST = " <|constrain|>json<|message|>"
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if enable_thinking %}think{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content"
+    " }}\n{% endfor %}{% if enable_thinking %}think{% endif %}"
 )
 
 
@@ -52,9 +59,16 @@ class TemplateModels:
         files = {"tokenizer.json": self._tokenizer, "tokenizer_config.json": config}
         stops = (CONTROL["<|end|>"],)
         card = msgspec.structs.replace(
-            CARD, renderer="chat_template", vocab_size=320, eos_token_ids=stops, tool_call_parser=tool_call_parser
+            CARD,
+            renderer="chat_template",
+            vocab_size=320,
+            eos_token_ids=stops,
+            tool_call_parser=tool_call_parser,
         )
-        return ServedModel(card, ChatTemplateRenderer(files, stop_token_ids=stops, tool_call_parser=tool_call_parser))
+        return ServedModel(
+            card,
+            ChatTemplateRenderer(files, stop_token_ids=stops, tool_call_parser=tool_call_parser),
+        )
 
 
 def chat(served: ServedModel, **fields: Any) -> GenerationPlan:
@@ -70,7 +84,9 @@ def text(served: ServedModel, **fields: Any) -> GenerationPlan:
 
 
 def refusing(served: ServedModel, *fields: str) -> ServedModel:
-    return ServedModel(msgspec.structs.replace(served.card, unsupported_features=fields), served.renderer)
+    return ServedModel(
+        msgspec.structs.replace(served.card, unsupported_features=fields), served.renderer
+    )
 
 
 def prompt(plan: GenerationPlan, served: ServedModel) -> str:

@@ -1,4 +1,6 @@
-"""Runs workers that only send model files, and a `ModelRegistry` that watches them, in one process."""
+"""Runs workers that only send model files, and a `ModelRegistry` that watches them, in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
 
-HARMONY = ModelDeploymentCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
+HARMONY = ModelDeploymentCard(
+    name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony"
+)
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
@@ -64,7 +68,9 @@ class FileService:
 
     def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
         instance = make_instance(1, role=Role.AGGREGATED)
-        self._service = WorkerService(NoEngine(), instance, Admission(), files=files, metrics=WorkerMetrics())
+        self._service = WorkerService(
+            NoEngine(), instance, Admission(), files=files, metrics=WorkerMetrics()
+        )
         self.garbled = garbled
         self.asked: list[GetFile] = []
 
@@ -92,7 +98,11 @@ class Frontend:
         self.watching = asyncio.create_task(self.models.watch())
 
     async def add(
-        self, instance_id: int, card: ModelDeploymentCard, role: Role = Role.AGGREGATED, service: Service | None = None
+        self,
+        instance_id: int,
+        card: ModelDeploymentCard,
+        role: Role = Role.AGGREGATED,
+        service: Service | None = None,
     ) -> Registration:
         instance = msgspec.structs.replace(make_instance(instance_id, role=role), card=card)
         if service is not None:

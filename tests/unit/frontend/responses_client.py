@@ -14,7 +14,11 @@ from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend
 
 PATH = "/v1/responses"
-TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "get_system_health",
+    "parameters": {"type": "object", "properties": {}},
+}
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 ITEM: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseItem)
 
@@ -62,7 +66,9 @@ def check_error(response: httpx.Response, status: int, code: str, param: str | N
 
 
 def check_unknown(value: Any) -> None:
-    """Check that the SDK's types have all fields except `store`, which the API has, and `dynamo_trtllm`."""
+    """Check that the SDK's types have all fields except `store`, which the API has, and
+    `dynamo_trtllm`.
+    """
     if isinstance(value, pydantic.BaseModel):
         assert set(value.model_extra or ()) <= {"store", "dynamo_trtllm"}
         for name in type(value).model_fields:

@@ -1,4 +1,6 @@
-"""Runs one sequence of tokens through the adapters in steps of any sizes, and merges their events."""
+"""Runs one sequence of tokens through the adapters in steps of any sizes, and merges their
+events.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ class Case:
             )
 
 
-def deltas_of(case: Case, steps: Sequence[int], plan: GenerationPlan) -> tuple[list[ChoiceDelta], ChoiceState]:
+def deltas_of(
+    case: Case, steps: Sequence[int], plan: GenerationPlan
+) -> tuple[list[ChoiceDelta], ChoiceState]:
     """Push the tokens until the choice ends, as the frontend does."""
     state, deltas = ChoiceState(plan.choices[0]), []
     for chunk in case.chunks(steps):
@@ -107,29 +111,45 @@ def deltas_of(case: Case, steps: Sequence[int], plan: GenerationPlan) -> tuple[l
     return deltas, state
 
 
-# --- chat and text completions -----------------------------------------------------------------------
+# --- chat and text completions --------------------------------------------------------------------
 
 
 def chat(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
     """Return the answer, the merged events, and the text in the order of its events."""
     tools = [{"type": "function", "function": {"name": name}} for name in TOOLS]
-    fields = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "logprobs": case.has_logprobs}
-    fields |= {"parallel_tool_calls": not case.is_one_call, "include_reasoning": not case.hides_reasoning}
+    fields = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": tools,
+        "logprobs": case.has_logprobs,
+    }
+    fields |= {
+        "parallel_tool_calls": not case.is_one_call,
+        "include_reasoning": not case.hides_reasoning,
+    }
     body = parse(ChatRequest, _json(case, **fields))
     return _completion(CHAT, body, prepare_chat(body, served, body.call("r", 0.0, "")), case, steps)
 
 
 def text(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
-    body = parse(CompletionRequest, _json(case, prompt="hi", logprobs=1 if case.has_logprobs else None))
+    body = parse(
+        CompletionRequest, _json(case, prompt="hi", logprobs=1 if case.has_logprobs else None)
+    )
     return _completion(TEXT, body, prepare_text(body, served, body.call("r", 0.0, "")), case, steps)
 
 
 def _json(case: Case, **fields: Any) -> bytes:
-    common = {"model": "m", "stream": True, "stop": case.stop, "return_token_ids": case.has_token_ids}
+    common = {
+        "model": "m",
+        "stream": True,
+        "stop": case.stop,
+        "return_token_ids": case.has_token_ids,
+    }
     return json.dumps(common | fields).encode()
 
 
-def _completion(adapter: Any, body: Any, plan: GenerationPlan, case: Case, steps: Sequence[int]) -> Result:
+def _completion(
+    adapter: Any, body: Any, plan: GenerationPlan, case: Case, steps: Sequence[int]
+) -> Result:
     deltas, state = deltas_of(case, steps, plan)
     streamed, whole = adapter.builder(RESPONSE, body, plan), adapter.builder(RESPONSE, body, plan)
     data = streamed.start()
@@ -172,10 +192,14 @@ def _texts(choice: Result) -> Iterator[tuple[str, str, bool]]:
     yield "content", delta.get("content", "") + delta.get("text", ""), False
     for call in delta.get("tool_calls", ()):
         name = call["function"].get("name")
-        yield f"call {call['index']}", (name or "") + call["function"]["arguments"], name is not None
+        yield (
+            f"call {call['index']}",
+            (name or "") + call["function"]["arguments"],
+            name is not None,
+        )
 
 
-# --- responses ---------------------------------------------------------------------------------------
+# --- responses ------------------------------------------------------------------------------------
 
 
 def responses(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
@@ -183,14 +207,18 @@ def responses(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
     tools = [{"type": "function", "name": name} for name in TOOLS]
     fields = {"model": "m", "input": "hi", "tools": tools, "stop": case.stop, "store": False}
     fields |= {"include": [LOGPROBS] if case.has_logprobs else [], "stream": True}
-    body = parse(ResponseRequest, json.dumps(fields | {"parallel_tool_calls": not case.is_one_call}).encode())
+    body = parse(
+        ResponseRequest, json.dumps(fields | {"parallel_tool_calls": not case.is_one_call}).encode()
+    )
     items = [normalized(item) for item in body.input]  # type: ignore[arg-type]
     conversation = response_builder._conversation(body, items)
     options = response_builder._options(body, served.card)
     plan = prepare_conversation(conversation, options, served, body.call("r", 0.0, ""))
     deltas, state = deltas_of(case, steps, plan)
     builder = response_builder.ResponseBuilder(RESPONSE, body, plan, 1 << 20)
-    data = builder.start() + b"".join(map(builder.delta, deltas)) + builder.finish(state.usage(), {})
+    data = (
+        builder.start() + b"".join(map(builder.delta, deltas)) + builder.finish(state.usage(), {})
+    )
     return {"events": _merged_events(data), "usage": state.usage()}
 
 
@@ -204,7 +232,10 @@ def _merged_events(data: bytes) -> list[Result]:
                 item["call_id"] = "call"
         event.get("response", {}).pop("completed_at", None)
         last = events[-1] if events else {}
-        if "delta" in event and (last.get("type"), last.get("item_id")) == (event["type"], event["item_id"]):
+        if "delta" in event and (last.get("type"), last.get("item_id")) == (
+            event["type"],
+            event["item_id"],
+        ):
             last["delta"] += event["delta"]
             if "logprobs" in event:
                 last["logprobs"] += event["logprobs"]
@@ -261,8 +292,10 @@ def output(result: Result) -> list[tuple[str, str | None, str]]:
     """Return type, phase or name, and text of each output item."""
     items = result["events"][-1]["response"]["output"]
     return [
-        (item["type"], item.get("phase", item.get("name")), item["arguments"])
-        if item["type"] == "function_call"
-        else (item["type"], item.get("phase"), item["content"][0]["text"])
+        (
+            (item["type"], item.get("phase", item.get("name")), item["arguments"])
+            if item["type"] == "function_call"
+            else (item["type"], item.get("phase"), item["content"][0]["text"])
+        )
         for item in items
     ]

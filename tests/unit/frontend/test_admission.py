@@ -29,7 +29,9 @@ async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goe
     for body in (first, second):
         await budget.acquire(2 * SMALL_BODY_BYTES, body)
     await budget.acquire(2 * SMALL_BODY_BYTES, first)  # else the two would wait for each other
-    waiting = [asyncio.create_task(budget.acquire(2 * SMALL_BODY_BYTES, body)) for body in (third, second)]
+    waiting = [
+        asyncio.create_task(budget.acquire(2 * SMALL_BODY_BYTES, body)) for body in (third, second)
+    ]
     await wait_until_loaded()
     await budget.acquire(SMALL_BODY_BYTES, small)
     assert not any(task.done() for task in waiting)
@@ -41,13 +43,16 @@ async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goe
     assert budget.in_use == 3 * SMALL_BODY_BYTES
 
 
-async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has_taken_its_quarter() -> None:
+async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has_taken_its_quarter() -> (
+    None
+):
     budget = BodyBudget(8 * SMALL_BODY_BYTES)
     first, second = budget.body(), budget.body()
     for body in (first, second):
         await budget.acquire(2 * SMALL_BODY_BYTES, body)
     await budget.acquire(SMALL_BODY_BYTES, first)
-    waits = asyncio.create_task(budget.acquire(SMALL_BODY_BYTES, second))  # while the first receives its next part
+    # while the first receives its next part
+    waits = asyncio.create_task(budget.acquire(SMALL_BODY_BYTES, second))
     await wait_until_loaded()
     assert not waits.done()
     await budget.acquire(SMALL_BODY_BYTES, first)
@@ -63,7 +68,9 @@ async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> 
     assert budget.in_use == 60
 
 
-async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free_with_its_body() -> None:
+async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free_with_its_body() -> (
+    None
+):
     budget = BodyBudget(100)
     holding, leaving = budget.body(), budget.body()
     await budget.acquire(100, holding)
@@ -76,7 +83,10 @@ async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they
 
 
 async def planned(num_bodies: int, each_s: float, cancelled: int | None = None) -> list[list[int]]:
-    """Return the bodies that were planned in each iteration of the event loop. Planning one takes `each_s`."""
+    """Return the bodies that were planned in each iteration of the event loop.
+
+    Planning one takes `each_s`.
+    """
     clock = Clock()
     planning = IterationTime(clock)
     by_iteration: list[list[int]] = [[]]
@@ -95,15 +105,21 @@ async def planned(num_bodies: int, each_s: float, cancelled: int | None = None) 
     return [numbers for numbers in by_iteration if numbers]
 
 
-async def test_planning_when_bodies_take_little_time_then_one_iteration_plans_those_that_came_together() -> None:
+async def test_planning_when_bodies_take_little_time_then_one_iteration_plans_those_that_came_together() -> (
+    None
+):
     assert await planned(4, WORK_S / 5) == [[0, 1, 2, 3]]
 
 
-async def test_planning_when_an_iteration_has_used_its_time_then_the_next_ones_go_on_in_order() -> None:
+async def test_planning_when_an_iteration_has_used_its_time_then_the_next_ones_go_on_in_order() -> (
+    None
+):
     assert await planned(7, WORK_S / 2.5) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-async def test_planning_when_bodies_come_later_then_they_are_planned_after_those_that_wait() -> None:
+async def test_planning_when_bodies_come_later_then_they_are_planned_after_those_that_wait() -> (
+    None
+):
     clock, order = Clock(), list[int]()
     planning = IterationTime(clock)
 
@@ -142,7 +158,8 @@ async def test_planning_when_one_fails_then_its_time_counts() -> None:
 
 
 async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]]:
-    """Return, for each iteration of the event loop, the requests whose choices had a turn, once per choice.
+    """Return, for each iteration of the event loop, the requests whose choices had a turn, once per
+    choice.
 
     Args:
         requests: the choices of each request, which all begin at the same time.
@@ -151,7 +168,9 @@ async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]
     turns = ChoiceTurns()
     by_iteration: list[list[int]] = [[]]
     tasks = [
-        asyncio.create_task(turns.run([request] * count, lambda request: by_iteration[-1].append(request)))
+        asyncio.create_task(
+            turns.run([request] * count, lambda request: by_iteration[-1].append(request))
+        )
         for request, count in enumerate(requests)
     ]
     while not all(task.done() for task in tasks):
@@ -162,7 +181,9 @@ async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]
     return [acted for acted in by_iteration if acted]
 
 
-async def test_choice_turns_when_requests_have_many_then_an_iteration_has_some_of_each_and_all_get_theirs() -> None:
+async def test_choice_turns_when_requests_have_many_then_an_iteration_has_some_of_each_and_all_get_theirs() -> (
+    None
+):
     by_iteration = await acted_on(128, 128, 128)
     assert max(map(len, by_iteration)) <= CHOICES_PER_ITERATION
     assert set(by_iteration[0]) == {0, 1, 2}
@@ -175,7 +196,9 @@ async def test_choice_turns_when_many_requests_have_few_choices_then_they_count_
     assert [*chain(*by_iteration)] == sorted([*range(100)] * 2)
 
 
-async def test_choice_turns_when_a_request_leaves_then_the_rest_of_its_choices_take_no_turn() -> None:
+async def test_choice_turns_when_a_request_leaves_then_the_rest_of_its_choices_take_no_turn() -> (
+    None
+):
     by_iteration = await acted_on(128, 128, leaving=0)
     assert [*chain(*by_iteration)].count(0) <= CHOICES_PER_ITERATION
     assert [*chain(*by_iteration)].count(1) == 128
@@ -192,7 +215,8 @@ class Arrivals:
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.tasks: list[asyncio.Task[None]] = []
-        self.ended: list[tuple[str, int]] = []  # client and bytes of the bodies that were ended, and why
+        # client and bytes of the bodies that were ended, and why
+        self.ended: list[tuple[str, int]] = []
         self.errors: list[str] = []
 
     async def add(self, client: str, size: int) -> None:
@@ -229,7 +253,12 @@ async def test_body_budget_when_small_bodies_fill_it_then_a_tiny_one_has_its_res
         pytest.param(0.9, 128, [], id="they have just begun, then none ends"),
         pytest.param(1.9, 128, [("busy", 64)], id="one is slow, then it ends"),
         pytest.param(60.0, 128, [("busy", 64)], id="all are slow, then no more end than needed"),
-        pytest.param(60.0, 192, [("busy", 64), ("busy", 120)], id="it needs more, then one client gives way first"),
+        pytest.param(
+            60.0,
+            192,
+            [("busy", 64), ("busy", 120)],
+            id="it needs more, then one client gives way first",
+        ),
         pytest.param(60.0, 64, [], id="enough is free, then none ends"),
     ],
 )
@@ -239,7 +268,14 @@ async def test_body_budget_when_a_body_needs_the_share_of_others_and(
     clock = Clock()
     budget = BodyBudget(1024 << 10, clock=clock)  # 896 KiB for those of this size
     arrivals = Arrivals(budget)
-    for client, kib in (("other", 124), ("busy", 124), ("busy", 120), ("other", 96), ("busy", 64), ("busy", 124)):
+    for client, kib in (
+        ("other", 124),
+        ("busy", 124),
+        ("busy", 120),
+        ("other", 96),
+        ("busy", 64),
+        ("busy", 124),
+    ):
         await arrivals.add(client, kib << 10)
     await arrivals.add("another", 120 << 10)
     await arrivals.add("idle", 0)
@@ -252,7 +288,10 @@ async def test_body_budget_when_a_body_needs_the_share_of_others_and(
     await wait_until_loaded()
     assert sorted(arrivals.ended) == [(client, kib << 10) for client, kib in ended]
     assert all(task.done() for task in asking) == (seconds > 1 or size == 64)
-    assert all("arrived at less than 64 KiB/s while other requests needed" in text for text in arrivals.errors)
+    assert all(
+        "arrived at less than 64 KiB/s while other requests needed" in text
+        for text in arrivals.errors
+    )
     await left(*asking, *arrivals.tasks)
 
 

@@ -1,4 +1,6 @@
-"""The tools that gpt-oss was trained with, from their declaration to the call and back, for each API."""
+"""The tools that gpt-oss was trained with, from their declaration to the call and back, for each
+API.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ PYTHON = {"type": "custom", "custom": {"name": "python"}}
 NAMESPACE = {
     "type": "namespace",
     "name": "browser",
-    "tools": [{"type": "function", "name": "search", "parameters": QUERY}, {"type": "function", "name": "open"}],
+    "tools": [
+        {"type": "function", "name": "search", "parameters": QUERY},
+        {"type": "function", "name": "open"},
+    ],
 }
 CODE = 'print("1")'
 SEARCHED = '<|channel|>analysis to=browser.search code<|message|>{"query": "x"}'
@@ -36,17 +41,25 @@ def served() -> ServedModel:
 
 
 def results(*authors: str) -> str:
-    return "".join(f"<|start|>{name} to=assistant<|channel|>analysis<|message|>RESULT<|end|>" for name in authors)
+    return "".join(
+        f"<|start|>{name} to=assistant<|channel|>analysis<|message|>RESULT<|end|>"
+        for name in authors
+    )
 
 
 @STEPS
-def test_chat_then_calls_come_back_and_their_results_go_in(served: ServedModel, steps: list[int]) -> None:
+def test_chat_then_calls_come_back_and_their_results_go_in(
+    served: ServedModel, steps: list[int]
+) -> None:
     tools = [BROWSER, PYTHON]
     message, _ = test_chat_tools.answered(served, steps, OUTPUT, tools=tools)
     searched, ran = message["tool_calls"]
     assert searched["function"] == {"name": "browser.search", "arguments": '{"query": "x"}'}
     assert ran["custom"] == {"name": "python", "input": CODE}
-    history = [{"role": "tool", "tool_call_id": call["id"], "content": "RESULT"} for call in message["tool_calls"]]
+    history = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "RESULT"}
+        for call in message["tool_calls"]
+    ]
     history[0]["name"] = "browser.search"
     messages = [{"role": "user", "content": "hi"}, message, *history]
     body, _ = test_chat_tools.asked(tools=tools, messages=messages)
@@ -56,10 +69,16 @@ def test_chat_then_calls_come_back_and_their_results_go_in(served: ServedModel, 
 
 
 @STEPS
-def test_responses_then_calls_come_back_and_their_results_go_in(served: ServedModel, steps: list[int]) -> None:
+def test_responses_then_calls_come_back_and_their_results_go_in(
+    served: ServedModel, steps: list[int]
+) -> None:
     tools = [NAMESPACE, {"type": "custom", "name": "python"}]
     (searched, ran), _ = test_response_tools.answered(served, OUTPUT, steps, tools=tools)
-    assert (searched["type"], searched["namespace"], searched["name"]) == ("function_call", "browser", "search")
+    assert (searched["type"], searched["namespace"], searched["name"]) == (
+        "function_call",
+        "browser",
+        "search",
+    )
     assert (ran["type"], ran["input"]) == ("custom_tool_call", CODE)
     outputs = [
         {"type": "function_call_output", "call_id": searched["call_id"], "output": "RESULT"},
@@ -72,8 +91,13 @@ def test_responses_then_calls_come_back_and_their_results_go_in(served: ServedMo
     assert shown.endswith(f"{OUTPUT}{results('browser.search', 'python')}<|start|>assistant")
 
 
-def test_call_of_a_tool_that_is_not_declared_then_a_function_call_of_its_name(served: ServedModel) -> None:
-    expected = [("browser.search", '{"query": "x"}'), ("python", json.dumps({"input": CODE}, separators=(",", ":")))]
+def test_call_of_a_tool_that_is_not_declared_then_a_function_call_of_its_name(
+    served: ServedModel,
+) -> None:
+    expected = [
+        ("browser.search", '{"query": "x"}'),
+        ("python", json.dumps({"input": CODE}, separators=(",", ":"))),
+    ]
     message, _ = test_chat_tools.answered(served, [1], OUTPUT)
     assert [tuple(call["function"].values()) for call in message["tool_calls"]] == expected
     assert message["content"] is None
@@ -103,10 +127,14 @@ def test_tool_choice_then_the_call_is_forced_in_the_form_of_the_model(
     assert (None if guided is None else guided.alternatives) == wanted
 
 
-def test_required_with_functions_beside_builtin_tools_then_each_has_its_header(served: ServedModel) -> None:
+def test_required_with_functions_beside_builtin_tools_then_each_has_its_header(
+    served: ServedModel,
+) -> None:
     body, _ = test_chat_tools.asked(tools=[WEATHER, BROWSER, PYTHON], tool_choice="required")
     (choice,) = test_chat_tools.planned(served, body).choices
-    assert served.renderer.decode(choice.request.token_ids).endswith("<|start|>assistant<|channel|>")
+    assert served.renderer.decode(choice.request.token_ids).endswith(
+        "<|start|>assistant<|channel|>"
+    )
     guided = choice.request.sampling.guided
     assert guided is not None
     function, browser, python = guided.alternatives
@@ -116,8 +144,13 @@ def test_required_with_functions_beside_builtin_tools_then_each_has_its_header(s
     assert (python.prefix, bool(python.regex)) == ("analysis to=python code<|message|>", True)
 
 
-def test_strict_builtin_tool_then_it_is_named_and_functions_are_constrained(served: ServedModel) -> None:
-    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in (WEATHER, BROWSER)]
+def test_strict_builtin_tool_then_it_is_named_and_functions_are_constrained(
+    served: ServedModel,
+) -> None:
+    strict = [
+        {"type": "function", "function": tool["function"] | {"strict": True}}
+        for tool in (WEATHER, BROWSER)
+    ]
     body, _ = test_chat_tools.asked(tools=[*strict, PYTHON])
     plan = test_chat_tools.planned(served, body)
     guided = plan.choices[0].request.sampling.guided

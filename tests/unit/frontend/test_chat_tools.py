@@ -27,7 +27,8 @@ TEXT = 'say "hi"'
 CALLS = (
     "<|channel|>commentary to=functions.patch <|constrain|>json<|message|>"
     + json.dumps({"input": TEXT})
-    + "<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+    + "<|end|><|start|>assistant<|channel|>commentary to=functions.f"
+    " <|constrain|>json<|message|>{}<|call|>"
 )
 
 harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
@@ -52,23 +53,39 @@ def prompt_of(served: ServedModel, body: ChatRequest) -> str:
     return served.renderer.decode(planned(served, body).choices[0].request.token_ids)
 
 
-def answered(served: ServedModel, steps: list[int], text: str = CALLS, **fields: Any) -> tuple[Any, list[Any]]:
-    """Return the message of an answer, by default one with two calls, and the deltas of its events."""
+def answered(
+    served: ServedModel, steps: list[int], text: str = CALLS, **fields: Any
+) -> tuple[Any, list[Any]]:
+    """Return the message of an answer, by default one with two calls, and the deltas of its
+    events.
+    """
     body, _ = asked(**fields)
     plan = planned(served, body)
     case = Case(tuple(harmony().encode(text, allowed_special="all")))
     deltas, state = deltas_of(case, steps, plan)
     streamed, whole = CHAT.builder(RESPONSE, body, plan), CHAT.builder(RESPONSE, body, plan)
-    data = streamed.start() + b"".join(map(streamed.delta, deltas)) + streamed.finish(state.usage(), {})
+    data = (
+        streamed.start()
+        + b"".join(map(streamed.delta, deltas))
+        + streamed.finish(state.usage(), {})
+    )
     for delta in deltas:
         whole.push(delta)
-    events = [json.loads(each.removeprefix("data: ")) for each in data.decode().strip().split("\n\n")[:-1]]
+    events = [
+        json.loads(each.removeprefix("data: ")) for each in data.decode().strip().split("\n\n")[:-1]
+    ]
     answer = whole.body(state.usage(), {})
-    ChatCompletion.model_validate_json(json.dumps(answer | {"object": "chat.completion"}), strict=True)
-    return answer["choices"][0]["message"], [choice["delta"] for each in events for choice in each["choices"]]
+    ChatCompletion.model_validate_json(
+        json.dumps(answer | {"object": "chat.completion"}), strict=True
+    )
+    return answer["choices"][0]["message"], [
+        choice["delta"] for each in events for choice in each["choices"]
+    ]
 
 
-def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(served: ServedModel) -> None:
+def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(
+    served: ServedModel,
+) -> None:
     body, ignored = asked(tools=[FUNCTION, *HOSTED])
     assert ignored == ["tools.web_search", "tools.retrieval"]
     shown = prompt_of(served, body)
@@ -103,9 +120,14 @@ def test_custom_tool_with_a_grammar_then_the_model_sees_it(served: ServedModel) 
     assert "[a-z]+" in prompt_of(served, body)
 
 
-def test_custom_tool_when_its_call_is_demanded_then_its_header_is_forced(served: ServedModel) -> None:
+def test_custom_tool_when_its_call_is_demanded_then_its_header_is_forced(
+    served: ServedModel,
+) -> None:
     named = {"type": "custom", "custom": {"name": "patch"}}
-    for choice in (named, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}):
+    for choice in (
+        named,
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}},
+    ):
         body, _ = asked(tools=[CUSTOM, FUNCTION], tool_choice=choice)
         assert prompt_of(served, body).endswith("to=functions.patch <|constrain|>json<|message|>")
 
@@ -119,5 +141,7 @@ def test_history_with_the_call_of_a_custom_tool_then_the_model_sees_it(served: S
     ]
     body, _ = asked(messages=messages, tools=[CUSTOM])
     shown = prompt_of(served, body)
-    assert 'to=functions.patch <|constrain|>json<|message|>{"input":"say \\"hi\\""}<|call|>' in shown
+    assert (
+        'to=functions.patch <|constrain|>json<|message|>{"input":"say \\"hi\\""}<|call|>' in shown
+    )
     assert "<|message|>done<|end|>" in shown

@@ -36,7 +36,9 @@ class Each:
         self.each = [ScriptedPipeline(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
-    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+    ) -> StreamHandle:
         self.requests.append(request)
         return self.each[len(self.requests) - 1].generate(request, trace, on_event)
 
@@ -49,7 +51,9 @@ def each(*scripts: list[Any], **config: object) -> FakeFrontend:
     return FakeFrontend(Each(*scripts), FrontendConfig.model_validate(config))  # type: ignore[arg-type]
 
 
-async def post(served: FakeFrontend, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+async def post(
+    served: FakeFrontend, path: str, headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
     transport = httpx.ASGITransport(app=asgi(served.app))
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
@@ -66,17 +70,22 @@ def events(response: httpx.Response) -> list[Any]:
 
 def scored(text: str, logprob: float) -> Chunk:
     ids = [*map(ord, text)]
-    return Chunk(token_ids=token_ids(ids), logprobs=tuple(TokenLogprob(each, logprob) for each in ids))
+    return Chunk(
+        token_ids=token_ids(ids), logprobs=tuple(TokenLogprob(each, logprob) for each in ids)
+    )
 
 
-# --- whole answers -------------------------------------------------------------------------------------
+# --- whole answers --------------------------------------------------------------------------------
 
 
 async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> None:
     served = each([chunk("a"), stop()], [chunk("bb"), chunk("b", finish=FinishReason.LENGTH)])
     response = await post(served, CHAT, n=2, seed=7)
     body = response.json()
-    assert [(choice["index"], choice["message"]["content"], choice["finish_reason"]) for choice in body["choices"]] == [
+    assert [
+        (choice["index"], choice["message"]["content"], choice["finish_reason"])
+        for choice in body["choices"]
+    ] == [
         (0, "a", "stop"),
         (1, "bbb", "length"),
     ]
@@ -96,7 +105,9 @@ async def test_prompts_when_several_then_their_choices_in_order_and_all_prompts_
     served = each([stop("a")], [stop("b")], [stop("c")], [stop("d")])
     body = (await post(served, TEXT, prompt=["x", "yy"], n=2)).json()
     assert [choice["text"] for choice in body["choices"]] == ["a", "b", "c", "d"]
-    assert [list(request.token_ids) for request in served.pipeline.requests] == [[120]] * 2 + [[121, 121]] * 2
+    assert [list(request.token_ids) for request in served.pipeline.requests] == [[120]] * 2 + [
+        [121, 121]
+    ] * 2
     assert body["usage"]["prompt_tokens"] == 3
     assert body["usage"]["completion_tokens"] == 8
 
@@ -124,7 +135,9 @@ async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tok
     assert all(choice["logprobs"] is None for choice in body["choices"])
     assert {request.sampling.logprobs for request in served.pipeline.requests} == {0}
     assert body["usage"]["prompt_tokens"] == 2
-    assert body["usage"]["completion_tokens"] == len("unlikely" + "a long but likely text" + "meh") + 3
+    assert (
+        body["usage"]["completion_tokens"] == len("unlikely" + "a long but likely text" + "meh") + 3
+    )
 
 
 async def test_best_of_with_logprobs_then_those_of_the_kept_choice_are_shown() -> None:
@@ -141,13 +154,17 @@ async def test_echo_then_each_choice_begins_with_its_own_prompt() -> None:
     assert [choice["text"] for choice in body["choices"]] == ["ab1", "ab2", "cd3", "cd4"]
 
 
-# --- streams -------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_finish() -> None:
     first, second = asyncio.Event(), asyncio.Event()
-    served = each([chunk("a"), first, chunk("A"), stop()], [chunk("{", ids=[CALL]), second, stop("}")])
-    asking = asyncio.create_task(post(served, CHAT, n=2, stream=True, stream_options={"include_usage": True}))
+    served = each(
+        [chunk("a"), first, chunk("A"), stop()], [chunk("{", ids=[CALL]), second, stop("}")]
+    )
+    asking = asyncio.create_task(
+        post(served, CHAT, n=2, stream=True, stream_options={"include_usage": True})
+    )
     await served.pipeline.each[1].begun.wait()
     second.set()
     await served.pipeline.each[1].closed.wait()
@@ -171,9 +188,15 @@ async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_fini
 
 
 async def test_text_stream_with_echo_then_each_prompt_comes_first() -> None:
-    got = events(await post(each([stop("1")], [stop("2")]), TEXT, prompt=["ab", "cd"], echo=True, stream=True))
+    got = events(
+        await post(
+            each([stop("1")], [stop("2")]), TEXT, prompt=["ab", "cd"], echo=True, stream=True
+        )
+    )
     texts = {
-        index: [event["choices"][0]["text"] for event in got if event["choices"][0]["index"] == index]
+        index: [
+            event["choices"][0]["text"] for event in got if event["choices"][0]["index"] == index
+        ]
         for index in (0, 1)
     }
     assert texts == {0: ["ab", "1", ""], 1: ["cd", "2", ""]}
@@ -206,11 +229,13 @@ async def test_stats_when_several_choices_then_the_whole_and_each() -> None:
     assert stats["ttft_s"] == min(choice["ttft_s"] for choice in stats["choices"])
 
 
-# --- ends ----------------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_closed(stream: bool) -> None:
+async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_closed(
+    stream: bool,
+) -> None:
     served = each([asyncio.Event()], [errors.EngineFailed("died")], [asyncio.Event()])
     response = await post(served, CHAT, n=3, stream=stream)
     assert response.status_code == 500
@@ -232,7 +257,9 @@ async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> No
 async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back() -> None:
     served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2)
     begun = [one.begun for one in served.pipeline.each]
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True})
+    body = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
+    )
     parts: list[Any] = [{"type": "http.request", "body": body.encode()}]
 
     async def receive() -> Any:
@@ -244,7 +271,14 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
     async def send(_: Any) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "headers": [],
+        "query_string": b"",
+        "root_path": "",
+    }
     await asgi(served.app)(scope, receive, send)
     assert served.pipeline.running == 0
     served.pipeline.each += [ScriptedPipeline([stop("a")]), ScriptedPipeline([stop("b")])]
@@ -252,14 +286,19 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
 
 
 class CountingPipeline:
-    """A pipeline whose streams never begin. It counts those that are started and cancelled, by iteration."""
+    """A pipeline whose streams never begin.
+
+    It counts those that are started and cancelled, by iteration.
+    """
 
     placement = None  # it selects no workers
 
     def __init__(self) -> None:
         self.started, self.cancelled = [0], [0]
 
-    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+    ) -> StreamHandle:
         self.started[-1] += 1
         return CountedStream(on_event, self.cancelled)
 
@@ -328,21 +367,35 @@ async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_o
     assert f'dynamo_trtllm_output_tokens_total{{model="{MODEL}"}} 8.0' in text
 
 
-# --- the parts -----------------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:
     text = functools.partial(Delta, channel=Channel.CONTENT)
     plan = GenerationPlan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
-    regions = [ChoiceDelta(index=index, deltas=(text(text=f"{index}{part}"),)) for part in "ab" for index in range(4)]
+    regions = [
+        ChoiceDelta(index=index, deltas=(text(text=f"{index}{part}"),))
+        for part in "ab"
+        for index in range(4)
+    ]
     kept = pick_best_of(regions, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
-    assert [(region.index, region.deltas[0].text) for region in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
+    assert [(region.index, region.deltas[0].text) for region in kept] == [
+        (0, "1a"),
+        (0, "1b"),
+        (1, "2a"),
+        (1, "2b"),
+    ]
 
 
 async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() -> None:
     never = asyncio.Event()
     served = each([chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), never])
-    tools = [{"type": "function", "function": {"name": "get_system_health", "parameters": {"type": "object"}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "get_system_health", "parameters": {"type": "object"}},
+        }
+    ]
     (choice,) = (await post(served, CHAT, tools=tools, parallel_tool_calls=False)).json()["choices"]
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
     assert choice["finish_reason"] == "tool_calls"

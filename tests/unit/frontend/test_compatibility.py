@@ -1,4 +1,6 @@
-"""What clients of other servers send: unknown fields, other names of fields, and what their answers have."""
+"""What clients of other servers send: unknown fields, other names of fields, and what their answers
+have.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,27 @@ from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 from dynamo_trtllm.tokenization.base import ServedModel
 from tests.memory_http import asgi
 from tests.unit.frontend import plan_helpers
-from tests.unit.frontend.app_helpers import CONTENT, END, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.app_helpers import (
+    CONTENT,
+    END,
+    MODEL,
+    REASONING,
+    FakeFrontend,
+    chunk,
+    front,
+    stop,
+)
 from tests.unit.frontend.plan_helpers import WEATHER
-from tests.unit.frontend.test_generate_endpoint import CHAT, TEXT, USER, chat, check_error, events, post, text
+from tests.unit.frontend.test_generate_endpoint import (
+    CHAT,
+    TEXT,
+    USER,
+    chat,
+    check_error,
+    events,
+    post,
+    text,
+)
 
 RESPONSES = "/v1/responses"
 IGNORED = "x-dynamo-ignored-fields"
@@ -34,11 +54,13 @@ def tolerant(mode: str) -> FakeFrontend:
     return front(stop("x"), unknown_fields=mode)
 
 
-# --- unknown fields ------------------------------------------------------------------------------------
+# --- unknown fields -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text), (RESPONSES, response)])
-async def test_unknown_field_when_they_are_warned_about_then_served_and_named_in_a_header(path: str, body: Any) -> None:
+async def test_unknown_field_when_they_are_warned_about_then_served_and_named_in_a_header(
+    path: str, body: Any
+) -> None:
     for stream in (False, True):
         answer = await post(tolerant("warn"), path, body(zebra=1, stream=stream))
         assert answer.status_code == 200, answer.text
@@ -49,13 +71,20 @@ async def test_unknown_fields_within_objects_when_they_are_warned_about_then_nam
     part = {"type": "text", "text": "hi", "cache_control": {}}
     tool = {"type": "function", "function": {"name": "f", "zoo": 1}}
     choice = {"type": "function", "function": {"name": "f"}, "lion": 1}
-    body = chat(messages=[{"role": "user", "content": [part], "zebra": 1}], tools=[tool], tool_choice=choice, zebra=2)
+    body = chat(
+        messages=[{"role": "user", "content": [part], "zebra": 1}],
+        tools=[tool],
+        tool_choice=choice,
+        zebra=2,
+    )
     answer = await post(tolerant("warn"), CHAT, body)
     assert answer.status_code == 200, answer.text
     assert sorted(answer.headers[IGNORED].split(", ")) == ["cache_control", "lion", "zebra", "zoo"]
 
 
-async def test_unknown_fields_when_warned_about_then_each_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_fields_when_warned_about_then_each_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     served = tolerant("warn")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -94,7 +123,9 @@ def test_unknown_fields_when_a_body_has_very_many_then_few_are_kept(place: str) 
     assert 0 < sum(map(len, ignored)) < 2000
 
 
-async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         answer = await post(tolerant("ignore"), CHAT, chat(zebra=1))
     assert answer.status_code == 200
@@ -102,7 +133,9 @@ async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(caplog
     assert not caplog.records
 
 
-async def test_unknown_fields_when_many_with_wild_names_then_the_header_is_short_and_clean() -> None:
+async def test_unknown_fields_when_many_with_wild_names_then_the_header_is_short_and_clean() -> (
+    None
+):
     wild = {f"{at}\r\nx: y" + "z" * 500: 1 for at in range(100)}
     header = (await post(tolerant("warn"), CHAT, chat(**wild))).headers[IGNORED]
     assert header.startswith("0??x??y")
@@ -113,7 +146,9 @@ async def test_unknown_fields_when_many_with_wild_names_then_the_header_is_short
 async def test_field_that_is_known_and_not_supported_when_unknown_ones_are_ignored_then_still_rejected(
     mode: str,
 ) -> None:
-    check_error(await post(tolerant(mode), CHAT, chat(audio={})), 400, "unsupported_parameter", "audio")
+    check_error(
+        await post(tolerant(mode), CHAT, chat(audio={})), 400, "unsupported_parameter", "audio"
+    )
 
 
 async def test_unknown_field_by_default_then_ignored_and_named() -> None:
@@ -140,7 +175,12 @@ MISSPELLED = [
     (TEXT, text(eco=True), "eco", "echo"),
     (RESPONSES, response(instruction="x"), "instruction", "instructions"),
     (RESPONSES, response(reasoning={"efort": "low"}), "reasoning.efort", "effort"),
-    (RESPONSES, response(input=[{"role": "user", "content": "x", "tpye": "message"}]), "input[0].tpye", "type"),
+    (
+        RESPONSES,
+        response(input=[{"role": "user", "content": "x", "tpye": "message"}]),
+        "input[0].tpye",
+        "type",
+    ),
     (CHAT, chat(messages=[USER[0] | {"names": "x"}]), "messages[0].names", "name"),
     (
         CHAT,
@@ -148,12 +188,19 @@ MISSPELLED = [
         "tools[0].function.parameter",
         "parameters",
     ),
-    (CHAT, chat(response_format={"type": "text", "json_schemas": {}}), "response_format.json_schemas", "json_schema"),
+    (
+        CHAT,
+        chat(response_format={"type": "text", "json_schemas": {}}),
+        "response_format.json_schemas",
+        "json_schema",
+    ),
     (CHAT, chat(nvext={"cache_salts": "x"}), "nvext.cache_salts", "cache_salt"),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "field", "meant"), MISSPELLED, ids=[each[2] for each in MISSPELLED])
+@pytest.mark.parametrize(
+    ("path", "body", "field", "meant"), MISSPELLED, ids=[each[2] for each in MISSPELLED]
+)
 async def test_misspelled_field_by_default_then_rejected_with_the_name_that_is_meant(
     path: str, body: dict[str, Any], field: str, meant: str
 ) -> None:
@@ -169,8 +216,12 @@ async def test_misspelled_field_of_a_part_by_default_then_rejected() -> None:
     assert "did you mean 'text'?" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", ["bad_words", "top_a", "max_new_tokens", "stop_sequences", "typical_p", "regex"])
-async def test_field_that_would_change_the_answer_by_default_then_rejected_with_what_to_do(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["bad_words", "top_a", "max_new_tokens", "stop_sequences", "typical_p", "regex"]
+)
+async def test_field_that_would_change_the_answer_by_default_then_rejected_with_what_to_do(
+    name: str,
+) -> None:
     answer = await post(front(stop("x")), CHAT, chat(**{name: "something"}))
     check_error(answer, 400, "unsupported_parameter", name)
     assert ChatRequest.unsupported[name] in answer.json()["error"]["message"]
@@ -178,19 +229,33 @@ async def test_field_that_would_change_the_answer_by_default_then_rejected_with_
 
 # What LiteLLM, LangGraph, Anthropic's and OpenAI's clients add on their own.
 ADDED = {
-    "message": {"provider_specific_fields": {"refusal": None, "reasoning": "r"}, "thinking_blocks": [{}]},
+    "message": {
+        "provider_specific_fields": {"refusal": None, "reasoning": "r"},
+        "thinking_blocks": [{}],
+    },
     "part": {"cache_control": {"type": "ephemeral"}},
-    "body": {"client_metadata": {"session_id": "s"}, "litellm_metadata": {}, "web_search_options": {}},
+    "body": {
+        "client_metadata": {"session_id": "s"},
+        "litellm_metadata": {},
+        "web_search_options": {},
+    },
 }
 
 
 async def test_fields_that_clients_add_on_their_own_by_default_then_the_answer_is_served() -> None:
     messages = [
         USER[0],
-        {"role": "assistant", "name": "ops_agent", "content": "a", "refusal": None} | ADDED["message"],
+        {"role": "assistant", "name": "ops_agent", "content": "a", "refusal": None}
+        | ADDED["message"],
         {"role": "user", "name": "team", "content": [PART | ADDED["part"]]},
     ]
-    known = {"prompt_cache_key": "k", "safety_identifier": "s", "store": True, "user": "u", "metadata": {"a": "b"}}
+    known = {
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "store": True,
+        "user": "u",
+        "metadata": {"a": "b"},
+    }
     answer = await post(front(stop("x")), CHAT, chat(messages=messages, **ADDED["body"], **known))
     assert answer.status_code == 200, answer.text
     named = set(answer.headers[IGNORED].split(", "))
@@ -208,10 +273,12 @@ async def test_name_that_the_prompt_format_drops_then_ignored_and_named(mode: st
 
 @pytest.mark.parametrize("mode", ["warn", "ignore", "reject"])
 async def test_known_field_of_a_wrong_type_then_rejected(mode: str) -> None:
-    check_error(await post(tolerant(mode), CHAT, chat(max_tokens="3")), 400, "invalid_request", "max_tokens")
+    check_error(
+        await post(tolerant(mode), CHAT, chat(max_tokens="3")), 400, "invalid_request", "max_tokens"
+    )
 
 
-# --- structured output under the names of vLLM and Dynamo ----------------------------------------------
+# --- structured output under the names of vLLM and Dynamo -----------------------------------------
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 CITY_TEXT = '{"type":"object","properties":{"city":{"type":"string"}}}'
@@ -226,8 +293,14 @@ FORMATS: list[tuple[dict[str, Any], OutputFormat]] = [
     ({"guided_grammar": 'root ::= "a"'}, OutputFormat(json_schema="", grammar='root ::= "a"')),
     ({"structured_outputs": {"json": CITY}}, OutputFormat(json_schema=CITY_TEXT)),
     ({"structured_outputs": {"json_object": True}}, OutputFormat(json_schema="{}")),
-    ({"structured_outputs": {"regex": "a+", "disable_fallback": False}}, OutputFormat(json_schema="", regex="a+")),
-    ({"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]}, OutputFormat(json_schema="", regex="yes")),
+    (
+        {"structured_outputs": {"regex": "a+", "disable_fallback": False}},
+        OutputFormat(json_schema="", regex="a+"),
+    ),
+    (
+        {"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]},
+        OutputFormat(json_schema="", regex="yes"),
+    ),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}},
         OutputFormat(json_schema="{}"),
@@ -244,7 +317,10 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
     (alternative,) = guided.alternatives
     assert guided.trigger == "<|channel|>final"
     assert alternative == OutputFormat(
-        json_schema=wanted.json_schema, regex=wanted.regex, grammar=wanted.grammar, prefix="<|message|>"
+        json_schema=wanted.json_schema,
+        regex=wanted.regex,
+        grammar=wanted.grammar,
+        prefix="<|message|>",
     )
     if "response_format" not in fields:
         completion = plan_helpers.text(harmony, **fields).choices[0].request.sampling
@@ -255,7 +331,10 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
     ("fields", "param"),
     [
         ({"guided_json": CITY, "guided_regex": "a"}, "guided_regex"),
-        ({"guided_choice": ["a"], "structured_outputs": {"choice": ["b"]}}, "structured_outputs.choice"),
+        (
+            {"guided_choice": ["a"], "structured_outputs": {"choice": ["b"]}},
+            "structured_outputs.choice",
+        ),
         ({"response_format": {"type": "json_object"}, "guided_json": CITY}, "guided_json"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -266,7 +345,8 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
         ({"structured_outputs": {"choice": ["x" * 1000] * 66}}, "structured_outputs.choice"),
         ({"ignore_eos": True, "nvext": {"ignore_eos": False}}, "nvext.ignore_eos"),
         ({"cache_salt": "a", "nvext": {"cache_salt": "b"}}, "nvext.cache_salt"),
-        ({"priority": 5, "nvext": {"agent_hints": {"priority": 5}}}, "nvext.agent_hints.priority"),  # higher is first
+        # higher is first
+        ({"priority": 5, "nvext": {"agent_hints": {"priority": 5}}}, "nvext.agent_hints.priority"),
         ({"priority": 1 << 21}, "priority"),
         ({"attention_dp_relax": True}, "attention_dp_relax"),
     ],
@@ -286,12 +366,16 @@ async def test_reasoning_of_a_message_under_two_names_when_it_differs_then_400()
 @pytest.mark.parametrize(
     "fields", [{"structured_outputs": {"structural_tag": "x"}}, {"guided_whitespace_pattern": " "}]
 )
-async def test_part_of_structured_output_that_is_not_supported_then_rejected(fields: dict[str, Any]) -> None:
+async def test_part_of_structured_output_that_is_not_supported_then_rejected(
+    fields: dict[str, Any],
+) -> None:
     answer = await post(front(stop("x")), CHAT, chat(**fields))
     assert answer.json()["error"]["code"] == "unsupported_parameter"
 
 
-def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_name(harmony: ServedModel) -> None:
+def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_name(
+    harmony: ServedModel,
+) -> None:
     for plan in (plan_helpers.chat, plan_helpers.text):
         with pytest.raises(UnsupportedParameter) as refused:
             plan(plan_helpers.refusing(harmony, "guided"), guided_regex="a")
@@ -316,7 +400,7 @@ async def test_output_format_when_the_engine_rejects_it_then_the_error_has_the_c
     assert message == f"{name}: the output format is not supported"
 
 
-# --- what answers have ---------------------------------------------------------------------------------
+# --- what answers have ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -334,22 +418,35 @@ async def test_return_token_ids_when_chat_then_ids_of_prompt_and_answer() -> Non
     assert body["prompt_token_ids"] == [*b"hi"]
     generated = [REASONING, *b"why", CONTENT, *b"so", *b"!", END]
     assert body["choices"][0]["token_ids"] == generated
-    first, *rest = events(await post(front(*script), CHAT, chat(return_token_ids=True, stream=True)))
+    first, *rest = events(
+        await post(front(*script), CHAT, chat(return_token_ids=True, stream=True))
+    )
     assert first["prompt_token_ids"] == [*b"hi"]
-    assert [each for event in rest for each in event["choices"][0].get("token_ids", ())] == generated
+    assert [
+        each for event in rest for each in event["choices"][0].get("token_ids", ())
+    ] == generated
     assert not any("prompt_token_ids" in event for event in rest)
 
 
 async def test_return_token_ids_when_text_then_ids_are_in_each_choice() -> None:
-    body = (await post(front(stop("a")), TEXT, text(prompt=["x", "yz"], n=2, return_token_ids=True))).json()
-    assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[*b"x"], [*b"x"], [*b"yz"], [*b"yz"]]
+    body = (
+        await post(front(stop("a")), TEXT, text(prompt=["x", "yz"], n=2, return_token_ids=True))
+    ).json()
+    assert [choice["prompt_token_ids"] for choice in body["choices"]] == [
+        [*b"x"],
+        [*b"x"],
+        [*b"yz"],
+        [*b"yz"],
+    ]
     assert [choice["token_ids"] for choice in body["choices"]] == [[*b"a", END]] * 4
     got = events(await post(front(stop("a")), TEXT, text(return_token_ids=True, stream=True)))
     assert got[0]["choices"][0]["prompt_token_ids"] == [*b"hi"]
     assert got[1]["choices"][0]["token_ids"] == [*b"a", END]
 
 
-async def test_template_argument_that_the_model_does_not_use_then_served_and_named_in_a_header() -> None:
+async def test_template_argument_that_the_model_does_not_use_then_served_and_named_in_a_header() -> (
+    None
+):
     body = chat(chat_template_kwargs={"enable_thinking": False})
     answer = await post(front(stop("x")), CHAT, body)
     assert answer.status_code == 200
@@ -357,10 +454,13 @@ async def test_template_argument_that_the_model_does_not_use_then_served_and_nam
     assert IGNORED not in (await post(tolerant("ignore"), CHAT, body)).headers
 
 
-# --- pages of other origins ----------------------------------------------------------------------------
+# --- pages of other origins -----------------------------------------------------------------------
 
 PAGE = {"origin": "https://chat.example.org"}
-PREFLIGHT = PAGE | {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-y"}
+PREFLIGHT = PAGE | {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,x-y",
+}
 
 
 async def options(served: FakeFrontend, headers: dict[str, str]) -> httpx.Response:
@@ -369,7 +469,9 @@ async def options(served: FakeFrontend, headers: dict[str, str]) -> httpx.Respon
         return await client.options(CHAT, headers=headers)
 
 
-@pytest.mark.parametrize(("origins", "allowed"), [("*", "*"), (f"http://a,{PAGE['origin']}", PAGE["origin"])])
+@pytest.mark.parametrize(
+    ("origins", "allowed"), [("*", "*"), (f"http://a,{PAGE['origin']}", PAGE["origin"])]
+)
 async def test_page_of_an_allowed_origin_then_preflight_and_answers_have_the_headers(
     origins: str, allowed: str
 ) -> None:
@@ -392,14 +494,15 @@ async def test_page_of_another_origin_then_no_headers_for_it(origins: str | None
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
     same_site = await post(served, CHAT, chat())
-    assert {answer.headers.get("vary"), same_site.headers.get("vary")} == {origins and "Origin"}  # for caches
+    # for caches
+    assert {answer.headers.get("vary"), same_site.headers.get("vary")} == {origins and "Origin"}
 
 
 async def test_options_that_is_no_preflight_then_405() -> None:
     assert (await options(front(cors_origins="*"), PAGE)).status_code == 405
 
 
-# --- when and where workers run a request --------------------------------------------------------------
+# --- when and where workers run a request ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text), (RESPONSES, response)])
@@ -413,10 +516,25 @@ async def test_scheduling_fields_then_every_call_to_workers_has_them(path: str, 
         answer = await post(served, path, body(**sent), headers=headers)
         assert answer.status_code == 200, answer.text
     full, named, plain = served.pipeline.requests
-    assert (full.priority, full.dp_rank, full.prefill_dp_rank, full.relax_dp_rank) == (5, 1, 0, True)
+    assert (full.priority, full.dp_rank, full.prefill_dp_rank, full.relax_dp_rank) == (
+        5,
+        1,
+        0,
+        True,
+    )
     assert [each.conversation_id for each in (full, named, plain)] == ["c", "s", None]
-    assert (plain.priority, plain.dp_rank, plain.prefill_dp_rank, plain.relax_dp_rank) == (0, None, None, False)
-    check_error(await post(served, path, body(), headers={"x-session-id": "s" * 257}), 400, "invalid_request", None)
+    assert (plain.priority, plain.dp_rank, plain.prefill_dp_rank, plain.relax_dp_rank) == (
+        0,
+        None,
+        None,
+        False,
+    )
+    check_error(
+        await post(served, path, body(), headers={"x-session-id": "s" * 257}),
+        400,
+        "invalid_request",
+        None,
+    )
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (RESPONSES, response)])
@@ -437,4 +555,7 @@ async def test_answer_in_a_format_when_the_model_ends_without_one_then_it_is_inc
         assert answer["status"] == "incomplete"
     served = front(chunk("{}", ids=[CONTENT], logprobs=logprobs), stop(""))
     answer = (await post(served, path, body(**fields))).json()
-    assert (answer["choices"][0]["finish_reason"] if path == CHAT else answer["status"]) in ("stop", "completed")
+    assert (answer["choices"][0]["finish_reason"] if path == CHAT else answer["status"]) in (
+        "stop",
+        "completed",
+    )

@@ -1,4 +1,6 @@
-"""The queue of requests: turns in order, nothing lost when a client leaves, the rate behind Retry-After."""
+"""The queue of requests: turns in order, nothing lost when a client leaves, the rate behind
+Retry-After.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_bef
     await limiter.acquire(1, CLIENT, 30.0)
     limiter.check(CLIENT)
     task = await waiting(limiter)
-    with pytest.raises(Overloaded, match=r"at capacity: 1 of 1 choices .* 1 of 1 requests are queued"):
+    with pytest.raises(
+        Overloaded, match=r"at capacity: 1 of 1 choices .* 1 of 1 requests are queued"
+    ):
         limiter.check(CLIENT)
     with pytest.raises(Overloaded):
         await limiter.acquire(1, CLIENT, 30.0)
@@ -68,7 +72,9 @@ async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overta
     assert limiter.in_use == 1
 
 
-async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the_next_moves_up() -> None:
+async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the_next_moves_up() -> (
+    None
+):
     limiter = ConcurrencyLimiter(2, max_queued=9)
     await limiter.acquire(1, CLIENT, 30.0)
     large = await waiting(limiter, 2, within_s=0.01)
@@ -96,7 +102,9 @@ async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_o
     assert limiter.in_use == 0
 
 
-async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goes_to_the_next() -> None:
+async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goes_to_the_next() -> (
+    None
+):
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0)
     first, second = await waiting(limiter), await waiting(limiter)
@@ -107,7 +115,9 @@ async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goe
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_permit_goes_to_the_next() -> None:
+async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_permit_goes_to_the_next() -> (
+    None
+):
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0)
     first, second = await waiting(limiter), await waiting(limiter)
@@ -168,7 +178,9 @@ async def test_acquire_when_the_queue_is_full_then_a_client_with_fewer_requests_
     else:
         limiter.check(newcomer)
         tasks.append(await waiting(limiter, client=newcomer))
-        with pytest.raises(Overloaded, match="a request of another client took the place of this one"):
+        with pytest.raises(
+            Overloaded, match="a request of another client took the place of this one"
+        ):
             await tasks.pop(displaced)
     assert [task.done() for task in tasks] == [False] * 4
     assert (limiter.in_use, limiter.queued) == (1, 4)
@@ -176,12 +188,15 @@ async def test_acquire_when_the_queue_is_full_then_a_client_with_fewer_requests_
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_permit_is_returned() -> None:
+async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_permit_is_returned() -> (
+    None
+):
     limiter = ConcurrencyLimiter(1, max_queued=3)
     await limiter.acquire(1, "a", 30.0)
     tasks = [await waiting(limiter, client="a") for _ in range(3)]
     newcomer = asyncio.create_task(limiter.acquire(1, "b", 30.0))
-    await asyncio.sleep(0)  # it takes a place, and before the displaced request could run it is cancelled
+    # it takes a place, and before the displaced request could run it is cancelled
+    await asyncio.sleep(0)
     await left(tasks[-1])
     assert (limiter.in_use, limiter.queued) == (1, 3)
     await left(newcomer, *tasks)
@@ -189,7 +204,8 @@ async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_per
 
 
 @pytest.mark.parametrize(
-    ("per_s", "queued", "least", "most"), [(1.0, 4, 5, 5), (0.1, 0, 8, 10), (100.0, 4, 1, 1), (0.01, 4, 60, 60)]
+    ("per_s", "queued", "least", "most"),
+    [(1.0, 4, 5, 5), (0.1, 0, 8, 10), (100.0, 4, 1, 1), (0.01, 4, 60, 60)],
 )
 async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
     per_s: float, queued: int, least: int, most: int
@@ -206,7 +222,9 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
     await left(*tasks)
 
 
-async def test_retry_after_when_queued_requests_have_several_choices_then_each_choice_counts() -> None:
+async def test_retry_after_when_queued_requests_have_several_choices_then_each_choice_counts() -> (
+    None
+):
     clock = Clock()
     limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
     await limiter.acquire(400, CLIENT, 30.0)
@@ -223,7 +241,9 @@ def test_retry_after_when_nothing_has_ended_yet_then_a_second() -> None:
     assert ConcurrencyLimiter(1).retry_after_s() == 1
 
 
-async def test_retry_after_when_the_first_request_came_late_then_the_time_before_it_does_not_count() -> None:
+async def test_retry_after_when_the_first_request_came_late_then_the_time_before_it_does_not_count() -> (
+    None
+):
     clock = Clock()
     limiter = ConcurrencyLimiter(2, clock=clock)
     clock.now += 29.0
@@ -233,7 +253,9 @@ async def test_retry_after_when_the_first_request_came_late_then_the_time_before
     assert limiter.retry_after_s() == 1
 
 
-async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> None:
+async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> (
+    None
+):
     now = 0.0
     limiter = ConcurrencyLimiter(1, clock=lambda: now)
     for _ in range(20):

@@ -27,7 +27,9 @@ from tests.unit.frontend.plan_helpers import (
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 
 
-def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_parser(harmony: ServedModel) -> None:
+def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_parser(
+    harmony: ServedModel,
+) -> None:
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
@@ -39,7 +41,10 @@ def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_par
 
 def test_tool_choice_required_with_one_tool_then_as_if_named(harmony: ServedModel) -> None:
     named = chat(harmony, tools=[WEATHER], tool_choice=NAMED)
-    assert chat(harmony, tools=[WEATHER], tool_choice="required").choices[0].request == named.choices[0].request
+    assert (
+        chat(harmony, tools=[WEATHER], tool_choice="required").choices[0].request
+        == named.choices[0].request
+    )
 
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
@@ -71,8 +76,12 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
     assert [call.name for call in step.deltas] == ["get_time"]
 
 
-def test_tool_choice_none_and_allowed_tools_then_the_prompt_has_those_only(harmony: ServedModel) -> None:
-    assert "get_weather" not in prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice="none"), harmony)
+def test_tool_choice_none_and_allowed_tools_then_the_prompt_has_those_only(
+    harmony: ServedModel,
+) -> None:
+    assert "get_weather" not in prompt(
+        chat(harmony, tools=[WEATHER, TIME], tool_choice="none"), harmony
+    )
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
     shown = prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice=allowed), harmony)
     assert "get_time" not in shown
@@ -85,27 +94,42 @@ def test_tool_choice_none_and_allowed_tools_then_the_prompt_has_those_only(harmo
         {"tool_choice": NAMED},
         {"tool_choice": NAMED, "tools": [TIME]},
         {"tool_choice": "required"},
-        {"tools": [TIME], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
         {
             "tools": [TIME],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": []},
+            },
+        },
+        {
+            "tools": [TIME],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [NAMED]},
+            },
         },
     ],
 )
-def test_tool_choice_among_tools_that_are_not_there_then_invalid(harmony: ServedModel, fields: dict[str, Any]) -> None:
+def test_tool_choice_among_tools_that_are_not_there_then_invalid(
+    harmony: ServedModel, fields: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat(harmony, **fields)
     assert refused.value.field == "tool_choice"
 
 
-def test_strict_tool_when_a_call_is_demanded_then_its_arguments_are_held_to_the_schema(harmony: ServedModel) -> None:
+def test_strict_tool_when_a_call_is_demanded_then_its_arguments_are_held_to_the_schema(
+    harmony: ServedModel,
+) -> None:
     (choice,) = chat(harmony, tools=[STRICT], tool_choice=NAMED).choices
     guided = choice.request.sampling.guided
     assert guided is not None
     assert guided.alternatives == (OutputFormat(json_schema=json.dumps(CITY)),)
 
 
-def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_begun(harmony: ServedModel) -> None:
+def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_begun(
+    harmony: ServedModel,
+) -> None:
     plan = chat(harmony, tools=[STRICT, TIME])
     assert prompt(plan, harmony).endswith("<|start|>assistant")
     guided = plan.choices[0].request.sampling.guided
@@ -113,15 +137,22 @@ def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_b
     assert guided.trigger == HEADER.removesuffix(".")
     natural = harmony.renderer.call_header(Tool(name="get_weather"))
     assert natural is not None
-    assert natural[: len(guided.trigger_ids)] == guided.trigger_ids  # or it would not be met in what a model writes
+    # or it would not be met in what a model writes
+    assert natural[: len(guided.trigger_ids)] == guided.trigger_ids
     assert [(each.prefix, json.loads(each.json_schema)) for each in guided.alternatives] == [
         (f".get_weather{REST}", CITY),
         (f".get_time{REST}", {}),
     ]
 
 
-def test_strict_tool_beside_a_response_format_then_a_call_and_an_answer_have_a_form_each(harmony: ServedModel) -> None:
-    guided = chat(harmony, tools=[STRICT, TIME], response_format=FORMAT).choices[0].request.sampling.guided
+def test_strict_tool_beside_a_response_format_then_a_call_and_an_answer_have_a_form_each(
+    harmony: ServedModel,
+) -> None:
+    guided = (
+        chat(harmony, tools=[STRICT, TIME], response_format=FORMAT)
+        .choices[0]
+        .request.sampling.guided
+    )
     assert guided is not None
     assert guided.trigger == HEADER.removesuffix(".")
     assert [json.loads(each.json_schema) for each in guided.alternatives] == [CITY, {}]
@@ -173,12 +204,18 @@ def test_chat_template_when_a_format_and_tools_are_given_then_an_answer_or_a_who
 
 
 def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:
-    assert not chat(harmony, tools=[TIME], parallel_tool_calls=False).choices[0].options.parallel_tool_calls
+    assert (
+        not chat(harmony, tools=[TIME], parallel_tool_calls=False)
+        .choices[0]
+        .options.parallel_tool_calls
+    )
     assert chat(harmony, tools=[TIME]).choices[0].options.parallel_tool_calls
 
 
 @pytest.mark.parametrize(("form", "schema"), [({"type": "json_object"}, {}), (FORMAT, CITY)])
-def test_response_format_then_guided_after_the_final_channel(harmony: ServedModel, form: Any, schema: Any) -> None:
+def test_response_format_then_guided_after_the_final_channel(
+    harmony: ServedModel, form: Any, schema: Any
+) -> None:
     plan = chat(harmony, response_format=form, tools=[TIME])
     guided = plan.choices[0].request.sampling.guided
     assert guided is not None
@@ -186,25 +223,40 @@ def test_response_format_then_guided_after_the_final_channel(harmony: ServedMode
     assert harmony.renderer.decode(guided.trigger_ids) == guided.trigger
     (alternative,) = guided.alternatives
     assert (alternative.prefix, json.loads(alternative.json_schema)) == ("<|message|>", schema)
-    assert chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
+    assert (
+        chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
+    )
 
 
-def test_json_schema_in_harmony_then_the_prompt_has_it_after_the_instructions(harmony: ServedModel) -> None:
+def test_json_schema_in_harmony_then_the_prompt_has_it_after_the_instructions(
+    harmony: ServedModel,
+) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     shown = prompt(chat(harmony, messages=messages, response_format=FORMAT), harmony)
     schema = json.dumps(CITY, separators=(",", ":"))
-    assert f"# Instructions\n\nBe brief.\n\n# Response Formats\n\n## answer\n\n{schema}<|end|>" in shown
+    assert (
+        f"# Instructions\n\nBe brief.\n\n# Response Formats\n\n## answer\n\n{schema}<|end|>"
+        in shown
+    )
     assert "Formats" not in prompt(chat(harmony, response_format={"type": "json_object"}), harmony)
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
-def test_guided_form_with_what_keeps_an_answer_going_then_invalid(harmony: ServedModel, field: str) -> None:
+def test_guided_form_with_what_keeps_an_answer_going_then_invalid(
+    harmony: ServedModel, field: str
+) -> None:
     with pytest.raises(InvalidRequest, match="which ends the output itself") as refused:
-        chat(harmony, response_format={"type": "json_object"}, **{field: 1 if field == "min_tokens" else True})
+        chat(
+            harmony,
+            response_format={"type": "json_object"},
+            **{field: 1 if field == "min_tokens" else True},
+        )
     assert refused.value.field == field
 
 
-def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(make_template: TemplateModels) -> None:
+def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(
+    make_template: TemplateModels,
+) -> None:
     served = make_template()
     guided = chat(served, response_format=FORMAT).choices[0].request.sampling.guided
     assert guided is not None
@@ -215,13 +267,22 @@ def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(m
     assert refused.value.field == "response_format"
 
 
-def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(make_template: TemplateModels) -> None:
+def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(
+    make_template: TemplateModels,
+) -> None:
     served = make_template(tool_call_parser="hermes")
     opening = '<tool_call>\n{"name": "get_weather", "arguments":'
     assert prompt(chat(served, tools=[WEATHER, TIME], tool_choice=NAMED), served).endswith(opening)
-    guided = chat(served, tools=[WEATHER, TIME], tool_choice="required").choices[0].request.sampling.guided
+    guided = (
+        chat(served, tools=[WEATHER, TIME], tool_choice="required")
+        .choices[0]
+        .request.sampling.guided
+    )
     assert guided is not None
-    assert [each.prefix for each in guided.alternatives] == [opening, opening.replace("weather", "time")]
+    assert [each.prefix for each in guided.alternatives] == [
+        opening,
+        opening.replace("weather", "time"),
+    ]
     with pytest.raises(UnsupportedParameter) as refused:
         chat(make_template(), tools=[WEATHER], tool_choice=NAMED)
     assert refused.value.field == "tool_choice"

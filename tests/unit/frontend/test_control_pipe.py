@@ -30,7 +30,9 @@ class End:
 
 
 @asynccontextmanager
-async def pair(one: End, other: End) -> AsyncIterator[tuple[ControlPipe, ControlPipe, list[asyncio.Task[None]]]]:
+async def pair(
+    one: End, other: End
+) -> AsyncIterator[tuple[ControlPipe, ControlPipe, list[asyncio.Task[None]]]]:
     sockets = socket.socketpair()
     channels = [
         ControlPipe(*await asyncio.open_unix_connection(sock=sock), end.snapshot, end.is_served.set)
@@ -83,7 +85,8 @@ async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None
         with pytest.raises(DeadlineExceeded):
             await here.request_snapshot(0.02)
         other.is_answering.set()
-        assert await here.request_snapshot(5) == b""  # the answer that came too late is not taken for this one
+        # the answer that came too late is not taken for this one
+        assert await here.request_snapshot(5) == b""
 
 
 async def test_ask_when_the_other_end_goes_then_disconnected_and_run_ends() -> None:

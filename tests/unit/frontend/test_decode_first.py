@@ -19,15 +19,33 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseSlot, ReserveSlot, Role, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    Phase,
+    ReleaseSlot,
+    ReserveSlot,
+    Role,
+    token_ids,
+)
 from tests.streaming import pipeline_stream
-from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, ScriptedWorker, Step, kv_chunk, request
+from tests.unit.frontend.pipeline_helpers import (
+    FINISHED,
+    HANG,
+    Cluster,
+    ScriptedWorker,
+    Step,
+    kv_chunk,
+    request,
+)
 from tests.waiting import SOON_S
 
 FIRST = "decode_first"
 
 
-async def pair(cluster: Cluster, prefill: list[Step], *decode: list[Step]) -> tuple[ScriptedWorker, ScriptedWorker]:
+async def pair(
+    cluster: Cluster, prefill: list[Step], *decode: list[Step]
+) -> tuple[ScriptedWorker, ScriptedWorker]:
     made = await cluster.add(1, Role.PREFILL, prefill, [kv_chunk("t2")], strategy=FIRST)
     return made, await cluster.add(2, Role.DECODE, *decode, strategy=FIRST)
 
@@ -52,7 +70,9 @@ async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its
     assert time.time() < kept.expires_at <= time.time() + 10  # the request's deadline
     gate.set()
     assert await asking == [10, 11, 12, 13]
-    assert [(call.phase, call.reservation_id) for call in decode.requests] == [(Phase.DECODE, kept.reservation_id)]
+    assert [(call.phase, call.reservation_id) for call in decode.requests] == [
+        (Phase.DECODE, kept.reservation_id)
+    ]
     assert prefill.requests[0].reservation_id is None
     assert (trace.prefill_instance, trace.decode_instance, trace.retries) == (1, 2, 0)
     await cluster.pipeline.aclose()
@@ -80,7 +100,9 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
     assert 50 < kept.expires_at - time.time() <= 60
 
 
-async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it_is_a_retry(cluster: Cluster) -> None:
+async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it_is_a_retry(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     full = await cluster.add(2, Role.DECODE, strategy=FIRST)
     full.faults[ReserveSlot] = Overloaded("full")
@@ -90,7 +112,8 @@ async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it
     assert (trace.decode_instance, trace.retries) == (3, 1)
     assert len(prefill.requests) == 1  # not before there was a slot
     await cluster.pipeline.aclose()
-    assert [type(verb) for verb in full.reservations] == [ReserveSlot]  # nothing was kept, so nothing is given back
+    # nothing was kept, so nothing is given back
+    assert [type(verb) for verb in full.reservations] == [ReserveSlot]
     assert [type(verb) for verb in other.reservations] == [ReserveSlot]
 
 
@@ -107,7 +130,9 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
     assert prefill.requests == []
 
 
-async def test_reserve_when_there_is_no_answer_then_the_slot_is_released_and_another_is_asked(cluster: Cluster) -> None:
+async def test_reserve_when_there_is_no_answer_then_the_slot_is_released_and_another_is_asked(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     lost = await cluster.add(2, Role.DECODE, strategy=FIRST)
     lost.faults[ReserveSlot] = Unreachable("the answer was lost")
@@ -128,11 +153,15 @@ async def test_slot_when_the_prefill_call_fails_then_it_is_given_back_before_the
     assert (len(first.requests), len(second.requests)) == (1, 1)
     await cluster.pipeline.aclose()
     kept = [verb.reservation_id for verb in decode.reservations if isinstance(verb, ReserveSlot)]
-    assert [verb.reservation_id for verb in decode.reservations if isinstance(verb, ReleaseSlot)] == kept[:1]
+    assert [
+        verb.reservation_id for verb in decode.reservations if isinstance(verb, ReleaseSlot)
+    ] == kept[:1]
     assert decode.requests[0].reservation_id == kept[1]
 
 
-async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(cluster: Cluster) -> None:
+async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(
+    cluster: Cluster,
+) -> None:
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.STOP)
     _, decode = await pair(cluster, [done])
     assert await cluster.tokens() == [10]
@@ -140,7 +169,9 @@ async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(clus
     check_given_back(decode)
 
 
-async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_back(cluster: Cluster) -> None:
+async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_back(
+    cluster: Cluster,
+) -> None:
     prefill, decode = await pair(cluster, [HANG])
     asking = asyncio.create_task(cluster.tokens())
     await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
@@ -151,7 +182,9 @@ async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_ba
     await asyncio.wait_for(prefill.closed.wait(), SOON_S)
 
 
-async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_given_back(cluster: Cluster) -> None:
+async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_given_back(
+    cluster: Cluster,
+) -> None:
     prefill, decode = await pair(cluster, [HANG])
     decode.stalls = asyncio.Event()
     asking = asyncio.create_task(cluster.tokens())
@@ -172,7 +205,9 @@ async def test_slot_when_the_decode_call_is_refused_then_it_is_given_back(cluste
     check_given_back(decode)
 
 
-async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(cluster: Cluster) -> None:
+async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(
+    cluster: Cluster,
+) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     first, second = (call.reservation_id for call in decode.requests)
@@ -180,7 +215,9 @@ async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(
     assert None not in (first, second)
 
 
-async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_asked(cluster: Cluster) -> None:
+async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_asked(
+    cluster: Cluster,
+) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):
@@ -192,5 +229,8 @@ async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_
 async def test_strategies_when_the_roles_differ_then_refused_by_name(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, strategy=FIRST)
     await cluster.add(2, Role.DECODE)
-    with pytest.raises(TransferMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"):
+    with pytest.raises(
+        TransferMismatch,
+        match="strategy is 'decode_first' at prefill and 'prefill_first' at decode",
+    ):
         await cluster.tokens()

@@ -35,7 +35,9 @@ def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
         (("a" * 1000,), "a" * 999 + "b" + "a" * 1001, "a" * 999 + "b", True),
     ],
 )
-def test_text_in_any_cut_then_the_same_answer(stops: tuple[str, ...], text: str, expected: str, hit: bool) -> None:
+def test_text_in_any_cut_then_the_same_answer(
+    stops: tuple[str, ...], text: str, expected: str, hit: bool
+) -> None:
     for size in range(1, min(len(text), 12) + 1):
         parts = [text[at : at + size] for at in range(0, len(text), size)]
         assert shown(stops, parts) == (expected, hit)

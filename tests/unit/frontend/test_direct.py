@@ -1,4 +1,6 @@
-"""Pieces of an answer that are sent within the step that made them: the same bytes by another way."""
+"""Pieces of an answer that are sent within the step that made them: the same bytes by another
+way.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ async def streamed(wire: Wire, script: list[Any], **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-async def test_stream_when_the_client_can_be_written_to_then_the_same_events_come_in_order(every: int) -> None:
+async def test_stream_when_the_client_can_be_written_to_then_the_same_events_come_in_order(
+    every: int,
+) -> None:
     wire = Wire(every)
     assert await streamed(wire, SCRIPT) == await streamed(Wire(0), SCRIPT)
     assert wire.written > 0
@@ -116,15 +120,20 @@ async def test_stream_when_the_client_can_be_written_to_then_the_same_events_com
 
 async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_directly() -> None:
     served = FakeFrontend(
-        ScriptedPipeline([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]), FrontendConfig()
+        ScriptedPipeline([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]),
+        FrontendConfig(),
     )
     wire = Wire(1)
-    await served.app(post("/v1/completions", prompt="hi", stream_options={"include_usage": True}), wire)
+    await served.app(
+        post("/v1/completions", prompt="hi", stream_options={"include_usage": True}), wire
+    )
     assert wire.written == 2
     assert '"completion_tokens":4' in wire.body()
 
 
-async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_are_written_within_the_call() -> None:
+async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_are_written_within_the_call() -> (
+    None
+):
     script = [chunk("a"), chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
     served, wire = FakeFrontend(AtOnce([*script]), FrontendConfig()), Gated()
     wire.gate.set()
@@ -133,18 +142,27 @@ async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_a
     assert len(wire.transport.sent) <= 2
 
 
-async def test_stream_when_a_choice_fails_before_another_begins_then_the_answer_is_an_http_error() -> None:
+async def test_stream_when_a_choice_fails_before_another_begins_then_the_answer_is_an_http_error() -> (
+    None
+):
     served, wire = FakeFrontend(OneFails([])), Wire(1)
     await served.app(post("/v1/completions", prompt="hi", n=2), wire)
     assert wire.status == 429
 
 
 @pytest.mark.parametrize("fields", [{"stop": ["lo"]}, {"parallel_tool_calls": False}, {"n": 2}])
-async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_events_come(fields: dict[str, Any]) -> None:
+async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_events_come(
+    fields: dict[str, Any],
+) -> None:
     wire = Wire(1)
-    direct, queued = await streamed(wire, SCRIPT, **fields), await streamed(Wire(0), SCRIPT, **fields)
+    direct, queued = (
+        await streamed(wire, SCRIPT, **fields),
+        await streamed(Wire(0), SCRIPT, **fields),
+    )
     for index in range(fields.get("n", 1)):
-        assert [c for [c] in direct if c["index"] == index] == [c for [c] in queued if c["index"] == index]
+        assert [c for [c] in direct if c["index"] == index] == [
+            c for [c] in queued if c["index"] == index
+        ]
     assert wire.written > 0
 
 
@@ -192,11 +210,15 @@ class Gated(Wire):
 
     def texts(self) -> str:
         events = [part.removeprefix("data: ") for part in self.body().split("\n\n")]
-        return "".join(json.loads(event)["choices"][0]["text"] for event in events if event.startswith("{"))
+        return "".join(
+            json.loads(event)["choices"][0]["text"] for event in events if event.startswith("{")
+        )
 
 
 @pytest.mark.parametrize("case", ["a delta is being sent", "a delta waits"])
-async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_behind_it(case: str) -> None:
+async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_behind_it(
+    case: str,
+) -> None:
     wire, go = Gated(), asyncio.Event()
     script = [chunk("a"), go, chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
     served = FakeFrontend(AtOnce([*script]), FrontendConfig())
@@ -234,7 +256,9 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "overloaded"
 
 
-async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(cluster: Cluster) -> None:
+async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(
+    cluster: Cluster,
+) -> None:
     begun = asyncio.Event()
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], begun, FINISHED[1], Disconnected("gone")])
     second = await cluster.add(2, Role.AGGREGATED, [FINISHED[2]])
@@ -250,7 +274,9 @@ async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passe
     assert second.requests[0].num_resumed_output_tokens == 3
 
 
-@pytest.mark.parametrize("error", [StreamIncomplete("as if a worker had failed"), Overloaded("the reader is behind")])
+@pytest.mark.parametrize(
+    "error", [StreamIncomplete("as if a worker had failed"), Overloaded("the reader is behind")]
+)
 async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_worker(
     cluster: Cluster, error: DynamoError
 ) -> None:
@@ -266,7 +292,9 @@ async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_
 
 
 class Clocked(CharacterRenderer):
-    """Renders for as long as one iteration of the event loop may plan, and notes in which iteration it does."""
+    """Renders for as long as one iteration of the event loop may plan, and notes in which iteration
+    it does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +315,9 @@ class Clocked(CharacterRenderer):
         return super().render(conversation)
 
 
-async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other_work_between_two() -> None:
+async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other_work_between_two() -> (
+    None
+):
     catalog = Catalog()
     renderer = Clocked()
     catalog.served[MODEL] = ServedModel(CARD, renderer)

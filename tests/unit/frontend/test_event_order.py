@@ -16,7 +16,15 @@ from dynamo_trtllm.frontend.generation.responses.items import named, normalized
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from tests.unit.frontend.split_helpers import RESPONSE, Case, OtherFormat, chat, output, responses, served_by
+from tests.unit.frontend.split_helpers import (
+    RESPONSE,
+    Case,
+    OtherFormat,
+    chat,
+    output,
+    responses,
+    served_by,
+)
 
 NEXT = "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -37,7 +45,9 @@ def served() -> ServedModel:
 
 
 @STEPS
-def test_responses_when_text_follows_a_call_then_items_are_in_that_order(served: ServedModel, steps: list[int]) -> None:
+def test_responses_when_text_follows_a_call_then_items_are_in_that_order(
+    served: ServedModel, steps: list[int]
+) -> None:
     result = responses(served, case(f"{CALL}{NEXT}{FINAL}Done with it.<|return|>"), steps)
     assert output(result) == [
         ("function_call", "a", '{"x":1,"y":"aaaa bbbb"}'),
@@ -71,13 +81,19 @@ def test_responses_when_there_is_a_preamble_then_it_is_a_message_of_its_own(
     one_item = ["output_item.added", "content_part.added", "output_text.delta"]
     one_item += ["output_text.done", "content_part.done", "output_item.done"]
     assert names == ["created", "in_progress", *one_item, *one_item, "completed"]
-    added = [each["item"]["phase"] for each in result["events"] if each["type"].endswith("item.added")]
+    added = [
+        each["item"]["phase"] for each in result["events"] if each["type"].endswith("item.added")
+    ]
     assert added == ["commentary", "final_answer"]
 
 
 @STEPS
-def test_responses_when_messages_have_logprobs_then_each_has_its_own(served: ServedModel, steps: list[int]) -> None:
-    result = responses(served, case(f"{PREAMBLE}{NEXT}{FINAL}Two.<|return|>", has_logprobs=True), steps)
+def test_responses_when_messages_have_logprobs_then_each_has_its_own(
+    served: ServedModel, steps: list[int]
+) -> None:
+    result = responses(
+        served, case(f"{PREAMBLE}{NEXT}{FINAL}Two.<|return|>", has_logprobs=True), steps
+    )
     for item in result["events"][-1]["response"]["output"]:
         part = item["content"][0]
         assert "".join(each["token"] for each in part["logprobs"]) == part["text"]
@@ -89,7 +105,10 @@ def test_responses_when_text_is_for_a_tool_of_an_impossible_name_then_it_is_no_a
 ) -> None:
     code = "<|channel|>analysis to=functions.a/b code<|message|>print(1)"
     result = responses(served, case(f"{code}{NEXT}{FINAL}1<|return|>"), steps)
-    assert output(result) == [("message", "commentary", "print(1)"), ("message", "final_answer", "1")]
+    assert output(result) == [
+        ("message", "commentary", "print(1)"),
+        ("message", "final_answer", "1"),
+    ]
 
 
 def test_responses_when_the_format_marks_no_commentary_then_messages_have_no_phase() -> None:
@@ -99,13 +118,17 @@ def test_responses_when_the_format_marks_no_commentary_then_messages_have_no_pha
 
 
 @STEPS
-def test_chat_when_text_follows_a_call_then_events_are_in_that_order(served: ServedModel, steps: list[int]) -> None:
+def test_chat_when_text_follows_a_call_then_events_are_in_that_order(
+    served: ServedModel, steps: list[int]
+) -> None:
     result = chat(served, case(f"{CALL}{NEXT}{FINAL}Done with it.<|return|>"), steps)
     assert result["runs"] == [["call 0", 'a{"x":1,"y":"aaaa bbbb"}'], ["content", "Done with it."]]
 
 
 @STEPS
-def test_chat_when_there_is_a_preamble_then_content_is_one_string(served: ServedModel, steps: list[int]) -> None:
+def test_chat_when_there_is_a_preamble_then_content_is_one_string(
+    served: ServedModel, steps: list[int]
+) -> None:
     result = chat(served, case(f"{PREAMBLE}{NEXT}{FINAL}Two.<|return|>"), steps)
     assert result["runs"] == [["content", "I will look it up.Two."]]
     assert result["answer"]["choices"][0]["message"]["content"] == "I will look it up.Two."
@@ -121,8 +144,12 @@ def test_chat_when_text_ends_like_a_stop_string_then_it_does_not_move_behind_the
 
 
 @STEPS
-def test_chat_when_a_stop_string_follows_a_call_then_the_call_stays(served: ServedModel, steps: list[int]) -> None:
-    result = chat(served, case(f"{CALL}{NEXT}{FINAL}Done. STOP it.<|return|>", stop=(" STOP",)), steps)
+def test_chat_when_a_stop_string_follows_a_call_then_the_call_stays(
+    served: ServedModel, steps: list[int]
+) -> None:
+    result = chat(
+        served, case(f"{CALL}{NEXT}{FINAL}Done. STOP it.<|return|>", stop=(" STOP",)), steps
+    )
     assert result["runs"] == [["call 0", 'a{"x":1,"y":"aaaa bbbb"}'], ["content", "Done."]]
     assert result["finish"] == "stop"
 
@@ -154,7 +181,7 @@ def test_chat_when_only_one_call_is_allowed_then_text_before_the_second_stays(
     assert result["finish"] == "tool_calls"
 
 
-# --- input -------------------------------------------------------------------------------------------
+# --- input ----------------------------------------------------------------------------------------
 
 LOOK = {"role": "assistant", "content": "I will look it up.", "phase": "commentary"}
 ANSWER = {"role": "assistant", "content": "It is up.", "phase": "final_answer"}
@@ -193,7 +220,10 @@ def prompt(served: ServedModel, items: list[dict[str, Any]]) -> str:
             [WHY, LOOK, WHY, CALLED, RESULT],
             (REASONING_PROMPT + COMMENTARY_PROMPT) + REASONING_PROMPT + CALL_PROMPT + RESULT_PROMPT,
         ),
-        ([WHY, CALLED, RESULT, LOOK], REASONING_PROMPT + CALL_PROMPT + RESULT_PROMPT + COMMENTARY_PROMPT),
+        (
+            [WHY, CALLED, RESULT, LOOK],
+            REASONING_PROMPT + CALL_PROMPT + RESULT_PROMPT + COMMENTARY_PROMPT,
+        ),
         ([WHY, LOOK, ANSWER], COMMENTARY_PROMPT + FINAL_PROMPT),
     ],
     ids=str,
@@ -210,7 +240,9 @@ def test_output_when_it_is_sent_back_then_the_prompt_has_the_messages_of_the_mod
 ) -> None:
     written = f"{PREAMBLE}{NEXT}{CALL}<|call|>"
     result = responses(served, case(written), steps)
-    assert prompt(served, result["events"][-1]["response"]["output"]) == f"<|start|>assistant{written}"
+    assert (
+        prompt(served, result["events"][-1]["response"]["output"]) == f"<|start|>assistant{written}"
+    )
 
 
 def test_input_when_the_phase_is_unknown_then_the_error_names_it() -> None:

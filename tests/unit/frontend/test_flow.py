@@ -56,12 +56,16 @@ NO_OTHER = None  # no other decode instance
 
 
 class Played:
-    """A flow with a driver that records what is called, and that answers selections with prepared results."""
+    """A flow with a driver that records what is called, and that answers selections with prepared
+    results.
+    """
 
     def __init__(self, selection: WorkerSelection | None = None, **options: Any) -> None:
         self._calls: list[tuple[Any, ...]] = []
         self._selected: deque[Any] = deque()
-        self.flow = GenerationFlow(self, request(), RouteTrace(), PipelineOptions(**options), selection)
+        self.flow = GenerationFlow(
+            self, request(), RouteTrace(), PipelineOptions(**options), selection
+        )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -71,7 +75,10 @@ class Played:
         return call
 
     def on(self, event: Any, *selected: Any) -> list[Any]:
-        """Return the calls that an event causes, and after them the event for the client. `selected`: the results."""
+        """Return the calls that an event causes, and after them the event for the client.
+
+        `selected`: the results.
+        """
         self._calls = []
         self._selected.extend(selected)
         event_out = self.flow.on(event)
@@ -104,7 +111,10 @@ def test_flow_when_a_pair_serves_then_each_event_leads_to_the_next_call() -> Non
     first = played.on(Signal.START, PAIR)
     assert first[0] == SELECT
     assert (phases(first), played.flow.state) == ([(1, Phase.PREFILL)], State.PREFILL)
-    assert (phases(played.on(kv_chunk("t"))), played.flow.state) == ([(2, Phase.DECODE)], State.DECODE)
+    assert (phases(played.on(kv_chunk("t"))), played.flow.state) == (
+        [(2, Phase.DECODE)],
+        State.DECODE,
+    )
     assert played.on(FINISHED[0]) == [FETCHED, ("record_transfer", (1, 2)), FINISHED[0]]
     assert played.on(FINISHED[1]) == [FINISHED[1]]
     assert played.on(FINISHED[2]) == [FINISHED[2]]
@@ -134,8 +144,12 @@ def test_flow_when_the_decode_slot_comes_first_then_the_decode_call_names_it() -
         (TO_RESERVE, [ReleaseSlot("r1-1")]),
         (TO_PREFILL, []),
         (TO_DECODE, [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
-        ((*TO_DECODE, (Draining("leaves"), OTHER_DECODE)), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
-        ((*TO_DECODE, TransferFailed("broke")), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),  # while it is checked
+        (
+            (*TO_DECODE, (Draining("leaves"), OTHER_DECODE)),
+            [ReleaseKv("t", ReleaseOutcome.ABORTED)],
+        ),
+        # while it is checked
+        ((*TO_DECODE, TransferFailed("broke")), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
         ((*TO_DECODE, TransferFailed("broke"), (Signal.WORKER_LISTENS, PAIR)), []),  # freed by then
         ((*TO_DECODE, FINISHED[0]), []),  # fetched
         ((*TO_DECODE, *FINISHED), []),
@@ -152,11 +166,15 @@ def test_flow_when_it_is_cancelled_then_it_frees_what_it_holds_once_and_ends(
         assert played.on(event) == []
 
 
-@pytest.mark.parametrize(("events", "phase"), [((), Phase.AGGREGATED), ((kv_chunk("t"),), Phase.DECODE)])
+@pytest.mark.parametrize(
+    ("events", "phase"), [((), Phase.AGGREGATED), ((kv_chunk("t"),), Phase.DECODE)]
+)
 def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_has_it_fetched_and_releases_nothing(
     events: Sequence[Any], phase: Phase
 ) -> None:
-    """The phase of an undecided call is the default: while prefill runs, there is no decode call yet."""
+    """The phase of an undecided call is the default: while prefill runs, there is no decode call
+    yet.
+    """
     played = Played()
     played.play((Signal.START, WorkerSelection(KEEPING, DECODE)), *events)
     ((name, prefill, decode, call),) = played.on(Signal.CANCEL)
@@ -203,7 +221,9 @@ def test_flow_when_only_a_fetch_frees_the_kv_and_the_decode_call_failed_then_no_
 
 
 @pytest.mark.parametrize("events", [TO_PREFILL, TO_DECODE])
-def test_flow_when_a_call_fails_before_a_token_then_it_selects_without_that_worker(events: Sequence[Any]) -> None:
+def test_flow_when_a_call_fails_before_a_token_then_it_selects_without_that_worker(
+    events: Sequence[Any],
+) -> None:
     played = Played()
     played.play(*events)
     *_, recorded, select, _ = played.on(Disconnected("gone"), PAIR)
@@ -217,7 +237,10 @@ def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_
     error: KvTransferError,
 ) -> None:
     played = Played()
-    assert played.play(*TO_DECODE, error) == [("record_transfer", (1, 2), error), ("check_worker", PREFILL)]
+    assert played.play(*TO_DECODE, error) == [
+        ("record_transfer", (1, 2), error),
+        ("check_worker", PREFILL),
+    ]
     assert played.on(Signal.WORKER_LISTENS, PAIR)[:-1] == [
         FREED,
         ("record_failure", DECODE, error, "retrying"),
@@ -227,7 +250,9 @@ def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_
     assert played.play(kv_chunk("u"), second, Signal.WORKER_LISTENS)[-1] is second
 
 
-def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_worker_has_failed() -> None:
+def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_worker_has_failed() -> (
+    None
+):
     played = Played()
     transfer_error, death = TransferFailed("broke"), WorkerDied("gone")
     assert played.play(*TO_DECODE, transfer_error, (death, PAIR))[:-1] == [
@@ -239,7 +264,9 @@ def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_
     assert death.__cause__ is transfer_error
 
 
-def test_flow_when_a_decode_worker_does_not_take_the_call_then_another_one_fetches_the_same_kv() -> None:
+def test_flow_when_a_decode_worker_does_not_take_the_call_then_another_one_fetches_the_same_kv() -> (
+    None
+):
     played = Played()
     other, _, (_, worker, call) = played.play(*TO_DECODE, (Draining("leaves"), OTHER_DECODE))
     assert other == ("select_other_decode", PREFILL, frozenset([2]))
@@ -265,7 +292,9 @@ def test_flow_when_no_slot_is_free_then_none_is_freed() -> None:
 
 
 def test_flow_when_a_stream_breaks_then_the_rest_migrates_with_the_tokens_so_far() -> None:
-    *_, (_, _, call) = Played().play(*TO_DECODE, FINISHED[0], FINISHED[1], (Disconnected("gone"), PAIR))
+    *_, (_, _, call) = Played().play(
+        *TO_DECODE, FINISHED[0], FINISHED[1], (Disconnected("gone"), PAIR)
+    )
     assert list(call.token_ids) == [1, 2, 3, 10, 11, 12]
     assert (call.num_resumed_output_tokens, call.sampling.max_tokens) == (3, 5)
 
@@ -279,9 +308,13 @@ def test_flow_when_only_the_end_was_lost_then_it_ends_as_complete() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_flow_when_calls_keep_failing_then_the_limit_ends_it_with_the_last_error(count: int) -> None:
+def test_flow_when_calls_keep_failing_then_the_limit_ends_it_with_the_last_error(
+    count: int,
+) -> None:
     played = Played(retries=count)
-    last = played.play(*TO_PREFILL, *[(Disconnected("gone"), PAIR)] * count, Disconnected("last"))[-1]
+    last = played.play(*TO_PREFILL, *[(Disconnected("gone"), PAIR)] * count, Disconnected("last"))[
+        -1
+    ]
     assert isinstance(last, Disconnected)
     assert last.message == "last"
 
@@ -294,7 +327,9 @@ def test_flow_when_workers_do_not_accept_it_then_no_retry_is_counted() -> None:
 @pytest.mark.parametrize("error", [RequestRejected("no"), TransferMismatch("differ")])
 def test_flow_when_an_error_is_not_a_workers_then_it_ends(error: DynamoError) -> None:
     played = Played()
-    events = ((Signal.START, error),) if isinstance(error, TransferMismatch) else (*TO_DECODE, error)
+    events = (
+        ((Signal.START, error),) if isinstance(error, TransferMismatch) else (*TO_DECODE, error)
+    )
     assert played.play(*events)[-1] is error
     assert played.flow.state is State.ENDED
 
@@ -305,7 +340,9 @@ def test_flow_when_prefill_returns_no_kv_then_it_is_retried() -> None:
     assert isinstance(recorded[2], StreamIncomplete)
 
 
-def test_flow_when_there_are_no_workers_then_it_waits_and_tries_unproven_pairs_before_it_ends() -> None:
+def test_flow_when_there_are_no_workers_then_it_waits_and_tries_unproven_pairs_before_it_ends() -> (
+    None
+):
     played = Played(hold_s=3.0)
     assert played.on(Signal.START, NONE) == [SELECT, ("wait_for_workers", 3.0)]
     assert played.on(Signal.WORKERS_CHANGED, NONE) == [SELECT, ("wait_for_workers", 3.0)]
@@ -327,7 +364,9 @@ def test_flow_when_all_workers_failed_then_they_are_tried_again_after_pauses_tha
 
 
 def test_flow_when_all_workers_are_full_then_it_does_not_wait() -> None:
-    *_, select, error = Played(hold_s=3.0).play((Signal.START, ALONE), (Overloaded("full"), NONE, NONE))
+    *_, select, error = Played(hold_s=3.0).play(
+        (Signal.START, ALONE), (Overloaded("full"), NONE, NONE)
+    )
     assert select == ("select", 1, frozenset([4]), None, True)
     assert isinstance(error, Overloaded)
 

@@ -1,4 +1,6 @@
-"""Formats that would crash a compiler, or occupy it for minutes, are rejected by the name of the limit."""
+"""Formats that would crash a compiler, or occupy it for minutes, are rejected by the name of the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,22 @@ def referring(count: int, *, is_cycle: bool = False) -> dict[str, Any]:
 
 
 def precedence(count: int) -> str:
-    """Return a grammar with levels of precedence, as programming languages have them. Each names the next one twice."""
+    """Return a grammar with levels of precedence, as programming languages have them.
+
+    Each names the next one twice.
+    """
     levels = [f'e{number}: e{number + 1} ("+" e{number + 1})*' for number in range(count)]
     innermost = f'e{count}: "(" e0 ")"'
     return "\n".join(["start: e0", *levels, innermost])
 
 
 def wide_recursive(count: int) -> dict[str, Any]:
-    """Return the schema of a tree with many kinds of children: it refers to itself at all of them, at few levels."""
-    kinds = {f"kind{at}": {"type": "array", "items": {"$ref": "#/$defs/node"}} for at in range(count)}
+    """Return the schema of a tree with many kinds of children: it refers to itself at all of them,
+    at few levels.
+    """
+    kinds = {
+        f"kind{at}": {"type": "array", "items": {"$ref": "#/$defs/node"}} for at in range(count)
+    }
     return {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": kinds}}}
 
 
@@ -110,7 +119,12 @@ SCHEMAS: list[tuple[Callable[[int], Any], int, int, str]] = [
     ],
     (lambda n: {"maxProperties": n}, 10_000, 10_001, COUNTS),
     (lambda n: {"type": "number", "multipleOf": n / 1_000}, 1_000, 1_000_003, "multipleOf"),
-    (lambda n: {"allOf": [{"multipleOf": 7}, {"multipleOf": 11}, {"multipleOf": n}]}, 12, 13, "multipleOf"),
+    (
+        lambda n: {"allOf": [{"multipleOf": 7}, {"multipleOf": 11}, {"multipleOf": n}]},
+        12,
+        13,
+        "multipleOf",
+    ),
 ]
 CASES = [
     *[("grammar", *each) for each in GRAMMARS],
@@ -120,7 +134,9 @@ CASES = [
 
 
 def formatted(kind: str, value: Any) -> StructuredOutput:
-    content = {"json_schema": json.dumps(value)} if kind == "schema" else {"json_schema": "", kind: value}
+    content = (
+        {"json_schema": json.dumps(value)} if kind == "schema" else {"json_schema": "", kind: value}
+    )
     return StructuredOutput(alternatives=(OutputFormat(**content),))
 
 
@@ -133,7 +149,8 @@ def test_format_when_it_exceeds_a_limit_then_rejected_with_limit_value_and_maxim
         check_formats(formatted(kind, make(beyond)), "response_format")
     most = re.escape(f"at most {LIMITS[limit]} are allowed")
     assert re.search(
-        rf"in response_format exceeds the limit for {re.escape(limit)}: .*\d+, {most}", caught.value.message
+        rf"in response_format exceeds the limit for {re.escape(limit)}: .*\d+, {most}",
+        caught.value.message,
     )
     assert caught.value.field == "response_format"
 
@@ -175,7 +192,10 @@ def test_format_that_is_large_but_harmless_then_accepted(kind: str, value: Any) 
     ],
 )
 def test_regular_expression_when_it_is_verbose_then_rejected(kind: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match="the format in response_format has a regular expression with the flag x"):
+    with pytest.raises(
+        InvalidRequest,
+        match="the format in response_format has a regular expression with the flag x",
+    ):
         check_formats(formatted(kind, value), "response_format")
 
 
@@ -190,14 +210,31 @@ def test_count_when_it_is_any_large_number_then_rejected(bound: float) -> None:
     [
         *[
             ("grammar", text)
-            for text in ("[", '"', "/", "/\\", "a.", "{1,", "~", "(", "a{", "%json {", 'a"\\', "x[", "//", "::= [")
+            for text in (
+                "[",
+                '"',
+                "/",
+                "/\\",
+                "a.",
+                "{1,",
+                "~",
+                "(",
+                "a{",
+                "%json {",
+                'a"\\',
+                "x[",
+                "//",
+                "::= [",
+            )
         ],
         *[("regex", text) for text in ("[", "{", "{1,", "\\", "(", "a{2}", "[^")],
         ("grammar", "a" + " " * 60_000),
         ("grammar", "{1," + " " * 60_000),
     ],
 )
-def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(kind: str, piece: str) -> None:
+def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(
+    kind: str, piece: str
+) -> None:
     text = (piece * (60_000 // len(piece))) + ' ::= \nstart: "a"'
     began = time.process_time()
     try:
@@ -207,9 +244,14 @@ def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(kind
     assert time.process_time() - began < 5  # 0.05 s if it is linear, minutes if it is not
 
 
-def test_tools_when_they_are_strict_then_their_schemas_have_the_limits(harmony: ServedModel) -> None:
-    function = WEATHER["function"] | {"parameters": {"type": "object", "properties": {"n": {"multipleOf": 1_009}}}}
-    chat(harmony, tools=[{"type": "function", "function": function}])  # its schema is only shown to the model
+def test_tools_when_they_are_strict_then_their_schemas_have_the_limits(
+    harmony: ServedModel,
+) -> None:
+    function = WEATHER["function"] | {
+        "parameters": {"type": "object", "properties": {"n": {"multipleOf": 1_009}}}
+    }
+    # its schema is only shown to the model
+    chat(harmony, tools=[{"type": "function", "function": function}])
     for fields in (
         {"tools": [{"type": "function", "function": function | {"strict": True}}]},
         {"tool_choice": "required"},

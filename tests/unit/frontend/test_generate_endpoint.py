@@ -1,4 +1,6 @@
-"""Generations over HTTP against a scripted pipeline: both answers, every refusal, errors before and after headers."""
+"""Generations over HTTP against a scripted pipeline: both answers, every refusal, errors before and
+after headers.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def check_error(response: httpx.Response, status: int, code: str, param: str | N
     return str(error["message"])
 
 
-# --- whole answers -------------------------------------------------------------------------------------
+# --- whole answers --------------------------------------------------------------------------------
 
 
 async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
@@ -92,7 +94,9 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 900, 2000])
-async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rendered_off_the_loop(size: int) -> None:
+async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rendered_off_the_loop(
+    size: int,
+) -> None:
     served = FakeFrontend(ScriptedPipeline([stop("x")]), catalog=Catalog(context_length=10_000))
     response = await post(served, CHAT, chat(messages=[{"role": "user", "content": "a" * size}]))
     assert response.status_code == 200
@@ -101,21 +105,39 @@ async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rend
 
 @pytest.mark.parametrize(
     ("size", "objects", "is_large"),
-    [(49_000, 5, False), (50_000, 5, True), (20_000, 500, False), (20_000, 501, True), (16_000, 900, False)],
+    [
+        (49_000, 5, False),
+        (50_000, 5, True),
+        (20_000, 500, False),
+        (20_000, 501, True),
+        (16_000, 900, False),
+    ],
 )
-def test_is_large_body_when_objects_or_no_words_then_smaller_counts(size: int, objects: int, is_large: bool) -> None:
-    body = b'{\n"a":{}}' * (objects // 2) + b'{ "' * (objects % 2) + b'{\\"' * 900  # the last ones are text
+def test_is_large_body_when_objects_or_no_words_then_smaller_counts(
+    size: int, objects: int, is_large: bool
+) -> None:
+    # the last ones are text
+    body = b'{\n"a":{}}' * (objects // 2) + b'{ "' * (objects % 2) + b'{\\"' * 900
     assert is_large_body(body.ljust(size, b"x")) is is_large
 
 
-@pytest.mark.parametrize(("size", "word", "is_large"), [(131_000, 8, False), (132_000, 8, True), (131_000, 40, True)])
-def test_is_large_body_when_it_has_words_then_only_at_128_kib(size: int, word: int, is_large: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "word", "is_large"), [(131_000, 8, False), (132_000, 8, True), (131_000, 40, True)]
+)
+def test_is_large_body_when_it_has_words_then_only_at_128_kib(
+    size: int, word: int, is_large: bool
+) -> None:
     assert is_large_body((b"x" * (word - 1) + b" ") * (size // word)) is is_large
 
 
 async def test_chat_whole_when_the_model_calls_a_tool_then_finish_is_tool_calls() -> None:
     served = front(chunk("{", ids=[CALL]), chunk("}"), stop())
-    tools = [{"type": "function", "function": {"name": "get_system_health", "parameters": {"type": "object"}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "get_system_health", "parameters": {"type": "object"}},
+        }
+    ]
     body = (await post(served, CHAT, chat(tools=tools))).json()
     choice = body["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -152,16 +174,24 @@ async def test_stats_when_asked_for_then_both_calls_are_merged() -> None:
     stats = body["dynamo_trtllm"]
     assert (stats["prefill_instance"], stats["decode_instance"]) == ("ab", "cd")
     assert (stats["kv_bytes"], stats["transport"]) == (4096, "nixl")
-    assert {"queue", "prefill", "handoff", "decode_wait", "receive", "tokenize", "respond"} <= set(stats["phase_s"])
+    assert {"queue", "prefill", "handoff", "decode_wait", "receive", "tokenize", "respond"} <= set(
+        stats["phase_s"]
+    )
     assert sum(stats["phase_s"].values()) == pytest.approx(stats["total_s"])
     assert stats["total_s"] >= stats["ttft_s"] >= 0
 
 
-# --- streams -------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 async def test_chat_stream_then_role_first_one_event_per_chunk_finish_and_done() -> None:
-    served = front(chunk("why", ids=[REASONING]), chunk('He"', ids=[CONTENT]), chunk(ids=[HALF]), chunk("llo"), stop())
+    served = front(
+        chunk("why", ids=[REASONING]),
+        chunk('He"', ids=[CONTENT]),
+        chunk(ids=[HALF]),
+        chunk("llo"),
+        stop(),
+    )
     response = await post(served, CHAT, chat(stream=True))
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-decode-instance"] == "cd"
@@ -200,7 +230,9 @@ async def test_chat_stream_of_a_tool_call_then_id_and_name_come_once() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_pipeline_is_closed(stream: bool) -> None:
+async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_pipeline_is_closed(
+    stream: bool,
+) -> None:
     never = asyncio.Event()
     served = front(chunk("one ST"), chunk("O"), chunk("P two"), never)
     response = await post(served, CHAT, chat(stop="STOP", stream=stream))
@@ -222,7 +254,9 @@ async def test_text_stream_then_text_events() -> None:
 
 
 async def test_logprobs_of_chat_then_only_content_tokens_and_no_infinities() -> None:
-    served = front(chunk("w", ids=[REASONING], logprobs=True), chunk("h", ids=[CONTENT], logprobs=True), stop())
+    served = front(
+        chunk("w", ids=[REASONING], logprobs=True), chunk("h", ids=[CONTENT], logprobs=True), stop()
+    )
     body = (await post(served, CHAT, chat(logprobs=True, top_logprobs=2))).json()
     (token,) = body["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], token["bytes"]) == ("h", -0.5, [104])
@@ -237,16 +271,20 @@ async def test_logprobs_of_text_then_offsets_count_characters() -> None:
     assert [each["text_offset"] for each in offsets if each] == [[0, 1], [2]]
 
 
-# --- refusals ------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 async def test_malformed_json_then_400_with_position() -> None:
-    response = await post(front(), CHAT, content=b'{"model": }', headers={"content-type": "application/json"})
+    response = await post(
+        front(), CHAT, content=b'{"model": }', headers={"content-type": "application/json"}
+    )
     assert "line 1, column 11" in check_error(response, 400, "invalid_request")
 
 
 async def test_form_body_then_415() -> None:
-    response = await post(front(), CHAT, content=b"{}", headers={"content-type": "application/x-www-form-urlencoded"})
+    response = await post(
+        front(), CHAT, content=b"{}", headers={"content-type": "application/x-www-form-urlencoded"}
+    )
     check_error(response, 415, "unsupported_media")
 
 
@@ -257,7 +295,10 @@ async def test_large_body_then_413(declared: bool) -> None:
 
     content = b" " * 300 if declared else body()
     response = await post(
-        front(max_body_bytes=200), CHAT, content=content, headers={"content-type": "application/json"}
+        front(max_body_bytes=200),
+        CHAT,
+        content=content,
+        headers={"content-type": "application/json"},
     )
     check_error(response, 413, "payload_too_large")
 
@@ -267,24 +308,32 @@ async def test_unknown_model_then_404() -> None:
 
 
 async def test_unknown_field_then_400_with_the_nearest_name() -> None:
-    message = check_error(await post(front(), CHAT, chat(temprature=1)), 400, "unsupported_parameter", "temprature")
+    message = check_error(
+        await post(front(), CHAT, chat(temprature=1)), 400, "unsupported_parameter", "temprature"
+    )
     assert "'temperature'" in message
 
 
 async def test_prompt_longer_than_context_then_400_with_both_numbers() -> None:
     long = [{"role": "user", "content": "x" * 150}]
-    message = check_error(await post(front(), CHAT, chat(messages=long)), 400, "context_length_exceeded", "messages")
+    message = check_error(
+        await post(front(), CHAT, chat(messages=long)), 400, "context_length_exceeded", "messages"
+    )
     assert "150" in message
     assert "100" in message
 
 
 async def test_max_tokens_that_do_not_fit_then_400_naming_the_most_that_do() -> None:
-    message = check_error(await post(front(), TEXT, text(max_tokens=99)), 400, "context_length_exceeded", "max_tokens")
+    message = check_error(
+        await post(front(), TEXT, text(max_tokens=99)), 400, "context_length_exceeded", "max_tokens"
+    )
     assert "at most 98" in message
 
 
 async def test_token_id_outside_the_vocabulary_then_400() -> None:
-    message = check_error(await post(front(), TEXT, text(prompt=[1, 0x3000])), 400, "invalid_request", "prompt")
+    message = check_error(
+        await post(front(), TEXT, text(prompt=[1, 0x3000])), 400, "invalid_request", "prompt"
+    )
     assert "prompt[1]" in message
 
 
@@ -311,7 +360,11 @@ async def test_error_before_the_first_chunk_then_its_own_status(
 
 
 async def test_error_after_the_first_chunk_when_whole_then_its_own_status() -> None:
-    check_error(await post(front(chunk("a"), errors.StreamIncomplete("gap")), CHAT, chat()), 502, "incomplete")
+    check_error(
+        await post(front(chunk("a"), errors.StreamIncomplete("gap")), CHAT, chat()),
+        502,
+        "incomplete",
+    )
 
 
 async def test_error_after_headers_when_streaming_then_an_error_event_ends_the_stream() -> None:
@@ -326,8 +379,12 @@ async def test_stream_without_terminal_chunk_then_incomplete() -> None:
     check_error(await post(front(chunk("a")), CHAT, chat()), 502, "incomplete")
 
 
-async def test_bug_in_the_pipeline_then_500_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
-    response = await post(front(RuntimeError("secret")), CHAT, chat(), headers={"x-request-id": "job-7"})
+async def test_bug_in_the_pipeline_then_500_without_its_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    response = await post(
+        front(RuntimeError("secret")), CHAT, chat(), headers={"x-request-id": "job-7"}
+    )
     assert "RuntimeError; see the log" in check_error(response, 500, "internal")
     (details,) = [record.getMessage() for record in caplog.records if record.exc_info]
     assert details.startswith("request failed: job-7-")
@@ -350,17 +407,21 @@ async def test_one_request_more_than_max_inflight_then_429_and_accepted_again_af
     assert (await post(served, CHAT, chat())).status_code == 200
 
 
-async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer_and_not_kept_meanwhile() -> None:
+async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer_and_not_kept_meanwhile() -> (
+    None
+):
     held = asyncio.Event()
     served = front(chunk("o"), held, stop("k"))
-    answering = asyncio.create_task(post(served, CHAT, chat(prompt_cache_options={"pad": "x" * 100_000})))
+    answering = asyncio.create_task(
+        post(served, CHAT, chat(prompt_cache_options={"pad": "x" * 100_000}))
+    )
     await served.pipeline.begun.wait()
     assert "dynamo_trtllm_body_bytes 0.0" in served.metrics.render().decode()
     held.set()
     assert (await answering).json()["choices"][0]["message"]["content"] == "ok"
 
 
-# --- what reaches the engine ---------------------------------------------------------------------------
+# --- what reaches the engine ----------------------------------------------------------------------
 
 
 async def test_sampling_then_each_field_arrives() -> None:
@@ -368,7 +429,15 @@ async def test_sampling_then_each_field_arrives() -> None:
     await post(
         served,
         CHAT,
-        chat(max_completion_tokens=7, min_tokens=2, temperature=0, top_p=0.5, top_k=4, seed=9, stop_token_ids=[65]),
+        chat(
+            max_completion_tokens=7,
+            min_tokens=2,
+            temperature=0,
+            top_p=0.5,
+            top_k=4,
+            seed=9,
+            stop_token_ids=[65],
+        ),
     )
     sampling = served.pipeline.requests[0].sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (7, 2, 0.0)

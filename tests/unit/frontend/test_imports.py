@@ -1,4 +1,6 @@
-"""What a frontend must not import before its first word, and what not before a model asks for it."""
+"""What a frontend must not import before its first word, and what not before a model asks for
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import sys
 import pytest
 
 ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
-OF_MODELS = {"openai_harmony", "fastokens", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
+# the first card that names a renderer imports it
+OF_MODELS = {"openai_harmony", "fastokens", "tokenizers", "jinja2"}
 LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
 OURS_LATER = {
     "dynamo_trtllm.api.chat",
@@ -20,7 +23,9 @@ OURS_LATER = {
 def imported(module: str) -> set[str]:
     """What a process has in memory that imports just this module."""
     code = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+    )
     return set(done.stdout.split())
 
 
@@ -31,7 +36,9 @@ def imported(module: str) -> set[str]:
         ("dynamo_trtllm.frontend.process.run_app", ENGINES | OF_MODELS | {"yaml"}),
     ],
 )
-def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(module: str, not_yet: set[str]) -> None:
+def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(
+    module: str, not_yet: set[str]
+) -> None:
     found = imported(module)
     assert module in found
     assert found & not_yet == set()

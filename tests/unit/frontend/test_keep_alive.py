@@ -1,4 +1,6 @@
-"""Silent streams with --sse-keep-alive-s: headers and comments, and how errors and disconnects end them."""
+"""Silent streams with --sse-keep-alive-s: headers and comments, and how errors and disconnects end
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def send(served: FakeFrontend, path: str = CHAT, **fields: Any) -> MemoryClient:
     client = MemoryClient(served.app)
     asked = BODIES.get(path, BODIES[CHAT] | {"max_tokens": 9})
     body = json.dumps({"model": MODEL, "stream": True, **asked, **fields}).encode()
-    client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+    client.send(
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+        % (path.encode(), len(body), body)
+    )
     return client
 
 
@@ -60,7 +65,11 @@ async def test_silence_before_and_between_tokens_then_headers_and_comments(path:
     second.set()
     await client.until_answered()
     assert client.received.count(b"HTTP/1.1") == 1
-    assert client.received.index(COMMENT) < client.received.index(b"one") < client.received.rindex(COMMENT)
+    assert (
+        client.received.index(COMMENT)
+        < client.received.index(b"one")
+        < client.received.rindex(COMMENT)
+    )
     assert b"two" in client.received
     assert client.received.endswith(b"0\r\n\r\n")
 
@@ -107,7 +116,9 @@ async def test_stream_when_no_gap_is_silent_then_no_comment() -> None:
     assert COMMENT not in client.received
 
 
-@pytest.mark.parametrize(("fields", "config"), [({}, {}), ({"stream": False}, {"sse_keep_alive_s": SILENCE_S})])
+@pytest.mark.parametrize(
+    ("fields", "config"), [({}, {}), ({"stream": False}, {"sse_keep_alive_s": SILENCE_S})]
+)
 async def test_silence_when_off_or_not_streamed_then_nothing_is_sent(
     fields: dict[str, Any], config: dict[str, Any]
 ) -> None:
@@ -142,19 +153,25 @@ async def test_error_after_the_headers_then_an_error_event(path: str) -> None:
 
 async def test_error_of_a_response_after_the_headers_then_the_events_of_its_start_and_end() -> None:
     failing = asyncio.Event()
-    client = send(front(failing, errors.NoInstances("gone"), sse_keep_alive_s=SILENCE_S), "/v1/responses")
+    client = send(
+        front(failing, errors.NoInstances("gone"), sse_keep_alive_s=SILENCE_S), "/v1/responses"
+    )
     await until_commented(client)
     failing.set()
     await client.until_answered()
     lines = client.received.decode().splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")
+    ]
     names = [event["type"] for event in events]
     assert names == ["response.created", "response.in_progress", "error", "response.failed"]
     assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
     assert events[2]["code"] == "no_instances"
 
 
-async def test_client_leaves_during_the_silence_then_the_request_is_cancelled_and_no_timer_remains() -> None:
+async def test_client_leaves_during_the_silence_then_the_request_is_cancelled_and_no_timer_remains() -> (
+    None
+):
     served = front(asyncio.Event(), sse_keep_alive_s=SILENCE_S)
     client = send(served)
     await until_commented(client)
@@ -186,7 +203,9 @@ async def test_tokens_then_the_timer_is_not_set_anew(monkeypatch: pytest.MonkeyP
     loop, armed = asyncio.get_running_loop(), []
     call_later = loop.call_later
 
-    def counted(delay: float, callback: Callable[..., object], *args: object, **named: Any) -> asyncio.TimerHandle:
+    def counted(
+        delay: float, callback: Callable[..., object], *args: object, **named: Any
+    ) -> asyncio.TimerHandle:
         if "KeepAlive" in callback.__qualname__:
             armed.append(delay)
         return call_later(delay, callback, *args, **named)

@@ -20,7 +20,9 @@ class Source:
         self.num_asked, self.num_cancelled = 0, 0
         self.is_asked, self.is_open = asyncio.Event(), asyncio.Event()
 
-    async def ask(self, selection: WorkerSelection, prompt: TokenIds, num_resumed: int) -> list[int]:
+    async def ask(
+        self, selection: WorkerSelection, prompt: TokenIds, num_resumed: int
+    ) -> list[int]:
         self.num_asked += 1
         self.is_asked.set()
         try:
@@ -51,7 +53,9 @@ async def test_get_when_one_of_two_waiters_is_cancelled_then_the_other_gets_the_
     assert (source.num_asked, source.num_cancelled) == (2, 0)  # the two requests of one answer
 
 
-async def test_get_when_all_waiters_are_cancelled_then_the_request_ends_and_the_next_one_asks_again() -> None:
+async def test_get_when_all_waiters_are_cancelled_then_the_request_ends_and_the_next_one_asks_again() -> (
+    None
+):
     answers, source = KnownAnswers(), Source()
     tasks = [await waiting(answers, source) for _ in range(2)]
     for task in tasks:

@@ -1,4 +1,6 @@
-"""KV of cancelled requests that only a fetch frees, on the in-process plane with scripted workers."""
+"""KV of cancelled requests that only a fetch frees, on the in-process plane with scripted
+workers.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,26 @@ import pytest
 from dynamo_trtllm.errors import Draining, DynamoError, MigrationFailed, Overloaded, TransferFailed
 from dynamo_trtllm.frontend.generation import kv_collection
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseKv, ReleaseOutcome, Role, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    Phase,
+    ReleaseKv,
+    ReleaseOutcome,
+    Role,
+    token_ids,
+)
 from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import StreamEvent, StreamHandle
-from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, ScriptedWorker, Step, kv_chunk, request
+from tests.unit.frontend.pipeline_helpers import (
+    FINISHED,
+    HANG,
+    Cluster,
+    ScriptedWorker,
+    Step,
+    kv_chunk,
+    request,
+)
 from tests.waiting import SOON_S
 
 FETCHED = ReleaseKv("t1", ReleaseOutcome.FETCHED)
@@ -24,7 +42,9 @@ ABORTED = ReleaseKv("t1", ReleaseOutcome.ABORTED)
 
 @dataclass
 class Pair:
-    """A prefill worker whose KV only a fetch frees, a decode worker, and the outcomes of collections."""
+    """A prefill worker whose KV only a fetch frees, a decode worker, and the outcomes of
+    collections.
+    """
 
     cluster: Cluster
     prefill: ScriptedWorker
@@ -48,7 +68,9 @@ class Pair:
         return self.prefill.releases
 
 
-async def pair_of(cluster: Cluster, prefill: Sequence[Step], *decode: Sequence[Step], **fields: Any) -> Pair:
+async def pair_of(
+    cluster: Cluster, prefill: Sequence[Step], *decode: Sequence[Step], **fields: Any
+) -> Pair:
     prefill_worker = await cluster.add(1, Role.PREFILL, prefill, keeps_unfetched_kv=True)
     pair = Pair(cluster, prefill_worker, await cluster.add(2, Role.DECODE, *decode, **fields))
     cluster.pipeline.kv_collector.on_end = pair.outcomes.append
@@ -56,7 +78,9 @@ async def pair_of(cluster: Cluster, prefill: Sequence[Step], *decode: Sequence[S
 
 
 async def cancelled_in_decode(cluster: Cluster, *script: Step) -> tuple[Pair, asyncio.Event]:
-    """Cancel a request while its decode worker waits for the event, after which it plays the script."""
+    """Cancel a request while its decode worker waits for the event, after which it plays the
+    script.
+    """
     gate = asyncio.Event()
     pair = await pair_of(cluster, [kv_chunk("t1")], [gate, *script])
     handle = pair.start()
@@ -79,7 +103,9 @@ async def test_cancel_when_the_decode_call_has_no_token_then_it_goes_on_until_th
     assert len(cluster.pipeline.kv_collector) == 0
 
 
-@pytest.mark.parametrize("error", [Overloaded("full"), Draining("leaving"), TransferFailed("broke")])
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), Draining("leaving"), TransferFailed("broke")]
+)
 async def test_cancel_when_the_decode_call_fails_then_the_kv_waits_for_its_timeout_and_nothing_is_retried(
     cluster: Cluster, error: DynamoError
 ) -> None:
@@ -127,7 +153,7 @@ async def test_close_when_a_collection_runs_then_it_may_end_for_a_bounded_time(
     assert pair.prefill.releases == [FETCHED if arrives else ABORTED]
 
 
-# --- a cancel while the prefill call runs --------------------------------------------------------------
+# --- a cancel while the prefill call runs ---------------------------------------------------------
 
 
 async def cancelled_on_the_way(cluster: Cluster, **decode: Any) -> Pair:
@@ -136,7 +162,9 @@ async def cancelled_on_the_way(cluster: Cluster, **decode: Any) -> Pair:
     feed = cluster.plane._inbox.feed
 
     def cancel_first(frames: list[Frame]) -> None:
-        if any(isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None for frame in frames):
+        if any(
+            isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None for frame in frames
+        ):
             handle.cancel()
         feed(frames)
 
@@ -166,7 +194,10 @@ async def test_fetch_when_the_decode_worker_knows_priorities_then_it_comes_after
 
 
 async def stopped_prefill(cluster: Cluster, *script: Step) -> Pair:
-    """Cancel a request while its prefill worker computes. When it is stopped, it plays the script."""
+    """Cancel a request while its prefill worker computes.
+
+    When it is stopped, it plays the script.
+    """
     stopped = asyncio.Event()
     pair = await pair_of(cluster, [stopped, *script], FINISHED)
     pair.prefill.stopped = stopped
@@ -188,9 +219,12 @@ async def test_cancel_when_prefill_still_ends_with_kv_then_it_is_fetched(cluster
 
 
 @pytest.mark.parametrize(
-    "last", [MigrationFailed("aborted"), Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)]
+    "last",
+    [MigrationFailed("aborted"), Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)],
 )
-async def test_cancel_when_prefill_ends_without_kv_then_nothing_is_fetched(cluster: Cluster, last: Step) -> None:
+async def test_cancel_when_prefill_ends_without_kv_then_nothing_is_fetched(
+    cluster: Cluster, last: Step
+) -> None:
     pair = await stopped_prefill(cluster, last)
     assert pair.outcomes == ["nothing"]
     assert (pair.decode.requests, await pair.releases()) == ([], [])

@@ -23,7 +23,15 @@ from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
 from tests.memory_discovery import MemoryDiscovery
-from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
+from tests.unit.frontend.registry_helpers import (
+    HARMONY,
+    FileService,
+    Frontend,
+    by_hash,
+    card_of,
+    until,
+    wait_served,
+)
 from tests.waiting import SOON_S
 
 
@@ -32,7 +40,9 @@ def prompt_ids(frontend: Frontend) -> list[int]:
     return list(frontend.models.get("tiny").renderer.render(conversation))
 
 
-async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(frontend: Frontend) -> None:
+async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(
+    frontend: Frontend,
+) -> None:
     await frontend.add(1, HARMONY)
     await wait_served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
@@ -47,7 +57,9 @@ async def test_watch_when_a_model_is_served_for_a_while_or_on_demand_then_a_thre
 ) -> None:
     threads: list[threading.Thread] = []
     monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 3600.0 if is_wanted else 0.001)
-    monkeypatch.setattr(HarmonyRenderer, "preload", lambda renderer: threads.append(threading.current_thread()))
+    monkeypatch.setattr(
+        HarmonyRenderer, "preload", lambda renderer: threads.append(threading.current_thread())
+    )
     await frontend.add(1, HARMONY)
     if is_wanted:
         await wait_served(frontend, "oss")
@@ -74,7 +86,9 @@ async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that
     await until(lambda: len(frontend.models.instances()) == 3)
     assert said("model oss is ready") == 1
     await prefill.aclose()
-    await until(lambda: said("model oss is not available any more: model oss has no prefill worker") == 1)
+    await until(
+        lambda: said("model oss is not available any more: model oss has no prefill worker") == 1
+    )
 
 
 async def test_watch_when_discovery_has_listed_all_then_synced_is_set(frontend: Frontend) -> None:
@@ -121,12 +135,19 @@ async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_ask
     await frontend.add(1, card_of(files), service=bad)
     await frontend.add(2, card_of(files), Role.DECODE)
     await wait_served(frontend, "tiny")
-    assert {verb.sha256 for verb in bad.asked} == {verb.sha256 for verb in good.asked} == set(by_hash(files))
+    assert (
+        {verb.sha256 for verb in bad.asked}
+        == {verb.sha256 for verb in good.asked}
+        == set(by_hash(files))
+    )
     assert prompt_ids(frontend) == [1, 2]
 
 
 async def test_load_when_no_worker_has_the_right_content_then_it_is_tried_again_and_not_served_before(
-    frontend: Frontend, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    frontend: Frontend,
+    files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     holder = FileService(by_hash(files), garbled=True)
@@ -134,7 +155,8 @@ async def test_load_when_no_worker_has_the_right_content_then_it_is_tried_again_
     first = digest(files["tokenizer.json"])
     await until(lambda: [verb.sha256 for verb in holder.asked].count(first) >= 3)
     assert frontend.models.names() == []
-    assert len([r for r in caplog.records if "cannot be loaded" in r.message]) == 1  # not once per attempt
+    # not once per attempt
+    assert len([r for r in caplog.records if "cannot be loaded" in r.message]) == 1
     holder.garbled = False
     await wait_served(frontend, "tiny")
 
@@ -159,8 +181,8 @@ async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_
     await wait_served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
     assert [r.getMessage() for r in caplog.records if "differs" in r.message] == [
-        "worker 2 of model oss differs from the card in use in tool_call_parser; start all its workers with the same "
-        "flags"
+        "worker 2 of model oss differs from the card in use in tool_call_parser; start all its"
+        " workers with the same flags"
     ]
 
 
@@ -175,7 +197,9 @@ async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
     assert [r.getMessage() for r in caplog.records if "differs" in r.message] == []
 
 
-async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(frontend: Frontend) -> None:
+async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(
+    frontend: Frontend,
+) -> None:
     with pytest.raises(ModelNotFound, match="'nope' not found; available models: none yet"):
         frontend.models.get("nope")
     await frontend.add(1, HARMONY)
@@ -185,15 +209,21 @@ async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(f
     assert caught.value.field == "model"
 
 
-async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(frontend: Frontend) -> None:
-    absent = msgspec.structs.replace(CARD, files={"tokenizer.json": hashlib.sha256(b"x").hexdigest()})
+async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(
+    frontend: Frontend,
+) -> None:
+    absent = msgspec.structs.replace(
+        CARD, files={"tokenizer.json": hashlib.sha256(b"x").hexdigest()}
+    )
     await frontend.add(1, absent)  # no worker gives the file
     await until(lambda: len(frontend.models.instances()) == 1)
     with pytest.raises(EngineNotReady, match="still loading"):
         frontend.models.get("tiny")
 
 
-async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_roles(frontend: Frontend) -> None:
+async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_roles(
+    frontend: Frontend,
+) -> None:
     prefill = await frontend.add(1, HARMONY, Role.PREFILL)
     decode = await frontend.add(2, HARMONY, Role.DECODE)
     await wait_served(frontend, "oss")
@@ -202,7 +232,10 @@ async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_
     await until(lambda: frontend.models.not_ready_reason("oss") == "model oss has no decode worker")
     await prefill.aclose()
     await until(
-        lambda: frontend.models.not_ready_reason("oss") == "model oss has no prefill worker and no decode worker"
+        lambda: (
+            frontend.models.not_ready_reason("oss")
+            == "model oss has no prefill worker and no decode worker"
+        )
     )
     assert frontend.models.get("oss").card == HARMONY
     assert frontend.models.instances() == []
@@ -210,13 +243,16 @@ async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_
 
 async def test_aclose_when_a_model_is_loading_then_no_task_is_left(frontend: Frontend) -> None:
     missing = hashlib.sha256(b"missing").hexdigest()
-    await frontend.add(1, msgspec.structs.replace(CARD, files={"tokenizer.json": missing}))  # no worker listens there
+    # no worker listens there
+    await frontend.add(1, msgspec.structs.replace(CARD, files={"tokenizer.json": missing}))
     await until(lambda: any(task.get_name() == "load tiny" for task in asyncio.all_tasks()))
     await frontend.models.aclose()
     assert not any(task.get_name() == "load tiny" for task in asyncio.all_tasks())
 
 
-async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_go(frontend: Frontend) -> None:
+async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_go(
+    frontend: Frontend,
+) -> None:
     instance = make_instance(1)
     key = instance_key(endpoint_of(instance), 1)
     frontend.store.put(key, b"garbage")

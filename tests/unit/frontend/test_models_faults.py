@@ -1,4 +1,6 @@
-"""What a worker's files may do to the frontend that loads them: cost that model, and nothing else."""
+"""What a worker's files may do to the frontend that loads them: cost that model, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,21 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.tokenization.base import Renderer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.streaming import ChunkSource
-from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
+from tests.unit.frontend.registry_helpers import (
+    HARMONY,
+    FileService,
+    Frontend,
+    by_hash,
+    card_of,
+    until,
+    wait_served,
+)
 
 
 class Sizes(ChunkSource):
-    """A worker's service that answers each request for a file with what `piece` makes of its offset."""
+    """A worker's service that answers each request for a file with what `piece` makes of its
+    offset.
+    """
 
     def __init__(self, piece: Callable[[int], FileChunk]) -> None:
         self._piece = piece
@@ -49,15 +61,24 @@ class Sizes(ChunkSource):
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
-        (lambda offset: FileChunk(b"x", -1), "not a FileChunk: Expected `int` >= 0 - at `$.total_bytes`"),
+        (
+            lambda offset: FileChunk(b"x", -1),
+            "not a FileChunk: Expected `int` >= 0 - at `$.total_bytes`",
+        ),
         (
             lambda offset: FileChunk(b"x", MOST_FILES_BYTES + 1),
             "with size 268435457; allowed are at most 268435456 bytes",
         ),
         (lambda offset: FileChunk(b"xx", 10 - offset), "with total size 10, then 8; restart it"),
         (lambda offset: FileChunk(b"xx", 10 + offset), "with total size 10, then 12; restart it"),
-        (lambda offset: FileChunk(b"xxxx", 10), "with 12 bytes where 10 were announced; restart it"),
-        (lambda offset: FileChunk(b"" if offset else b"xx", 10), "with only 2 of 10 bytes; restart it"),
+        (
+            lambda offset: FileChunk(b"xxxx", 10),
+            "with 12 bytes where 10 were announced; restart it",
+        ),
+        (
+            lambda offset: FileChunk(b"" if offset else b"xx", 10),
+            "with only 2 of 10 bytes; restart it",
+        ),
     ],
     ids=["negative", "too large", "shrinking", "growing", "beyond its end", "short"],
 )
@@ -81,7 +102,10 @@ async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no
 
 
 async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_served(
-    frontend: Frontend, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    frontend: Frontend,
+    files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sizes = sorted(path.stat().st_size for path in files.values())
     monkeypatch.setattr(models_module, "MOST_FILES_BYTES", sum(sizes) - 1)
@@ -96,9 +120,14 @@ class Panic(BaseException):
     """As a Rust library raises, past every `except Exception`."""
 
 
-@pytest.mark.parametrize("fault", [ZeroDivisionError("by zero"), RecursionError("too deep"), Panic("Precompiled")])
+@pytest.mark.parametrize(
+    "fault", [ZeroDivisionError("by zero"), RecursionError("too deep"), Panic("Precompiled")]
+)
 async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_and_tried_again(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: BaseException
+    frontend: Frontend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: BaseException,
 ) -> None:
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     make, tried = models_module.renderer_for, 0
@@ -119,7 +148,10 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
         frontend.models.get("oss")
     (record,) = [record for record in caplog.records if "cannot be loaded yet" in record.message]
     expected = f"cannot load the tokenizer files of model 'oss': {type(fault).__name__}: {fault}"
-    assert record.getMessage() == f"model oss cannot be loaded yet (internal): {expected}; replace them on the workers"
+    assert (
+        record.getMessage()
+        == f"model oss cannot be loaded yet (internal): {expected}; replace them on the workers"
+    )
     assert (record.levelno, record.exc_info is not None) == (logging.ERROR, True)
     monkeypatch.setattr(models_module, "renderer_for", make)
     await wait_served(frontend, "oss")

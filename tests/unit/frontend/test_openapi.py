@@ -1,4 +1,6 @@
-"""The description of the API: whole, true to what is answered, and readable with nothing else at hand."""
+"""The description of the API: whole, true to what is answered, and readable with nothing else at
+hand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from dynamo_trtllm.http_server.errors import STATUS
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, Catalog, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    MODEL,
+    REASONING,
+    Catalog,
+    FakeFrontend,
+    chunk,
+    front,
+    stop,
+)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -43,7 +54,9 @@ def message(**fields: Any) -> dict[str, Any]:
 
 @cache
 def schema(name: str) -> jsonschema_rs.Validator:
-    return jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", "components": document()["components"]})
+    return jsonschema_rs.validator_for(
+        {"$ref": f"#/components/schemas/{name}", "components": document()["components"]}
+    )
 
 
 def references(value: Any) -> Iterator[str]:
@@ -75,7 +88,9 @@ def test_openapi_then_it_lists_exactly_the_routes_of_the_app() -> None:
         for route in front().app.routes
         if route.path not in UNLISTED
     }
-    assert routes == {(path, method) for path, methods in document()["paths"].items() for method in methods}
+    assert routes == {
+        (path, method) for path, methods in document()["paths"].items() for method in methods
+    }
 
 
 def test_openapi_then_a_generation_lists_every_status_that_an_error_can_have() -> None:
@@ -87,20 +102,32 @@ def test_openapi_then_a_generation_lists_every_status_that_an_error_can_have() -
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}])
-async def test_chat_then_whole_and_streamed_answers_are_as_described(fields: dict[str, Any]) -> None:
-    script = [chunk("why", ids=[REASONING], logprobs=True), chunk("{", ids=[CALL], logprobs=True), stop("}")]
+async def test_chat_then_whole_and_streamed_answers_are_as_described(
+    fields: dict[str, Any],
+) -> None:
+    script = [
+        chunk("why", ids=[REASONING], logprobs=True),
+        chunk("{", ids=[CALL], logprobs=True),
+        stop("}"),
+    ]
     whole = await ask(front(*script), "POST", CHAT, json=chat(**fields), headers=STATS)
     schema("ChatCompletion").validate(whole.json())
-    streamed = await ask(front(*script), "POST", CHAT, json=chat(stream=True, **fields), headers=STATS)
+    streamed = await ask(
+        front(*script), "POST", CHAT, json=chat(stream=True, **fields), headers=STATS
+    )
     for line in streamed.text.split("\n\n")[:-2]:
         schema("ChatCompletionChunk").validate(json.loads(line.removeprefix("data: ")))
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"echo": True, "n": 2}])
-async def test_text_then_whole_and_streamed_answers_are_as_described(fields: dict[str, Any]) -> None:
+async def test_text_then_whole_and_streamed_answers_are_as_described(
+    fields: dict[str, Any],
+) -> None:
     asked = {"model": MODEL, "prompt": "hi"} | fields
     script = [chunk("ab", logprobs=True), stop("c")]
-    schema("TextCompletion").validate((await ask(front(*script), "POST", TEXT, json=asked, headers=STATS)).json())
+    schema("TextCompletion").validate(
+        (await ask(front(*script), "POST", TEXT, json=asked, headers=STATS)).json()
+    )
     streamed = await ask(front(*script), "POST", TEXT, json=asked | {"stream": True}, headers=STATS)
     for line in streamed.text.split("\n\n")[:-2]:
         schema("TextCompletion").validate(json.loads(line.removeprefix("data: ")))
@@ -133,7 +160,12 @@ async def test_tokenization_then_as_described() -> None:
 async def test_endpoints_that_answer_at_once_then_as_described() -> None:
     served = front()
     served.catalog.up = [make_instance(1, role=Role.PREFILL), make_instance(2)]
-    described = {"/health": "Health", "/ready": "FrontendReady", "/live": "Live", "/v1/models": "ModelList"}
+    described = {
+        "/health": "Health",
+        "/ready": "FrontendReady",
+        "/live": "Live",
+        "/v1/models": "ModelList",
+    }
     described["/version"] = "Version"
     for path, name in described.items():
         schema(name).validate((await ask(served, "GET", path)).json())
@@ -152,7 +184,12 @@ async def test_endpoints_that_answer_at_once_then_as_described() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [[errors.NoInstances("none")], [chunk("a"), errors.Disconnected("lost")], [RuntimeError("bug")]]
+    "script",
+    [
+        [errors.NoInstances("none")],
+        [chunk("a"), errors.Disconnected("lost")],
+        [RuntimeError("bug")],
+    ],
 )
 async def test_errors_then_as_described(script: list[Any]) -> None:
     schema("Error").validate((await ask(front(*script), "POST", CHAT, json=chat())).json())
@@ -163,10 +200,18 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         chat(stop="x", seed=None, metadata={"a": "1"}, functions=[]),
         chat(tool_choice={"type": "function", "function": {"name": "f"}}),
         chat(tools=[{"type": "web_search", "filters": {}}]),
-        {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "stop": ["a", "b"]},
-        chat(logit_bias={"17": -100}, reasoning_effort="low", response_format={"type": "json_object"}),
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "stop": ["a", "b"],
+        },
+        chat(
+            logit_bias={"17": -100}, reasoning_effort="low", response_format={"type": "json_object"}
+        ),
     ],
-    "CompletionRequest": [{"model": "m", "prompt": prompt} for prompt in ("a", [1, 2], ["a", "b"], [[1], [2, 3]])],
+    "CompletionRequest": [
+        {"model": "m", "prompt": prompt} for prompt in ("a", [1, 2], ["a", "b"], [[1], [2, 3]])
+    ],
     "MessagesRequest": [
         message(system="be", stop_sequences=["x"], thinking={"type": "adaptive"}),
         message(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}]),
@@ -176,29 +221,50 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "CountTokensRequest": [{"model": "m", "messages": [{"role": "user", "content": "hi"}]}],
     "ResponseRequest": [
         {"model": "m", "input": "hi", "text": {"format": {"type": "text"}}},
-        {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+        {
+            "model": "m",
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+        },
     ],
 }
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "ChatRequest": [{"model": "m"}, chat(temprature=1), chat(stop=[""]), chat(n=0), chat(modalities=["audio"])],
-    "CompletionRequest": [{"model": "m", "prompt": ""}, {"model": "m", "prompt": "a", "suffix": "b"}],
+    "ChatRequest": [
+        {"model": "m"},
+        chat(temprature=1),
+        chat(stop=[""]),
+        chat(n=0),
+        chat(modalities=["audio"]),
+    ],
+    "CompletionRequest": [
+        {"model": "m", "prompt": ""},
+        {"model": "m", "prompt": "a", "suffix": "b"},
+    ],
     "MessagesRequest": [
         message(max_tokens=None),
         message(system=5),
         message(tools=[{"type": 5}]),
         message(messages=[{"role": "user", "content": [{"type": "image"}]}]),
     ],
-    "ResponseRequest": [{"model": "m", "input": []}, {"model": "m", "input": "hi", "background": True}],
+    "ResponseRequest": [
+        {"model": "m", "input": []},
+        {"model": "m", "input": "hi", "background": True},
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in ACCEPTED.items() for body in bodies])
+@pytest.mark.parametrize(
+    ("name", "body"), [(name, body) for name, bodies in ACCEPTED.items() for body in bodies]
+)
 def test_request_that_is_taken_then_its_schema_takes_it(name: str, body: dict[str, Any]) -> None:
     schema(name).validate(body)
 
 
-@pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in REFUSED.items() for body in bodies])
-def test_request_that_is_refused_then_its_schema_refuses_it(name: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "body"), [(name, body) for name, bodies in REFUSED.items() for body in bodies]
+)
+def test_request_that_is_refused_then_its_schema_refuses_it(
+    name: str, body: dict[str, Any]
+) -> None:
     assert not schema(name).is_valid(body)
 
 

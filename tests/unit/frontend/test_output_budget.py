@@ -1,4 +1,6 @@
-"""The memory of answers that are not streamed, and of streams that are read slowly: bounded for each and for all."""
+"""The memory of answers that are not streamed, and of streams that are read slowly: bounded for
+each and for all.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def scored(text: str, alternatives: int) -> Chunk:
     ("path", "fields", "param"),
     [
         pytest.param(CHAT, {"n": 128, "max_tokens": 60}, "max_tokens", id="choices"),
-        pytest.param(CHAT, {"n": 8, "max_tokens": 90, "logprobs": True, "top_logprobs": 20}, "max_tokens", id="top"),
+        pytest.param(
+            CHAT,
+            {"n": 8, "max_tokens": 90, "logprobs": True, "top_logprobs": 20},
+            "max_tokens",
+            id="top",
+        ),
         pytest.param(CHAT, {"n": 128, "max_completion_tokens": 60}, "max_tokens", id="other name"),
         pytest.param(TEXT, {"best_of": 128, "max_tokens": 60}, "max_tokens", id="best_of"),
         pytest.param(TEXT, {"prompt": ["a"] * 128, "max_tokens": 60}, "max_tokens", id="prompts"),
@@ -51,13 +58,19 @@ async def test_answer_when_it_may_be_too_large_then_413_before_it_starts(
     frontend = served(stop("a"))
     response = await post(frontend, path, **fields)
     error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (413, "payload_too_large", param)
+    assert (response.status_code, error["code"], error["param"]) == (
+        413,
+        "payload_too_large",
+        param,
+    )
     assert f"lower n, best_of, {param}" in error["message"]
     assert "set stream to true" in error["message"]
     assert frontend.pipeline.requests == []
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 60}, {"n": 1}, {"stream": True, "n": 1, "max_tokens": 90}])
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 60}, {"n": 1}, {"stream": True, "n": 1, "max_tokens": 90}]
+)
 async def test_answer_when_it_may_be_within_the_limit_or_has_no_given_length_then_it_runs(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,9 +84,13 @@ async def test_answer_when_it_grows_too_large_then_413_and_its_choices_end(
     alternatives: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
-    chunks = [chunk("a") if alternatives is None else scored("a", alternatives) for _ in range(tokens)]
+    chunks = [
+        chunk("a") if alternatives is None else scored("a", alternatives) for _ in range(tokens)
+    ]
     frontend = served(*chunks, asyncio.Event())
-    fields: dict[str, Any] = {} if alternatives is None else {"logprobs": True, "top_logprobs": alternatives}
+    fields: dict[str, Any] = (
+        {} if alternatives is None else {"logprobs": True, "top_logprobs": alternatives}
+    )
     response = await post(frontend, CHAT, **fields)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
     assert "lower n, best_of, max_tokens" in response.json()["error"]["message"]
@@ -120,8 +137,13 @@ def test_total_when_it_is_exceeded_then_the_largest_ends_and_its_output_is_free(
 def test_scored_tokens_when_tokens_have_alternatives_then_each_counts() -> None:
     top = tuple((token, -1.0) for token in range(20))
     logprobs = (TokenLogprob(1, -1.0, top),)
-    scored_delta = ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a", logprobs=logprobs),))
+    scored_delta = ChoiceDelta(
+        tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a", logprobs=logprobs),)
+    )
     of_prompt = ChoiceDelta(prompt_logprobs=logprobs)
-    assert scored_tokens(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),))) == 2
+    assert (
+        scored_tokens(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),)))
+        == 2
+    )
     assert scored_tokens(scored_delta) * TOKEN_BYTES > 2000
     assert scored_tokens(of_prompt) * TOKEN_BYTES > 2000

@@ -13,7 +13,14 @@ from functools import partial
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
+from dynamo_trtllm.errors import (
+    Disconnected,
+    DynamoError,
+    EngineFailed,
+    Overloaded,
+    TransferFailed,
+    Unreachable,
+)
 from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
@@ -44,7 +51,9 @@ HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
     return Chunk(
-        token_ids=token_ids([5] * count), finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=kv_bytes)
+        token_ids=token_ids([5] * count),
+        finish_reason=FinishReason.LENGTH,
+        stats=PhaseTimings(kv_bytes=kv_bytes),
     )
 
 
@@ -107,12 +116,18 @@ class Worker(ChunkSource):
 
 class Bench:
     def __init__(
-        self, *, timeout_s: float = 5.0, interval_s: float = 60.0, limits: BreakerLimits | None = None
+        self,
+        *,
+        timeout_s: float = 5.0,
+        interval_s: float = 60.0,
+        limits: BreakerLimits | None = None,
     ) -> None:
         self.plane, self.view = InprocPlane(), ClusterView()
         self.breakers = PairBreakers(limits)
         self.pipeline = Pipeline(self.view, self.plane, breakers=self.breakers)
-        self.canaries = PairProbes(self.pipeline, self.probe_finished, interval_s=interval_s, timeout_s=timeout_s)
+        self.canaries = PairProbes(
+            self.pipeline, self.probe_finished, interval_s=interval_s, timeout_s=timeout_s
+        )
         self.codes: Counter[str] = Counter()
 
     def probe_finished(self, *, model: str, code: str) -> None:
@@ -130,7 +145,9 @@ class Bench:
         """`whole`: whether it does whole requests; by default where it has an answer of its own."""
         worker, made = Worker(ending), make_instance(number, role=role)
         card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
-        instance = msgspec.structs.replace(made, can_aggregate=callable(ending) if whole is None else whole, card=card)
+        instance = msgspec.structs.replace(
+            made, can_aggregate=callable(ending) if whole is None else whole, card=card
+        )
         await self.plane.serve(instance.subject, worker)
         self.view.add(instance)
         return worker
@@ -160,9 +177,16 @@ async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_wor
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
         await asyncio.sleep(0.05)
         assert bench.codes == {"inconclusive": 1}  # no worker does whole requests
-    assert [request.phase for request in (*prefill.asked, *decode.asked)] == [Phase.PREFILL, Phase.DECODE]
+    assert [request.phase for request in (*prefill.asked, *decode.asked)] == [
+        Phase.PREFILL,
+        Phase.DECODE,
+    ]
     sampling = decode.asked[0].sampling
-    assert (sampling.max_tokens, sampling.ignore_eos, sampling.temperature) == (ANSWER_TOKENS, True, 0.0)
+    assert (sampling.max_tokens, sampling.ignore_eos, sampling.temperature) == (
+        ANSWER_TOKENS,
+        True,
+        0.0,
+    )
 
 
 async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -> None:
@@ -185,7 +209,9 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
 async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_says_why(
     ending: Chunk | DynamoError | None, code: str, said: str
 ) -> None:
-    bench = Bench(timeout_s=0.2 if ending is None else SOON_S, limits=BreakerLimits(failures=1, open_s=60.0))
+    bench = Bench(
+        timeout_s=0.2 if ending is None else SOON_S, limits=BreakerLimits(failures=1, open_s=60.0)
+    )
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
         await bench.add(2, Role.DECODE, ending)
@@ -227,7 +253,9 @@ async def test_run_when_a_quarantined_pair_recovers_then_a_canary_lets_it_serve_
 
 
 @pytest.mark.parametrize("losses", [0, 1])
-async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_restart(losses: int) -> None:
+async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_restart(
+    losses: int,
+) -> None:
     bench = Bench(limits=BreakerLimits(failures=1, open_s=0.01, max_open_s=0.01))
     async with bench.running():
         good = await bench.add(1, Role.PREFILL, HANDOFF)
@@ -239,25 +267,34 @@ async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_
     assert (len(bad.restarts), good.restarts) == (1 + losses, [])
 
 
-@pytest.mark.parametrize("ending", [Disconnected("no connection to NATS"), Unreachable("no subscriber")])
+@pytest.mark.parametrize(
+    "ending", [Disconnected("no connection to NATS"), Unreachable("no subscriber")]
+)
 async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
     ending: DynamoError,
 ) -> None:
-    """That says nothing about its KV: no quarantine outlives the outage, and no worker is asked to restart."""
+    """That says nothing about its KV: no quarantine outlives the outage, and no worker is asked to
+    restart.
+    """
     bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=1, open_s=60.0))
     async with bench.running():
         prefill = await bench.add(1, Role.PREFILL, ending)
         await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.codes[ending.code] > 1)
         record = bench.breakers.status((1, 2))
-        assert (record.state, record.reason) == (PairState.FAILING, f"{ending.code}: {ending.message}")
+        assert (record.state, record.reason) == (
+            PairState.FAILING,
+            f"{ending.code}: {ending.message}",
+        )
         assert not bench.breakers.is_open((1, 2))
         prefill.ending = HANDOFF
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
     assert prefill.restarts == []
 
 
-async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once() -> None:
+async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once() -> (
+    None
+):
     bench = Bench()
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
@@ -275,7 +312,9 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
 async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A card without a vocabulary, which discovery would have rejected: its canary has no prompt."""
+    """A card without a vocabulary, which discovery would have rejected: its canary has no
+    prompt.
+    """
     bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=3, open_s=0.01))
     odd = make_instance(3, role=Role.AGGREGATED)
     odd = msgspec.structs.replace(odd, card=msgspec.structs.replace(CARD, name="odd", vocab_size=0))
@@ -287,18 +326,29 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
         assert bench.breakers.status((None, 3)).reason.startswith("internal: ValueError: ")
         await bench.until(lambda: bench.breakers.is_open((None, 3)))
-        said = [record for record in caplog.records if record.getMessage().startswith("probe raised")]
-        assert [(each.levelno, each.exc_info is not None) for each in said] == [(logging.ERROR, True)]
-        await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))  # the same instance with a sound card
+        said = [
+            record for record in caplog.records if record.getMessage().startswith("probe raised")
+        ]
+        assert [(each.levelno, each.exc_info is not None) for each in said] == [
+            (logging.ERROR, True)
+        ]
+        # the same instance with a sound card
+        await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))
         await bench.until(lambda: bench.breakers.status((None, 3)).state is PairState.WORKING)
 
 
-# --- known answers -----------------------------------------------------------------------------------------
+# --- known answers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("prompts", "sound", "code"),
-    [(0, right, "ok"), (1, right, "ok"), (2, right, "ok"), (3, right, "mismatch"), (1, alike, "mismatch")],
+    [
+        (0, right, "ok"),
+        (1, right, "ok"),
+        (2, right, "ok"),
+        (3, right, "mismatch"),
+        (1, alike, "mismatch"),
+    ],
 )
 async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with_no_right_one_is_shut_and_at_once(
     prompts: int, sound: Answer, code: str
@@ -311,10 +361,14 @@ async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with
         await bench.until(lambda: bench.codes == {code: 1})
         bench.pipeline.record_success((1, 2))  # by a request that had begun before
         assert bench.breakers.is_open((1, 2)) is (code == "mismatch")
-        assert ("KV arrives changed" in bench.breakers.status((1, 2)).reason) is (code == "mismatch")
+        assert ("KV arrives changed" in bench.breakers.status((1, 2)).reason) is (
+            code == "mismatch"
+        )
 
 
-async def test_run_when_a_decode_worker_has_many_pairs_then_it_is_asked_once_for_what_they_must_answer() -> None:
+async def test_run_when_a_decode_worker_has_many_pairs_then_it_is_asked_once_for_what_they_must_answer() -> (
+    None
+):
     bench = Bench()
     async with bench.running():
         decode = await bench.add(2, Role.DECODE, right)
@@ -322,8 +376,11 @@ async def test_run_when_a_decode_worker_has_many_pairs_then_it_is_asked_once_for
             await bench.add(number, Role.PREFILL, right)
         await bench.until(lambda: bench.codes == {"ok": 3})
     assert decode.phases() == {Phase.AGGREGATED: 2, Phase.DECODE: 3}
-    assert len({request.cache_salt for request in decode.asked}) == 5  # no prefix cache answers any of them
-    assert {len(each.token_ids) for each in decode.asked if not each.num_resumed_output_tokens} == {120}
+    # no prefix cache answers any of them
+    assert len({request.cache_salt for request in decode.asked}) == 5
+    assert {len(each.token_ids) for each in decode.asked if not each.num_resumed_output_tokens} == {
+        120
+    }
 
 
 async def test_run_when_an_instance_that_was_wrong_is_tried_again_then_with_other_prompts() -> None:
@@ -360,7 +417,8 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
         (True, (), True, False),
         (False, (), True, False),
         (False, (), False, True),
-        (True, ("cache_salt",), True, False),  # the decode worker's prefix cache would answer: it is not asked before
+        # the decode worker's prefix cache would answer: it is not asked before
+        (True, ("cache_salt",), True, False),
         (True, ("cache_salt",), False, True),
     ],
 )
@@ -371,14 +429,20 @@ async def test_run_when_not_every_worker_does_whole_requests_then_another_one_gi
     if aggregated:
         await bench.add(3, Role.AGGREGATED, right)
     await bench.add(1, Role.PREFILL, right, whole=prefill)
-    decoder = await bench.add(2, Role.DECODE, wrongly(3), whole=decode, unsupported_features=unsupported_features)
+    decoder = await bench.add(
+        2, Role.DECODE, wrongly(3), whole=decode, unsupported_features=unsupported_features
+    )
     async with bench.running():
         await bench.until(lambda: bench.codes["mismatch"] == 1)
     assert (Phase.AGGREGATED in decoder.phases()) is (decode and not unsupported_features)
-    assert ({request.cache_salt for request in decoder.asked} == {None}) is bool(unsupported_features)
+    assert ({request.cache_salt for request in decoder.asked} == {None}) is bool(
+        unsupported_features
+    )
 
 
-async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_share_one_wait() -> None:
+async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_share_one_wait() -> (
+    None
+):
     bench = Bench(timeout_s=0.2)
     async with bench.running():
         for prefill in (1, 3):
@@ -388,7 +452,9 @@ async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_sha
         assert decode.phases() == {Phase.AGGREGATED: 1}
 
 
-async def test_run_when_a_pair_hangs_then_the_others_of_its_decode_worker_are_ready_meanwhile() -> None:
+async def test_run_when_a_pair_hangs_then_the_others_of_its_decode_worker_are_ready_meanwhile() -> (
+    None
+):
     bench = Bench(timeout_s=60.0)
     async with bench.running():
         hanging = await bench.add(1, Role.PREFILL, None)

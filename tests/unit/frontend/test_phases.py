@@ -1,4 +1,6 @@
-"""The phases of a request: adjacent intervals that add up, whatever workers report and whichever of them fail."""
+"""The phases of a request: adjacent intervals that add up, whatever workers report and whichever of
+them fail.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,22 @@ from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, PhaseTimings, ReleaseKv, Role, token_ids
-from dynamo_trtllm.observability.metrics import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    GenerateRequest,
+    PhaseTimings,
+    ReleaseKv,
+    Role,
+    token_ids,
+)
+from dynamo_trtllm.observability.metrics import (
+    AFTER_FIRST_TOKEN,
+    PHASES,
+    PhaseSeconds,
+    Span,
+    divide,
+)
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.tokenization.base import ServedModel
 from tests.instances import make_instance
@@ -70,7 +86,10 @@ def test_divide_when_both_workers_report_then_the_rest_of_each_call_is_its_way()
     [
         (None, None),
         (PREFILL, None),
-        (PhaseTimings(queue_s=9.0, prefill_s=9.0), PhaseTimings(kv_transfer_s=math.inf, decode_queue_s=9.0)),
+        (
+            PhaseTimings(queue_s=9.0, prefill_s=9.0),
+            PhaseTimings(kv_transfer_s=math.inf, decode_queue_s=9.0),
+        ),
         (PhaseTimings(queue_s=-1.0, prefill_s=math.nan), PhaseTimings(kv_transfer_s=1e-9)),
     ],
 )
@@ -86,7 +105,9 @@ def names(trace: RouteTrace) -> list[str]:
     return [span.phase for span in trace.spans]
 
 
-async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(cluster: Cluster) -> None:
+async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1, Role.PREFILL, [EngineFailed("broken")], [kv_chunk("t1")])
     await cluster.add(2, Role.PREFILL, [kv_chunk("t2")], [kv_chunk("t3")])
     await cluster.add(3, Role.DECODE, FINISHED, FINISHED)
@@ -96,7 +117,9 @@ async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(
     assert trace.retries == 1
 
 
-async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retry(cluster: Cluster) -> None:
+async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retry(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("bye")])
     await cluster.add(3, Role.DECODE, FINISHED)
@@ -105,7 +128,9 @@ async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retr
     assert names(trace) == ["select", "prefill", "retry", "first_token", "decode"]
 
 
-async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_span(cluster: Cluster) -> None:
+async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_span(
+    cluster: Cluster,
+) -> None:
     first = Chunk(token_ids=token_ids([10]), stats=DECODE)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     await cluster.add(2, Role.DECODE, [first, Disconnected("gone")])
@@ -122,13 +147,20 @@ async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_sp
     assert ("frontend", "migration") in phases
 
 
-def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_reads_the_others() -> None:
+def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_reads_the_others() -> (
+    None
+):
     newer = msgspec.msgpack.encode(PhaseTimings(queue_s=0.5, more={"next": 1.0}))
     assert msgspec.msgpack.decode(newer)["queue_s"] == 0.5
-    assert msgspec.msgpack.decode(b"\x81\xa7queue_s\xcb?\xe0\x00\x00\x00\x00\x00\x00", type=PhaseTimings).more == {}
+    assert (
+        msgspec.msgpack.decode(
+            b"\x81\xa7queue_s\xcb?\xe0\x00\x00\x00\x00\x00\x00", type=PhaseTimings
+        ).more
+        == {}
+    )
 
 
-# --- many requests, on engines that fail -------------------------------------------------------------------
+# --- many requests, on engines that fail ----------------------------------------------------------
 
 _FAILS_EACH = 31  # events of a worker
 
@@ -154,7 +186,9 @@ class _FailingStream(Stream):
 
 
 class FailingWorker:
-    """A mock engine on the request plane, some of whose calls fail before or after their first token."""
+    """A mock engine on the request plane, some of whose calls fail before or after their first
+    token.
+    """
 
     def __init__(self, engine: MockEngine) -> None:
         self.engine = engine
@@ -186,8 +220,12 @@ async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
         await cluster.plane.serve(instance.subject, FailingWorker(engines[-1]))
         cluster.view.add(instance)
     served = front()
-    served.catalog.served["tiny"] = ServedModel(msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer)
-    served.built = build_app(served.config, cast("ModelRegistry", served.catalog), cluster.pipeline, served.metrics)
+    served.catalog.served["tiny"] = ServedModel(
+        msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer
+    )
+    served.built = build_app(
+        served.config, cast("ModelRegistry", served.catalog), cluster.pipeline, served.metrics
+    )
     yield served
     for engine in engines:
         await engine.aclose()
@@ -201,8 +239,12 @@ async def test_phases_when_many_requests_are_retried_and_migrate_then_each_adds_
     async def ask(number: int) -> tuple[float, httpx.Response]:
         body = {"model": "tiny", "prompt": "x" * (1 + number % 50), "max_tokens": 2 + number % 30}
         begun_s = time.monotonic()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://frontend") as client:
-            response = await client.post("/v1/completions", json=body, headers={"x-dynamo-stats": "1"})
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://frontend"
+        ) as client:
+            response = await client.post(
+                "/v1/completions", json=body, headers={"x-dynamo-stats": "1"}
+            )
         return time.monotonic() - begun_s, response
 
     answers = await asyncio.gather(*map(ask, range(200)))
@@ -219,12 +261,22 @@ async def test_phases_when_many_requests_are_retried_and_migrate_then_each_adds_
         assert stats["total_s"] <= client_s
         first_s += stats["ttft_s"]
         named_s += sum(seconds for name, seconds in phases.items() if name not in AFTER_FIRST_TOKEN)
-    assert {"retry", "migration", "send", "queue", "prefill", "export", "handoff", "decode_wait", "decode"} <= seen
+    assert {
+        "retry",
+        "migration",
+        "send",
+        "queue",
+        "prefill",
+        "export",
+        "handoff",
+        "decode_wait",
+        "decode",
+    } <= seen
     assert seen <= set(PHASES)
     assert 0.95 * first_s <= named_s <= first_s
 
 
-# --- what Dynamo's clients ask for --------------------------------------------------------------------
+# --- what Dynamo's clients ask for ----------------------------------------------------------------
 
 
 ASKED: dict[str, dict[str, object]] = {
@@ -236,21 +288,27 @@ ASKED: dict[str, dict[str, object]] = {
 
 async def post(path: str, extra_fields: list[str], **fields: object) -> httpx.Response:
     app = asgi(front(chunk("a"), stop("b")).app)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://frontend") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://frontend"
+    ) as client:
         asked = {"model": MODEL, "nvext": {"extra_fields": extra_fields}} | ASKED[path] | fields
         return await client.post(path, json=asked)
 
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nvext_when_fields_are_asked_for_then_workers_and_times_as_from_dynamo(path: str, stream: bool) -> None:
+async def test_nvext_when_fields_are_asked_for_then_workers_and_times_as_from_dynamo(
+    path: str, stream: bool
+) -> None:
     response = await post(path, ["timing", "worker_id"], stream=stream)
     *_, last = (line for line in response.text.splitlines() if "nvext" in line)
     body = json.loads(last.removeprefix("data: "))
     nvext = body.get("response", body)["nvext"]
     assert nvext["worker_id"] == {"prefill_worker_id": 0xAB, "decode_worker_id": 0xCD}
     timing = nvext["timing"]
-    assert timing["prefill_wait_time_ms"] + timing["prefill_time_ms"] == pytest.approx(timing["ttft_ms"])
+    assert timing["prefill_wait_time_ms"] + timing["prefill_time_ms"] == pytest.approx(
+        timing["ttft_ms"]
+    )
     assert timing["ttft_ms"] <= timing["total_time_ms"]
     assert timing["kv_hit_rate"] == 1.0  # both tokens of the prompt
     assert timing["request_received_ms"] > 1e12

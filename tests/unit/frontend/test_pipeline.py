@@ -1,4 +1,6 @@
-"""One request over its calls, on the in-process plane: what is sent where, what is released, what is retried."""
+"""One request over its calls, on the in-process plane: what is sent where, what is released, what
+is retried.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,21 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
 from tests.streaming import pipeline_stream
-from tests.unit.frontend.pipeline_helpers import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, kv_chunk, request
+from tests.unit.frontend.pipeline_helpers import (
+    DECODE_STATS,
+    FINISHED,
+    HANG,
+    PREFILL_STATS,
+    Cluster,
+    kv_chunk,
+    request,
+)
 from tests.waiting import SOON_S
 
 
-async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(cluster: Cluster) -> None:
+async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, FINISHED)
     trace = RouteTrace()
@@ -52,11 +64,16 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
     assert call.kv_params.transfer_id == "t1"
     assert call.token_ids == token_ids([1, 2, 3])
     assert trace == RouteTrace(
-        prefill_instance=1, decode_instance=2, prefill_stats=PREFILL_STATS, decode_stats=DECODE_STATS
+        prefill_instance=1,
+        decode_instance=2,
+        prefill_stats=PREFILL_STATS,
+        decode_stats=DECODE_STATS,
     )
 
 
-async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_request(cluster: Cluster) -> None:
+async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_request(
+    cluster: Cluster,
+) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
@@ -64,7 +81,9 @@ async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_
     assert trace == RouteTrace(decode_instance=3, decode_stats=DECODE_STATS)
 
 
-async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_call(cluster: Cluster) -> None:
+async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_call(
+    cluster: Cluster,
+) -> None:
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.LENGTH, stats=PREFILL_STATS)
     prefill = await cluster.add(1, Role.PREFILL, [done])
     decode = await cluster.add(2, Role.DECODE)
@@ -100,7 +119,9 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_re
     assert len(prefill.releases) == 1
 
 
-async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_released_refused(cluster: Cluster) -> None:
+async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_released_refused(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [RequestRejected("too long")])
     with pytest.raises(RequestRejected):
@@ -119,17 +140,29 @@ async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster:
     assert len(prefill.releases) == 1
 
 
-async def test_generate_when_the_transfer_fails_before_a_token_then_it_is_prefilled_once_more(cluster: Cluster) -> None:
+async def test_generate_when_the_transfer_fails_before_a_token_then_it_is_prefilled_once_more(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     decode = await cluster.add(2, Role.DECODE, [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
-    assert [r.kv_params.transfer_id for r in decode.requests if r.kv_params is not None] == ["t1", "t2"]
+    assert [r.kv_params.transfer_id for r in decode.requests if r.kv_params is not None] == [
+        "t1",
+        "t2",
+    ]
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED), ReleaseKv("t2", ReleaseOutcome.FETCHED)]
+    assert prefill.releases == [
+        ReleaseKv("t1", ReleaseOutcome.ABORTED),
+        ReleaseKv("t2", ReleaseOutcome.FETCHED),
+    ]
 
 
-async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")], [kv_chunk("t3")])
+async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(
+    cluster: Cluster,
+) -> None:
+    prefill = await cluster.add(
+        1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")], [kv_chunk("t3")]
+    )
     await cluster.add(2, Role.DECODE, [TransferFailed("one")], [TransferFailed("two")], FINISHED)
     with pytest.raises(TransferFailed, match="two"):
         await cluster.tokens()
@@ -141,7 +174,9 @@ async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(c
 async def test_generate_when_the_transfer_fails_and_there_is_another_prefill_then_it_is_tried_there(
     cluster: Cluster,
 ) -> None:
-    """Also when another request took the turn in between, so that the round robin is back at the one that failed."""
+    """Also when another request took the turn in between, so that the round robin is back at the
+    one that failed.
+    """
     gate = asyncio.Event()
     first = await cluster.add(1, Role.PREFILL, [kv_chunk("a1")], [kv_chunk("a2")])
     other = await cluster.add(3, Role.PREFILL, [kv_chunk("b1")], [kv_chunk("b2")])
@@ -176,13 +211,17 @@ async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
 async def test_generate_when_every_worker_is_full_then_each_is_asked_once_and_overloaded_is_raised(
     cluster: Cluster,
 ) -> None:
-    workers = [await cluster.add(number, Role.AGGREGATED, [Overloaded("full")]) for number in (1, 2)]
+    workers = [
+        await cluster.add(number, Role.AGGREGATED, [Overloaded("full")]) for number in (1, 2)
+    ]
     with pytest.raises(Overloaded):
         await cluster.tokens()
     assert [len(worker.requests) for worker in workers] == [1, 1]
 
 
-async def test_generate_when_an_error_is_not_retryable_then_it_is_not_retried(cluster: Cluster) -> None:
+async def test_generate_when_an_error_is_not_retryable_then_it_is_not_retried(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1, Role.AGGREGATED, [RequestRejected("no")])
     other = await cluster.add(2, Role.AGGREGATED, FINISHED)
     with pytest.raises(RequestRejected):
@@ -201,12 +240,18 @@ async def test_generate_when_decode_dies_midway_then_another_worker_continues_fr
     assert await cluster.tokens(trace, min_tokens=3) == [10, 11, 12, 13]
     resumed = prefill.requests[1]
     assert list(resumed.token_ids) == [1, 2, 3, 10]
-    assert (resumed.sampling.max_tokens, resumed.sampling.min_tokens, resumed.num_resumed_output_tokens) == (7, 2, 1)
+    assert (
+        resumed.sampling.max_tokens,
+        resumed.sampling.min_tokens,
+        resumed.num_resumed_output_tokens,
+    ) == (7, 2, 1)
     assert other.requests[0].token_ids == resumed.token_ids
     assert (trace.decode_instance, trace.retries, trace.migrations) == (4, 0, 1)
 
 
-async def test_generate_when_only_the_end_was_lost_then_it_ends_for_its_length(cluster: Cluster) -> None:
+async def test_generate_when_only_the_end_was_lost_then_it_ends_for_its_length(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], FINISHED[1], Disconnected("gone")])
     assert await cluster.tokens(max_tokens=3) == [10, 11, 12]
 
@@ -225,7 +270,10 @@ async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migr
 ) -> None:
     for number in (1, 2):
         await cluster.add(
-            number, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")], unsupported_features=("resumed_tokens",)
+            number,
+            Role.AGGREGATED,
+            [FINISHED[0], Disconnected("gone")],
+            unsupported_features=("resumed_tokens",),
         )
     with pytest.raises(MigrationFailed, match="disconnected: gone"):
         await cluster.tokens(**sampling)
@@ -240,7 +288,9 @@ async def test_generate_when_the_engine_can_take_it_up_then_it_migrates(
     assert await cluster.tokens(**sampling) == [10, 11, 12, 13]
 
 
-async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(cluster: Cluster) -> None:
+async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(
+    cluster: Cluster,
+) -> None:
     script = [FINISHED[0], Disconnected("gone")]
     workers = [await cluster.add(number, Role.AGGREGATED, script) for number in range(1, 6)]
     with pytest.raises(Disconnected):
@@ -248,7 +298,9 @@ async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(cl
     assert sum(len(worker.requests) for worker in workers) == 4  # the first, and three migrations
 
 
-async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(cluster: Cluster) -> None:
+async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(
+    cluster: Cluster,
+) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     held = asyncio.create_task(cluster.tokens())
@@ -257,7 +309,9 @@ async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
-async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_for(cluster: Cluster) -> None:
+async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_for(
+    cluster: Cluster,
+) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
     death = asyncio.Event()
     first = await cluster.add(1, Role.AGGREGATED, [FINISHED[0], death, Disconnected("gone")])
@@ -269,14 +323,18 @@ async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_f
     assert await asyncio.wait_for(tokens, SOON_S) == [10, 11, 12, 13]
 
 
-async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(cluster: Cluster) -> None:
+async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(
+    cluster: Cluster,
+) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(decode_fallback=True))
     decode = await cluster.add(2, Role.DECODE, FINISHED, can_aggregate=True)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.phase for r in decode.requests] == [Phase.AGGREGATED]
 
 
-async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_released(cluster: Cluster) -> None:
+async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_released(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [HANG])
     decode = await cluster.add(2, Role.DECODE)
     await _cancel_when(prefill.hanging, cluster)
@@ -286,7 +344,9 @@ async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_re
     assert decode.requests == []
 
 
-async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_kv_freed(cluster: Cluster) -> None:
+async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_kv_freed(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
@@ -295,7 +355,9 @@ async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_k
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
 
 
-async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_transfer_fetched(cluster: Cluster) -> None:
+async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_transfer_fetched(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
@@ -305,7 +367,9 @@ async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_trans
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
-async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed(cluster: Cluster) -> None:
+async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed(
+    cluster: Cluster,
+) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
     async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
         await anext(stream)
@@ -324,7 +388,10 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
 async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
     cluster: Cluster,
 ) -> None:
-    breakers, options = PairBreakers(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_probes=False)
+    breakers, options = (
+        PairBreakers(BreakerLimits(failures=1, open_s=60.0)),
+        PipelineOptions(has_probes=False),
+    )
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, breakers)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(2)])
     await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
@@ -371,7 +438,9 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
     assert untried.requests == []
 
 
-async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(cluster: Cluster) -> None:
+async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(
+    cluster: Cluster,
+) -> None:
     options = PipelineOptions(hold_s=0.05, has_probes=True)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t")])

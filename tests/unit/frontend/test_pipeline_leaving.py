@@ -1,4 +1,7 @@
-"""Workers that leave, are gone while discovery still lists them, or lack a feature; and bugs. In-process plane."""
+"""Workers that leave, are gone while discovery still lists them, or lack a feature; and bugs.
+
+In-process plane.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,24 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cost_model import CostModel, Fit, linear_prefill_fit
-from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overloaded, Unreachable, UnsupportedParameter
+from dynamo_trtllm.errors import (
+    Disconnected,
+    Draining,
+    InternalError,
+    Overloaded,
+    Unreachable,
+    UnsupportedParameter,
+)
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.messages import GenerateRequest, LoadReport, Phase, ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    LoadReport,
+    Phase,
+    ReleaseKv,
+    ReleaseOutcome,
+    Role,
+)
 from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
@@ -50,9 +67,12 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_load
     assert cluster.pipeline.placement is not None
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
-    for instance_id, running in ((3, 5), (6, 1), (7, 8)):  # of more than four in all, four random ones are compared
+    # of more than four in all, four random ones are compared
+    for instance_id, running in ((3, 5), (6, 1), (7, 8)):
         await cluster.add(instance_id, Role.DECODE, FINISHED)
-        cluster.pipeline.placement.loads.on_report(LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0), time.monotonic())
+        cluster.pipeline.placement.loads.on_report(
+            LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0), time.monotonic()
+        )
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert trace.decode_instance == 6
@@ -70,17 +90,24 @@ async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_i
     prefill = linear_prefill_fit(0.01, 0.001)
     known = Fit((0.1, 0.0), 0.5, 2.0, 24)
     cost = CostModel(
-        prefill=prefill, first_token=Fit((0.0, 0.0, 0.5, 1.0), 0.5, 2.0, 24), step_tokens=64, kv_transfer=known
+        prefill=prefill,
+        first_token=Fit((0.0, 0.0, 0.5, 1.0), 0.5, 2.0, 24),
+        step_tokens=64,
+        kv_transfer=known,
     )
     for instance_id, running in ((1, 0), (2, 0), (4, 9)):
         report = LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0, cost)
         cluster.pipeline.placement.loads.on_report(report, time.monotonic())
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
-    assert (trace.decode_instance, trace.expected is not None) == ((2, True) if takes_it else (4, False))
+    assert (trace.decode_instance, trace.expected is not None) == (
+        (2, True) if takes_it else (4, False)
+    )
 
 
-async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
+async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, *([kv_chunk("t")] for _ in range(4)))
     await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))
     with pytest.raises(Draining):
@@ -89,7 +116,9 @@ async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_
     assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.ABORTED)] * 4
 
 
-async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(cluster: Cluster) -> None:
+async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
@@ -120,13 +149,17 @@ async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_r
     assert len(worker.requests) == 6
 
 
-async def test_worker_when_all_took_nothing_lately_then_they_are_tried_all_the_same(cluster: Cluster) -> None:
+async def test_worker_when_all_took_nothing_lately_then_they_are_tried_all_the_same(
+    cluster: Cluster,
+) -> None:
     worker = await cluster.add(2, Role.AGGREGATED, [Unreachable("just reconnecting")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert len(worker.requests) == 2
 
 
-async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries(cluster: Cluster) -> None:
+async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries(
+    cluster: Cluster,
+) -> None:
     for number in range(1, 8):
         cluster.view.add(make_instance(number, role=Role.AGGREGATED))
     await cluster.add(9, Role.AGGREGATED, FINISHED)
@@ -135,7 +168,9 @@ async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries
     assert trace.retries == 0
 
 
-async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hold(cluster: Cluster) -> None:
+async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hold(
+    cluster: Cluster,
+) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=0.35))
     cluster.view.add(make_instance(1, role=Role.AGGREGATED))
     begun = asyncio.get_running_loop().time()
@@ -144,7 +179,9 @@ async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hol
     assert 0.34 <= asyncio.get_running_loop().time() - begun < SOON_S
 
 
-async def test_release_when_the_prefill_worker_is_away_for_a_moment_then_it_is_sent_again(cluster: Cluster) -> None:
+async def test_release_when_the_prefill_worker_is_away_for_a_moment_then_it_is_sent_again(
+    cluster: Cluster,
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     prefill.faults[ReleaseKv] = Disconnected("away")
@@ -197,14 +234,17 @@ async def test_generate_when_the_pipeline_has_a_bug_then_the_kv_is_freed_and_the
         if asked.phase is Phase.DECODE and phase is Phase.PREFILL:
             raise RuntimeError("a bug before the decode call")
         if asked.phase is Phase.DECODE:
-            asyncio.get_running_loop().call_soon(on_event, "not an event")  # a bug during the decode call
+            # a bug during the decode call
+            asyncio.get_running_loop().call_soon(on_event, "not an event")
         return start(subject, asked, on_event)
 
     monkeypatch.setattr(cluster.plane, "generate", generate)
     with pytest.raises(InternalError):
         await cluster.tokens()
     await cluster.pipeline.aclose()
-    assert [(release.transfer_id, release.outcome) for release in prefill.releases] == [("t1", ReleaseOutcome.ABORTED)]
+    assert [(release.transfer_id, release.outcome) for release in prefill.releases] == [
+        ("t1", ReleaseOutcome.ABORTED)
+    ]
 
 
 async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_are_called_else_rejected(
@@ -226,10 +266,18 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
 
 
 def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
-    """Return what the pipeline counts per instance: requests, prompt tokens to compute, tokens of context."""
+    """Return what the pipeline counts per instance: requests, prompt tokens to compute, tokens of
+    context.
+    """
     assert cluster.pipeline.placement is not None
-    loads = {instance.id: cluster.pipeline.placement.loads.of(instance.id) for instance in cluster.view.instances()}
-    return {name: (load.requests, load.unseen_prefill_tokens, load.unseen_kv_tokens) for name, load in loads.items()}
+    loads = {
+        instance.id: cluster.pipeline.placement.loads.of(instance.id)
+        for instance in cluster.view.instances()
+    }
+    return {
+        name: (load.requests, load.unseen_prefill_tokens, load.unseen_kv_tokens)
+        for name, load in loads.items()
+    }
 
 
 async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worker_counts_what_it_runs(
@@ -251,7 +299,14 @@ async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worke
     assert work(cluster) == {1: (0, 0, 0), 2: (0, 0, 0)}
     assert cluster.pipeline.placement is not None
     report = LoadReport(
-        4, 1, running=9, waiting=0, queued_prefill_tokens=0, kv_blocks_used=0, kv_blocks_total=0, context_tokens=0
+        4,
+        1,
+        running=9,
+        waiting=0,
+        queued_prefill_tokens=0,
+        kv_blocks_used=0,
+        kv_blocks_total=0,
+        context_tokens=0,
     )
     cluster.pipeline.placement.loads.on_report(report, time.monotonic())
     other = await cluster.add(4, Role.DECODE, [*FINISHED[:2], HANG])
@@ -280,8 +335,12 @@ async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no
     await asyncio.gather(tokens, return_exceptions=True)
 
 
-async def test_random_when_there_are_two_pairs_then_neither_gets_all_and_no_load_is_kept(cluster: Cluster) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(selects_at_random=True))
+async def test_random_when_there_are_two_pairs_then_neither_gets_all_and_no_load_is_kept(
+    cluster: Cluster,
+) -> None:
+    cluster.pipeline = Pipeline(
+        cluster.view, cluster.plane, PipelineOptions(selects_at_random=True)
+    )
     assert cluster.pipeline.placement is None
     workers = [await cluster.add(number, Role.AGGREGATED, *[FINISHED] * 40) for number in (1, 2)]
     for _ in range(40):

@@ -1,4 +1,6 @@
-"""The feed of KV events into the router's knowledge of prefix caches, in one process with real publishers."""
+"""The feed of KV events into the router's knowledge of prefix caches, in one process with real
+publishers.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,18 @@ class Frontend:
         self.plane = plane
         self.view = ClusterView()
         self.known = KnownPrefixes()
-        self.feed = PrefixFeed(self.known, self.view, self.plane, "dynamo", FrontendMetrics(), pause_s=pause_s)
+        self.feed = PrefixFeed(
+            self.known, self.view, self.plane, "dynamo", FrontendMetrics(), pause_s=pause_s
+        )
         self.num_lost = 0  # of the next messages
 
     async def worker(self, instance_id: int) -> Publisher:
         instance = msgspec.structs.replace(make_instance(instance_id), publishes_kv_events=True)
         publisher = Publisher(instance_id, self._publish)
         metrics = WorkerMetrics()
-        service = WorkerService(NoEngine(), instance, Admission(), files={}, metrics=metrics, kv_events=publisher)
+        service = WorkerService(
+            NoEngine(), instance, Admission(), files={}, metrics=metrics, kv_events=publisher
+        )
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)
         return publisher
@@ -64,7 +70,11 @@ class Frontend:
 
     def overlap(self, instance_id: int) -> int:
         request = GenerateRequest(
-            request_id="r", model="tiny", token_ids=TOKENS + TOKENS, sampling=Sampling(max_tokens=1), deadline=0.0
+            request_id="r",
+            model="tiny",
+            token_ids=TOKENS + TOKENS,
+            sampling=Sampling(max_tokens=1),
+            deadline=0.0,
         )
         return self.known.overlaps(PromptHashes(request), 0.0).of([instance_id])[0]
 
@@ -86,7 +96,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kv_events, name, 0.005)
 
 
-async def test_feed_when_a_worker_had_blocks_before_then_it_asks_for_them_and_follows_the_changes() -> None:
+async def test_feed_when_a_worker_had_blocks_before_then_it_asks_for_them_and_follows_the_changes() -> (
+    None
+):
     async with running() as frontend:
         publisher = await frontend.worker(1)
         frontend.num_lost = 1
@@ -109,7 +121,9 @@ async def test_feed_when_the_last_message_is_lost_then_the_next_number_shows_it(
         publisher.close()
 
 
-async def test_feed_when_a_message_is_malformed_then_it_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_feed_when_a_message_is_malformed_then_it_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running() as frontend:
         publisher = await frontend.worker(1)
         frontend.plane.try_publish(kv_events_subject("dynamo"), b"?")
@@ -135,6 +149,6 @@ async def test_feed_when_a_worker_does_not_answer_then_its_blocks_are_forgotten_
         await until(lambda: frontend.overlap(1) == 32)
         publisher.close()
     assert (
-        "worker 1 did not send its prefix cache, asked 3 times: it accepts requests but publishes nothing"
-        in caplog.text
+        "worker 1 did not send its prefix cache, asked 3 times: it accepts requests but publishes"
+        " nothing" in caplog.text
     )

@@ -14,21 +14,37 @@ from dynamo_trtllm.frontend.generation.conversation import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Sampling, SamplingDefaults
 from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel
-from tests.unit.frontend.plan_helpers import TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
+from tests.unit.frontend.plan_helpers import (
+    TIME,
+    WEATHER,
+    TemplateModels,
+    chat,
+    prompt,
+    refusing,
+    text,
+)
 
-# --- choices -------------------------------------------------------------------------------------------
+# --- choices --------------------------------------------------------------------------------------
 
 
 def test_one_choice_then_the_request_keeps_its_id_and_seed(harmony: ServedModel) -> None:
     (choice,) = chat(harmony, seed=7, max_tokens=5).choices
-    assert (choice.request.request_id, choice.request.sampling.seed, choice.request.deadline) == ("id", 7, 5.0)
+    assert (choice.request.request_id, choice.request.sampling.seed, choice.request.deadline) == (
+        "id",
+        7,
+        5.0,
+    )
     assert choice.request.sampling.max_tokens == 5
 
 
 def test_n_choices_then_each_has_its_id_its_seed_and_its_parser(harmony: ServedModel) -> None:
     plan = chat(harmony, n=3, seed=(1 << 63) - 2)
     assert [choice.request.request_id for choice in plan.choices] == ["id-0", "id-1", "id-2"]
-    assert [choice.request.sampling.seed for choice in plan.choices] == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
+    assert [choice.request.sampling.seed for choice in plan.choices] == [
+        (1 << 63) - 2,
+        (1 << 63) - 1,
+        -(1 << 63),
+    ]
     parsers = [choice.make_parser() for choice in plan.choices]
     assert len({id(parser) for parser in parsers}) == 3
     assert (plan.candidates, plan.keep) == (3, 3)
@@ -40,23 +56,33 @@ def test_choices_when_their_prompts_are_too_long_together_then_refused_by_n(
 ) -> None:
     monkeypatch.setattr(preprocess, "MAX_PROMPT_TOKENS", 8)
     assert len(text(harmony, prompt=[5, 6], n=4).choices) == 4
-    with pytest.raises(InvalidRequest, match="the prompts of 5 choices have 10 tokens together; at most 8") as caught:
+    with pytest.raises(
+        InvalidRequest, match="the prompts of 5 choices have 10 tokens together; at most 8"
+    ) as caught:
         text(harmony, prompt=[5, 6], n=5)
     assert caught.value.field == "n"
 
 
-def test_several_prompts_with_best_of_then_candidates_in_the_order_of_the_prompts(harmony: ServedModel) -> None:
+def test_several_prompts_with_best_of_then_candidates_in_the_order_of_the_prompts(
+    harmony: ServedModel,
+) -> None:
     plan = text(harmony, prompt=["a", [5, 6]], n=2, best_of=3, seed=1)
-    assert [harmony.renderer.decode(choice.request.token_ids) for choice in plan.choices[:3]] == ["a"] * 3
+    assert [harmony.renderer.decode(choice.request.token_ids) for choice in plan.choices[:3]] == [
+        "a"
+    ] * 3
     assert [list(choice.request.token_ids) for choice in plan.choices[3:]] == [[5, 6]] * 3
-    assert [choice.request.request_id for choice in plan.choices] == [f"id-{index}" for index in range(6)]
+    assert [choice.request.request_id for choice in plan.choices] == [
+        f"id-{index}" for index in range(6)
+    ]
     assert [choice.request.sampling.seed for choice in plan.choices] == [1, 2, 3, 4, 5, 6]
     assert (plan.candidates, plan.keep) == (3, 2)
-    assert {(choice.request.sampling.logprobs, choice.shows_logprobs) for choice in plan.choices} == {(0, False)}
+    assert {
+        (choice.request.sampling.logprobs, choice.shows_logprobs) for choice in plan.choices
+    } == {(0, False)}
 
 
 def test_best_of_with_logprobs_then_the_client_sees_its_own(harmony: ServedModel) -> None:
-    (choice, _) = text(harmony, best_of=2, logprobs=3).choices
+    choice, _ = text(harmony, best_of=2, logprobs=3).choices
     assert (choice.request.sampling.logprobs, choice.shows_logprobs) == (3, True)
     (choice,) = text(harmony).choices
     assert choice.request.sampling.logprobs is None
@@ -69,12 +95,15 @@ def test_echo_then_each_choice_begins_with_its_prompt(harmony: ServedModel) -> N
     assert [choice.echo for choice in text(harmony).choices] == [""]
 
 
-# --- sampling ------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [chat, text])
-def test_top_k_when_it_is_beyond_the_vocabulary_then_it_is_the_vocabulary(harmony: ServedModel, make: Any) -> None:
-    (choice,) = make(harmony, top_k=(1 << 64) - 1).choices  # an engine's 64 signed bits do not hold it
+def test_top_k_when_it_is_beyond_the_vocabulary_then_it_is_the_vocabulary(
+    harmony: ServedModel, make: Any
+) -> None:
+    # an engine's 64 signed bits do not hold it
+    (choice,) = make(harmony, top_k=(1 << 64) - 1).choices
     assert choice.request.sampling.top_k == harmony.card.vocab_size
 
 
@@ -91,12 +120,22 @@ def test_sampling_defaults_of_the_model_then_they_count_for_what_the_request_lea
     harmony: ServedModel, make: Any
 ) -> None:
     defaults = SamplingDefaults(temperature=0.6, top_k=-1, top_p=0.9, repetition_penalty=1.1)
-    served = ServedModel(msgspec.structs.replace(harmony.card, sampling_defaults=defaults), harmony.renderer)
+    served = ServedModel(
+        msgspec.structs.replace(harmony.card, sampling_defaults=defaults), harmony.renderer
+    )
     (choice,) = make(served, top_p=1.0, temperature=None).choices
     found = choice.request.sampling
-    assert (found.temperature, found.top_k, found.top_p, found.repetition_penalty) == (0.6, 0, 1.0, 1.1)
+    assert (found.temperature, found.top_k, found.top_p, found.repetition_penalty) == (
+        0.6,
+        0,
+        1.0,
+        1.1,
+    )
     (choice,) = make(served, temperature=1, repetition_penalty=1.0).choices
-    assert (choice.request.sampling.temperature, choice.request.sampling.repetition_penalty) == (1.0, 1.0)
+    assert (choice.request.sampling.temperature, choice.request.sampling.repetition_penalty) == (
+        1.0,
+        1.0,
+    )
 
 
 def test_all_sampling_fields_then_they_reach_the_engine(harmony: ServedModel) -> None:
@@ -135,7 +174,9 @@ def test_all_sampling_fields_then_they_reach_the_engine(harmony: ServedModel) ->
     assert choice.hidden_token_ids == {42}
 
 
-def test_ignore_eos_in_either_place_then_the_formats_stops_are_left_out(harmony: ServedModel) -> None:
+def test_ignore_eos_in_either_place_then_the_formats_stops_are_left_out(
+    harmony: ServedModel,
+) -> None:
     for fields in ({"ignore_eos": True}, {"nvext": {"ignore_eos": True}}):
         (choice,) = chat(harmony, **fields).choices
         assert choice.request.sampling.ignore_eos
@@ -144,7 +185,9 @@ def test_ignore_eos_in_either_place_then_the_formats_stops_are_left_out(harmony:
     assert choice.request.cache_salt == "t"
 
 
-def test_no_max_tokens_then_chat_takes_the_rest_of_the_context_and_completions_sixteen(harmony: ServedModel) -> None:
+def test_no_max_tokens_then_chat_takes_the_rest_of_the_context_and_completions_sixteen(
+    harmony: ServedModel,
+) -> None:
     (choice,) = chat(harmony).choices
     assert choice.request.sampling.max_tokens == 2000 - len(choice.request.token_ids)
     assert text(harmony).choices[0].request.sampling.max_tokens == 16
@@ -161,14 +204,18 @@ def test_no_max_tokens_then_chat_takes_the_rest_of_the_context_and_completions_s
         ({"reasoning_effort": "xhigh"}, "reasoning_effort"),
     ],
 )
-def test_value_that_does_not_fit_the_model_then_named(harmony: ServedModel, fields: Any, param: str) -> None:
+def test_value_that_does_not_fit_the_model_then_named(
+    harmony: ServedModel, fields: Any, param: str
+) -> None:
     with pytest.raises(RequestError) as refused:
         chat(harmony, **fields)
     assert refused.value.field == param
     assert isinstance(refused.value, InvalidRequest | ContextTooLong)
 
 
-def test_messages_of_which_the_template_makes_no_token_then_named(make_template: TemplateModels) -> None:
+def test_messages_of_which_the_template_makes_no_token_then_named(
+    make_template: TemplateModels,
+) -> None:
     served = make_template("{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="makes an empty prompt of the messages") as refused:
         chat(served, messages=[{"role": "user", "content": ""}])
@@ -209,16 +256,20 @@ def test_best_of_when_the_engine_has_no_logprobs_then_refused(harmony: ServedMod
     assert len(text(served, n=2, best_of=2).choices) == 2
 
 
-# --- messages ------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def test_user_name_in_harmony_then_the_model_sees_it(harmony: ServedModel) -> None:
-    shown = prompt(chat(harmony, messages=[{"role": "user", "name": "alice", "content": "hi"}]), harmony)
+    shown = prompt(
+        chat(harmony, messages=[{"role": "user", "name": "alice", "content": "hi"}]), harmony
+    )
     assert "<|start|>user:alice<|message|>hi<|end|>" in shown
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
-def test_name_that_the_prompt_does_not_show_then_ignored_and_listed(harmony: ServedModel, role: str) -> None:
+def test_name_that_the_prompt_does_not_show_then_ignored_and_listed(
+    harmony: ServedModel, role: str
+) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": role, "content": "hi"}]
     plan = chat(harmony, messages=[messages[0], messages[1] | {"name": "alice"}])
     assert prompt(plan, harmony) == prompt(chat(harmony, messages=messages), harmony)
@@ -227,11 +278,14 @@ def test_name_that_the_prompt_does_not_show_then_ignored_and_listed(harmony: Ser
 
 def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: ServedModel) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
-    turns: list[Any] = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    turns: list[Any] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
     result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
-    assert chat(harmony, messages=[*turns, result | {"name": "get_time"}]).choices[0].request.token_ids == (
-        chat(harmony, messages=[*turns, result]).choices[0].request.token_ids
-    )
+    assert chat(harmony, messages=[*turns, result | {"name": "get_time"}]).choices[
+        0
+    ].request.token_ids == (chat(harmony, messages=[*turns, result]).choices[0].request.token_ids)
     with pytest.raises(InvalidRequest) as refused:
         chat(harmony, messages=[*turns, result | {"name": "other"}])
     assert refused.value.field == "messages[2].name"
@@ -248,14 +302,20 @@ def test_template_argument_that_the_format_does_not_use_then_ignored_and_listed(
     assert chat(make_template(), **fields).ignored == (f"{field}.mood",)
 
 
-def test_chat_template_then_developer_is_system_and_what_it_lacks_is_refused(make_template: TemplateModels) -> None:
+def test_chat_template_then_developer_is_system_and_what_it_lacks_is_refused(
+    make_template: TemplateModels,
+) -> None:
     served = make_template()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    plan = chat(served, messages=messages, tools=[TIME], chat_template_kwargs={"enable_thinking": True})
+    plan = chat(
+        served, messages=messages, tools=[TIME], chat_template_kwargs={"enable_thinking": True}
+    )
     shown = prompt(plan, served)
     assert "get_time" in shown
     assert shown.endswith("system: be brief\nuser: hi\nthink")
-    assert chat(served, messages=[{"role": "user", "name": "alice", "content": "hi"}]).ignored == ("name",)
+    assert chat(served, messages=[{"role": "user", "name": "alice", "content": "hi"}]).ignored == (
+        "name",
+    )
     with pytest.raises(UnsupportedParameter) as refused:
         chat(served, reasoning_effort="high")
     assert refused.value.field == "reasoning_effort"
@@ -264,7 +324,11 @@ def test_chat_template_then_developer_is_system_and_what_it_lacks_is_refused(mak
 
 
 def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedModel) -> None:
-    names = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
     cases = [
         (Message(role="user", content="word " * 3000), "medium", 0, "input"),
         (Message(role="user", content="x"), "medium", 2000, "max_output_tokens"),
@@ -276,7 +340,10 @@ def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedMo
         conversation = Conversation(messages=(message,), reasoning_effort=effort)
         with pytest.raises(RequestError) as refused:
             prepare_conversation(
-                conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, call
+                conversation,
+                GenerationOptions(sampling=Sampling(max_tokens=budget), names=names),
+                harmony,
+                call,
             )
         assert refused.value.field == field
         assert "reasoning_effort" not in refused.value.message

@@ -1,4 +1,6 @@
-"""What the parent of several frontend processes decides; that they live and die is for the end-to-end tests."""
+"""What the parent of several frontend processes decides; that they live and die is for the
+end-to-end tests.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,30 @@ HOST = "127.0.0.1"
 
 
 def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
-    words = ["--workers", "3", "--http-port", "0", "--max-inflight", "7", "--decode-fallback", "--namespace", "n"]
+    words = [
+        "--workers",
+        "3",
+        "--http-port",
+        "0",
+        "--max-inflight",
+        "7",
+        "--decode-fallback",
+        "--namespace",
+        "n",
+    ]
     words += ["--nats-server", "nats://user:secret@host:1"]
     config = load(FrontendConfig, prog="frontend", argv=words, environ={})
     _, dash_m, module, *argv = process_argv(config, 2, 8123)
     assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.process.main")
     assert "secret" not in " ".join(argv)
-    inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}  # the parent's settings win
+    # the parent's settings win
+    inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}
     environ = process_environ(config, inherited)
     read = load(FrontendProcessConfig, prog="member", argv=argv, environ=environ)
     assert (read.number, read.http_port) == (2, 8123)
-    same = {name: getattr(config, name) for name in FrontendConfig.model_fields if name != "http_port"}
+    same = {
+        name: getattr(config, name) for name in FrontendConfig.model_fields if name != "http_port"
+    }
     assert {name: getattr(read, name) for name in same} == same
 
 
@@ -64,7 +79,9 @@ def test_held_port_then_members_can_share_it_and_others_can_not() -> None:
 
 
 def test_reserve_port_when_there_are_far_more_processes_than_cores_then_rejected() -> None:
-    with pytest.raises(ConfigError, match="--workers 100000 is more than 16 processes for each of the"):
+    with pytest.raises(
+        ConfigError, match="--workers 100000 is more than 16 processes for each of the"
+    ):
         reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=100_000))
 
 

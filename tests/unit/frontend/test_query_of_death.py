@@ -1,4 +1,6 @@
-"""Requests that end their workers, through the pipeline: with workers that die on the in-process request plane."""
+"""Requests that end their workers, through the pipeline: with workers that die on the in-process
+request plane.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from dynamo_trtllm.frontend.generation import suspects
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Phase, Role, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Phase,
+    Role,
+    token_ids,
+)
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
@@ -38,7 +48,10 @@ class MortalWorker(ChunkSource):
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.num_calls += 1
-        kinds, own = self._deployment.deadly.get(request.token_ids[0], {}), request.num_resumed_output_tokens
+        kinds, own = (
+            self._deployment.deadly.get(request.token_ids[0], {}),
+            request.num_resumed_output_tokens,
+        )
         if request.kv_params is not None and request.token_ids[0] == KV_DEADLY:
             self._deployment.die_by_subject(request.kv_params.transfer_id)
             raise TransferFailed("the connection was reset")
@@ -53,14 +66,20 @@ class MortalWorker(ChunkSource):
                 return
             self.num_tokens += 1
             is_last = number == own + request.sampling.max_tokens - 1
-            yield Chunk(token_ids=token_ids([number]), finish_reason=FinishReason.LENGTH if is_last else None)
+            yield Chunk(
+                token_ids=token_ids([number]),
+                finish_reason=FinishReason.LENGTH if is_last else None,
+            )
 
     async def control(self, verb: Control) -> bytes:
         return b""
 
 
 class Deployment:
-    """A pipeline and workers. `deadly`: by first token of the prompt, after how many tokens of which phase it kills."""
+    """A pipeline and workers.
+
+    `deadly`: by first token of the prompt, after how many tokens of which phase it kills.
+    """
 
     def __init__(self, deadly: dict[int, dict[Phase, int]], *, replaces: bool = False) -> None:
         self.deadly = deadly
@@ -122,7 +141,9 @@ async def deploy() -> AsyncIterator[type[Deployment]]:
 
 def prompt(first: int, num_tokens: int = 8) -> GenerateRequest:
     asked = request(max_tokens=num_tokens)
-    return msgspec.structs.replace(asked, token_ids=token_ids([first, 2]), deadline=time.time() + FOR_EVER_S)
+    return msgspec.structs.replace(
+        asked, token_ids=token_ids([first, 2]), deadline=time.time() + FOR_EVER_S
+    )
 
 
 DEADLY, KV_DEADLY, LIKE_ANY = 66, 67, 7
@@ -170,7 +191,9 @@ async def test_request_when_reading_its_kv_ends_prefill_workers_then_two_end_and
     assert deployment.num_deaths == 2
 
 
-async def test_request_when_it_ends_a_decode_and_then_a_prefill_worker_then_two_end(deploy: type[Deployment]) -> None:
+async def test_request_when_it_ends_a_decode_and_then_a_prefill_worker_then_two_end(
+    deploy: type[Deployment],
+) -> None:
     deployment = deploy({DEADLY: {DECODE: 5}})
     for role in (Role.PREFILL, Role.DECODE) * 3:
         await deployment.add(role)
@@ -212,12 +235,16 @@ async def test_choices_when_their_prompt_is_deadly_then_they_end_two_workers_tog
         await deployment.add(Role.AGGREGATED)
     suspicion = Suspicion(is_shared=True)
     traces = [RouteTrace(suspicion=suspicion) for _ in range(4)]
-    answers = await asyncio.gather(*(deployment.run(prompt(DEADLY), trace) for trace in traces), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(deployment.run(prompt(DEADLY), trace) for trace in traces), return_exceptions=True
+    )
     assert [type(answer) for answer in answers] == [QueryOfDeath] * 4
     assert deployment.num_deaths == 2
 
 
-async def test_request_when_two_engines_failed_with_it_then_given_up(deploy: type[Deployment]) -> None:
+async def test_request_when_two_engines_failed_with_it_then_given_up(
+    deploy: type[Deployment],
+) -> None:
     deployment = deploy({})
     for _ in range(4):
         await deployment.add(Role.AGGREGATED)

@@ -1,4 +1,6 @@
-"""Requests that wait in the queue, over HTTP with a scripted pipeline: their order, clients that leave, answers."""
+"""Requests that wait in the queue, over HTTP with a scripted pipeline: their order, clients that
+leave, answers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ async def post(
 ) -> httpx.Response:
     transport = httpx.ASGITransport(app=asgi(served.app))
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
-        return await client.post(path, json={"model": MODEL} | PATHS[path] | fields, headers=headers)
+        return await client.post(
+            path, json={"model": MODEL} | PATHS[path] | fields, headers=headers
+        )
 
 
 def gauge(served: FakeFrontend, name: str) -> float:
@@ -92,7 +96,9 @@ async def test_request_when_the_queue_is_full_then_429_before_its_body_is_read()
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_out(path: str) -> None:
+async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_out(
+    path: str,
+) -> None:
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
@@ -123,7 +129,14 @@ async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() 
     async def send(_: Any) -> None:
         raise AssertionError("no client waits for an answer")
 
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "headers": [],
+        "query_string": b"",
+        "root_path": "",
+    }
     waiting = asyncio.create_task(asgi(served.app)(scope, receive, send))  # type: ignore[arg-type]
     await until(served, "queued", 1)
     leaves.set()
@@ -135,7 +148,9 @@ async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("timeout", "expected_s"), [(2, 2.0), (0.5, 0.5), (10_000, 60.0), (None, 60.0)])
+@pytest.mark.parametrize(
+    ("timeout", "expected_s"), [(2, 2.0), (0.5, 0.5), (10_000, 60.0), (None, 60.0)]
+)
 async def test_timeout_when_sent_then_the_deadline_is_the_nearer_one(
     path: str, timeout: float | None, expected_s: float
 ) -> None:
@@ -178,7 +193,10 @@ async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answere
     body = json.dumps({"model": MODEL, "stream": stream} | PATHS[CHAT]).encode()
     clients = [MemoryClient(served.app) for _ in range(20)]
     for client in clients:
-        client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+        client.send(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+            % (CHAT.encode(), len(body), body)
+        )
     async with asyncio.timeout(SOON_S):
         while served.pipeline.running < len(clients):  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0)

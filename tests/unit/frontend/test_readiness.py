@@ -15,13 +15,21 @@ from tests.instances import LAYOUT, make_instance, model_view
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 PREFILL, DECODE = make_instance(0xA, role=Role.PREFILL), make_instance(0xB)
-ODD = msgspec.structs.replace(make_instance(0xC), layout=msgspec.structs.replace(LAYOUT, block_tokens=64))
+ODD = msgspec.structs.replace(
+    make_instance(0xC), layout=msgspec.structs.replace(LAYOUT, block_tokens=64)
+)
 PAIR = model_view(prefill=(PREFILL,), decode=(DECODE,))
 
 
 def test_lacking_when_roles_are_missing_then_names_them() -> None:
-    assert not_ready_reason(model_view(), "m", None) == "model m has no prefill worker and no decode worker"
-    assert not_ready_reason(model_view(prefill=(PREFILL,)), "m", None) == "model m has no decode worker"
+    assert (
+        not_ready_reason(model_view(), "m", None)
+        == "model m has no prefill worker and no decode worker"
+    )
+    assert (
+        not_ready_reason(model_view(prefill=(PREFILL,)), "m", None)
+        == "model m has no decode worker"
+    )
 
 
 def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
@@ -30,10 +38,15 @@ def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
 
 def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1))
-    assert not_ready_reason(PAIR, "m", breakers) == "model m: KV transfer works for no pair now: pair a -> b is untried"
+    assert (
+        not_ready_reason(PAIR, "m", breakers)
+        == "model m: KV transfer works for no pair now: pair a -> b is untried"
+    )
     breakers.record_failure((0xA, 0xB), "transfer: no route", 1.0)
-    assert not_ready_reason(PAIR, "m", breakers) == (
-        "model m: KV transfer works for no pair now: pair a -> b is quarantined (transfer: no route)"
+    assert (
+        not_ready_reason(PAIR, "m", breakers)
+        == "model m: KV transfer works for no pair now: pair a -> b is quarantined (transfer: no"
+        " route)"
     )
     breakers.record_success((0xA, 0xB), 2.0)
     assert not_ready_reason(PAIR, "m", breakers) is None
@@ -51,7 +64,9 @@ def test_mismatches_when_one_of_two_fits_then_only_the_other_is_reported() -> No
     ]
 
 
-def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_and_the_quarantined_ones_first() -> None:
+def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_and_the_quarantined_ones_first() -> (
+    None
+):
     breakers, view = PairBreakers(BreakerLimits(failures=2)), ClusterView()
     for instance_id in range(16, 56):
         view.add(make_instance(instance_id, role=Role.PREFILL if instance_id % 2 else Role.DECODE))
@@ -72,7 +87,9 @@ def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_a
     assert len(others) == 2
     assert worst not in others
     assert len(registry.readiness(limit=1000)["pairs"]) == 400
-    (failing,) = [row for row in registry.readiness(limit=1000)["pairs"] if row["state"] == "failing"]
+    (failing,) = [
+        row for row in registry.readiness(limit=1000)["pairs"] if row["state"] == "failing"
+    ]
     assert failing["reason"] == "transfer: y"
     assert failing["age_s"] is not None
     assert len(report["mismatched"]) == 1

@@ -1,4 +1,6 @@
-"""What a client sent is freed with its answer: an error refers to frames that hold it, and nothing keeps the error."""
+"""What a client sent is freed with its answer: an error refers to frames that hold it, and nothing
+keeps the error.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,15 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_collector(stream: bool) -> None:
+async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_collector(
+    stream: bool,
+) -> None:
     pipeline = Refusing([])
     client = MemoryClient(FakeFrontend(pipeline, FrontendConfig()).app)
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": stream}).encode()
-    client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    client.send(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
     await client.until_answered()
     assert b" 400 " in client.received
     await asyncio.sleep(0)
@@ -57,7 +63,9 @@ async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_c
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_error_when_it_was_raised_in_a_thread_then_it_is_freed_without_the_garbage_collector() -> None:
+async def test_error_when_it_was_raised_in_a_thread_then_it_is_freed_without_the_garbage_collector() -> (
+    None
+):
     error: weakref.ref[BaseException] | None = None
     try:
         await in_thread(refuse)

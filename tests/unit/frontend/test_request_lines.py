@@ -22,7 +22,9 @@ from tests.unit.frontend.responses_client import ask, check_error
 NAMED = {"x-request-id": "job-7"}
 
 
-async def asked(served: FakeFrontend, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+async def asked(
+    served: FakeFrontend, headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
     return await ask(served, "POST", "/v1/chat/completions", json=body, headers=headers)
 
@@ -40,7 +42,9 @@ async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_
 async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(chunk("a"), stop()))
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name.endswith("request_context")
+    ]
     assert f"status=200 path=/v1/chat/completions id={response.json()['id']} model={MODEL} " in line
     assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=2" in line
     assert line.endswith("finish=stop")
@@ -52,19 +56,26 @@ async def test_streamed_request_then_its_log_line_has_the_id_that_the_client_got
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(chunk("a"), stop()), stream=True)
     first = json.loads(response.text.split("\n")[0].removeprefix("data: "))
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name.endswith("request_context")
+    ]
     assert f" id={first['id']} " in line
 
 
 @pytest.mark.parametrize("request_id", ["job-7", None, "a/b"])
 async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cluster: Cluster, request_id: str | None
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster,
+    request_id: str | None,
 ) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     monkeypatch.setattr(caplog.handler, "formatter", TextFormatter("frontend"))
     await cluster.add(1, Role.AGGREGATED, [errors.Draining("worker 1 drains")], FINISHED)
     served = front()
-    served.catalog.served["tiny"] = ServedModel(msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer)
+    served.catalog.served["tiny"] = ServedModel(
+        msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer
+    )
     served.built = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
     headers = {} if request_id is None else {"x-request-id": request_id}
     response = await asked(served, headers, model="tiny")
@@ -72,7 +83,9 @@ async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
     given = response.headers["x-request-id"]
     assert given == (request_id or given)
     lines = caplog.text.splitlines()
-    retried, finished = [line.split(" ") for line in lines if "finish" in line or "retrying" in line]
+    retried, finished = [
+        line.split(" ") for line in lines if "finish" in line or "retrying" in line
+    ]
     assert retried[3] == finished[3] == given
 
 
@@ -82,23 +95,36 @@ async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_field
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(), NAMED, max_tokens=0)
     check_error(response, 400, "invalid_request", "max_tokens")
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name.endswith("request_context")
+    ]
     reason = response.json()["error"]["message"]
     assert re.fullmatch(r"request [0-9a-f]{8} ended", line.split(":")[0])
     line = line.partition(": ")[2]
-    assert line == f"status=400 path=/v1/chat/completions finish=invalid_request param=max_tokens: {reason}"
+    assert (
+        line
+        == f"status=400 path=/v1/chat/completions finish=invalid_request param=max_tokens: {reason}"
+    )
 
 
-async def test_refused_request_when_it_is_large_then_its_log_line_is_short(caplog: pytest.LogCaptureFixture) -> None:
+async def test_refused_request_when_it_is_large_then_its_log_line_is_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(), model="x\n" * 5000)
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name.endswith("request_context")
+    ]
     assert " status=4" in line
     assert len(line) < 500
 
 
-async def test_request_that_no_worker_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_that_no_worker_could_serve_then_its_log_line_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(errors.NoInstances("model 'm' has no decode worker now")))
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name.endswith("request_context")
+    ]
     assert line.endswith("finish=no_instances: model 'm' has no decode worker now")

@@ -1,4 +1,6 @@
-"""Tools of `/v1/responses` that are no plain functions: custom tools, shells, namespaces, and those of a server."""
+"""Tools of `/v1/responses` that are no plain functions: custom tools, shells, namespaces, and those
+of a server.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,17 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
 SHELL = {"type": "local_shell"}
-NAMESPACE = {"type": "namespace", "name": "crm", "description": "d", "tools": [FUNCTION, {"type": "mcp"}]}
-HOSTED = [{"type": "web_search", "external_web_access": False}, {"type": "image_generation"}, {"type": "mcp", "x": 1}]
+NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "d",
+    "tools": [FUNCTION, {"type": "mcp"}],
+}
+HOSTED = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "image_generation"},
+    {"type": "mcp", "x": 1},
+]
 STEPS = pytest.mark.parametrize("steps", [[1], [7], [1000]], ids=str)
 
 harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
@@ -55,15 +66,21 @@ def planned(served: ServedModel, body: ResponseRequest) -> Any:
     return prepare_conversation(conversation, options, served, body.call("r", 0.0, ""))
 
 
-def answered(served: ServedModel, text: str, steps: list[int], **fields: Any) -> tuple[list[Any], list[Any]]:
+def answered(
+    served: ServedModel, text: str, steps: list[int], **fields: Any
+) -> tuple[list[Any], list[Any]]:
     """Return the output items and all events of an answer, which have the types of the SDK."""
     body, _ = asked(**fields)
     plan = planned(served, body)
     case = Case(tuple(harmony().encode(text, allowed_special="all")))
     deltas, state = deltas_of(case, steps, plan)
     builder = response_builder.ResponseBuilder(RESPONSE, body, plan, 1 << 20)
-    data = builder.start() + b"".join(map(builder.delta, deltas)) + builder.finish(state.usage(), {})
-    events = [json.loads(each.partition("\ndata: ")[2]) for each in data.decode().strip().split("\n\n")]
+    data = (
+        builder.start() + b"".join(map(builder.delta, deltas)) + builder.finish(state.usage(), {})
+    )
+    events = [
+        json.loads(each.partition("\ndata: ")[2]) for each in data.decode().strip().split("\n\n")
+    ]
     for event in events:
         EVENT.validate_python(event)
     items = events[-1]["response"]["output"]
@@ -73,13 +90,22 @@ def answered(served: ServedModel, text: str, steps: list[int], **fields: Any) ->
 
 
 def call(name: str, arguments: str) -> str:
-    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+    return (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+    )
 
 
-def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(served: ServedModel) -> None:
+def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(
+    served: ServedModel,
+) -> None:
     body, ignored = asked(tools=[FUNCTION, *HOSTED], client_metadata={"session_id": "s"})
     assert [tool.name for tool in body.served_tools] == ["f"]
-    assert set(ignored) == {"tools.web_search", "tools.image_generation", "tools.mcp", "client_metadata"}
+    assert set(ignored) == {
+        "tools.web_search",
+        "tools.image_generation",
+        "tools.mcp",
+        "client_metadata",
+    }
     shown = prompt_of(served, body)
     assert "type f = " in shown
     assert "web_search" not in shown
@@ -102,7 +128,11 @@ def test_tool_choice_when_it_demands_a_tool_of_a_server_then_rejected() -> None:
 
 
 def test_allowed_tools_when_some_are_of_a_server_then_the_others(served: ServedModel) -> None:
-    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}, HOSTED[0]]}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "f"}, HOSTED[0]],
+    }
     body, _ = asked(tools=[FUNCTION, FUNCTION | {"name": "g"}, *HOSTED], tool_choice=allowed)
     shown = prompt_of(served, body)
     assert "type f = " in shown
@@ -113,7 +143,11 @@ def test_allowed_tools_when_some_are_of_a_server_then_the_others(served: ServedM
 def test_custom_tool_then_its_call_has_the_text(served: ServedModel, steps: list[int]) -> None:
     text = call("apply_patch", json.dumps({"input": '*** Begin\n"x"'}))
     (item,), events = answered(served, text, steps, tools=[CUSTOM])
-    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", '*** Begin\n"x"')
+    assert (item["type"], item["name"], item["input"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        '*** Begin\n"x"',
+    )
     names = [event["type"].removeprefix("response.") for event in events[2:-1]]
     assert names == [
         "output_item.added",
@@ -124,7 +158,9 @@ def test_custom_tool_then_its_call_has_the_text(served: ServedModel, steps: list
     assert events[2]["item"]["input"] == ""
 
 
-def test_custom_tool_when_its_arguments_are_no_object_then_they_are_the_text(served: ServedModel) -> None:
+def test_custom_tool_when_its_arguments_are_no_object_then_they_are_the_text(
+    served: ServedModel,
+) -> None:
     (item,), _ = answered(served, call("apply_patch", "*** Begin"), [1], tools=[CUSTOM])
     assert item["input"] == "*** Begin"
 
@@ -139,15 +175,26 @@ def test_custom_tool_with_a_grammar_then_the_model_sees_it(served: ServedModel) 
 @STEPS
 def test_shell_then_its_call_has_an_action(served: ServedModel, steps: list[int]) -> None:
     arguments = {"command": ["ls", "-l"], "timeout_ms": 1000}
-    (item,), events = answered(served, call("local_shell", json.dumps(arguments)), steps, tools=[SHELL])
+    (item,), events = answered(
+        served, call("local_shell", json.dumps(arguments)), steps, tools=[SHELL]
+    )
     assert item["type"] == "local_shell_call"
-    assert item["action"] == {"type": "exec", "command": ["ls", "-l"], "env": {}, "timeout_ms": 1000}
+    assert item["action"] == {
+        "type": "exec",
+        "command": ["ls", "-l"],
+        "env": {},
+        "timeout_ms": 1000,
+    }
     names = [event["type"].removeprefix("response.") for event in events[2:-1]]
     assert names == ["output_item.added", "output_item.done"]
 
 
-@pytest.mark.parametrize("arguments", ["ls", "{}", '{"command": "ls"}', '{"command": [1]}', "[1]", ""])
-def test_shell_when_the_model_writes_anything_then_the_item_is_of_its_type(served: ServedModel, arguments: str) -> None:
+@pytest.mark.parametrize(
+    "arguments", ["ls", "{}", '{"command": "ls"}', '{"command": [1]}', "[1]", ""]
+)
+def test_shell_when_the_model_writes_anything_then_the_item_is_of_its_type(
+    served: ServedModel, arguments: str
+) -> None:
     (item,), _ = answered(served, call("local_shell", arguments), [3], tools=[SHELL])
     assert all(isinstance(word, str) for word in item["action"]["command"])
 
@@ -198,7 +245,9 @@ HISTORY = [
 ]
 
 
-def test_history_with_calls_of_all_kinds_then_the_model_sees_its_calls_and_their_results(served: ServedModel) -> None:
+def test_history_with_calls_of_all_kinds_then_the_model_sees_its_calls_and_their_results(
+    served: ServedModel,
+) -> None:
     body, ignored = asked(input=HISTORY, tools=[CUSTOM, SHELL, NAMESPACE])
     assert ignored == ["tools.mcp"]
     shown = prompt_of(served, body)
@@ -208,7 +257,10 @@ def test_history_with_calls_of_all_kinds_then_the_model_sees_its_calls_and_their
         ("crm.f", "{}", "ok"),
     ):
         assert f"to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>" in shown
-        assert f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{result}<|end|>" in shown
+        assert (
+            f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{result}<|end|>"
+            in shown
+        )
     for item in named([normalized(item) for item in body.input], "resp_1"):  # type: ignore[arg-type]
         assert item["id"]
 

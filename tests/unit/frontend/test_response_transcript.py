@@ -1,4 +1,6 @@
-"""Pieces in any order: all their text is in the items and in the deltas, and every event fits the ones before it."""
+"""Pieces in any order: all their text is in the items and in the deltas, and every event fits the
+ones before it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,17 @@ def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
         words, more = draw(WORDS), draw(WORDS)
         if channel is Channel.CALL:
             deltas += [
-                Delta(channel=channel, call_index=calls, name="f", text=draw(st.sampled_from(["", words]))),
-                *(Delta(channel=channel, call_index=calls, text=each) for each in (words, more) if each),
+                Delta(
+                    channel=channel,
+                    call_index=calls,
+                    name="f",
+                    text=draw(st.sampled_from(["", words])),
+                ),
+                *(
+                    Delta(channel=channel, call_index=calls, text=each)
+                    for each in (words, more)
+                    if each
+                ),
             ]
             calls += 1
         elif channel is Channel.REASONING:
@@ -57,7 +68,8 @@ def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str,
     events = [each for region in script for each in transcript.push(region)]
     events += transcript.finish("completed")
     return [
-        each.template | {"delta": each.text} if isinstance(each, TextDelta) else each for each in events
+        each.template | {"delta": each.text} if isinstance(each, TextDelta) else each
+        for each in events
     ], transcript.items("completed")
 
 
@@ -74,7 +86,9 @@ def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     calls = [item for item in items if item["type"] == "function_call"]
     assert len(calls) == sum(delta.name is not None for delta in deltas)
     for index, call in enumerate(calls):
-        assert call["arguments"] == "".join(delta.text for delta in deltas if delta.call_index == index)
+        assert call["arguments"] == "".join(
+            delta.text for delta in deltas if delta.call_index == index
+        )
     assert len({item["id"] for item in items}) == len(items)
     assert len({call["call_id"] for call in calls}) == len(calls)
 
@@ -98,7 +112,10 @@ def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[ChoiceD
     texts: list[str] = []
     for event in events:
         EVENT.validate_python(event | {"sequence_number": 0}, strict=True)
-        assert event["output_index"] == max(0, len(texts) - 1) or event["type"] == "response.output_item.added"
+        assert (
+            event["output_index"] == max(0, len(texts) - 1)
+            or event["type"] == "response.output_item.added"
+        )
         match event["type"].removeprefix("response.").rpartition(".")[2]:
             case "added" if "item" in event:
                 assert event["output_index"] == len(texts)
@@ -109,11 +126,15 @@ def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[ChoiceD
                 assert event["item"] == items[len(texts) - 1]
             case "done":
                 assert texts[-1] == event.get("text", event.get("arguments", texts[-1]))
-    assert texts == [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in items]
+    assert texts == [
+        item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in items
+    ]
 
 
 @given(scripts())
-def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(script: list[ChoiceDelta]) -> None:
+def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(
+    script: list[ChoiceDelta],
+) -> None:
     _, items = run(script)
     messages = messages_of(items)
     assert [call.arguments for message in messages for call in message.tool_calls] == [

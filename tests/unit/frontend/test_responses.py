@@ -1,4 +1,6 @@
-"""`/v1/responses` over HTTP against a scripted pipeline: objects and events, held to the SDK's own types."""
+"""`/v1/responses` over HTTP against a scripted pipeline: objects and events, held to the SDK's own
+types.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,48 @@ import msgspec
 import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseReasoningItem,
+)
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.messages import Chunk, FinishReason, SamplingDefaults
 from dynamo_trtllm.tokenization.base import ServedModel
-from tests.unit.frontend.app_helpers import CALL, CARD, CONTENT, HALF, MODEL, REASONING, chunk, front, stop
-from tests.unit.frontend.responses_client import EVENT, PATH, TOOL, ask, body, check_error, check_unknown, events, made
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    CARD,
+    CONTENT,
+    HALF,
+    MODEL,
+    REASONING,
+    chunk,
+    front,
+    stop,
+)
+from tests.unit.frontend.responses_client import (
+    EVENT,
+    PATH,
+    TOOL,
+    ask,
+    body,
+    check_error,
+    check_unknown,
+    events,
+    made,
+)
 
 ANSWERS: dict[str, list[Chunk]] = {
     "content": [chunk("Hel"), chunk(ids=[HALF]), chunk("lo"), stop()],
     "reasoning and content": [chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop("!")],
     "both in one step": [chunk("w", ids=[REASONING]), chunk("x" + chr(CONTENT) + "y"), stop()],
-    "reasoning again": [chunk("a" + chr(CONTENT) + "b", ids=[REASONING]), chunk("c", ids=[REASONING]), stop()],
+    "reasoning again": [
+        chunk("a" + chr(CONTENT) + "b", ids=[REASONING]),
+        chunk("c", ids=[REASONING]),
+        stop(),
+    ],
     "a call": [chunk("why", ids=[REASONING]), chunk("{", ids=[CALL]), chunk("}"), stop()],
     "two calls": [chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), stop()],
     "a call without arguments": [chunk(ids=[CALL]), stop()],
@@ -35,7 +66,11 @@ ANSWERS: dict[str, list[Chunk]] = {
         chunk("w", ids=[REASONING]),
         stop(),
     ],
-    "with logprobs at the end": [chunk("H", logprobs=True), chunk(chr(HALF), logprobs=True), stop()],
+    "with logprobs at the end": [
+        chunk("H", logprobs=True),
+        chunk(chr(HALF), logprobs=True),
+        stop(),
+    ],
 }
 
 
@@ -63,13 +98,17 @@ async def test_whole_and_streamed_then_the_same_and_of_the_sdks_types(name: str)
 async def test_stream_then_its_deltas_add_up_to_its_items(name: str) -> None:
     found = await events(front(*ANSWERS[name]))
     items = found[-1]["response"]["output"]
-    assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == items
+    assert [
+        event["item"] for event in found if event["type"] == "response.output_item.done"
+    ] == items
     texts = ["" for _ in items]
     for event in found:
         if event["type"].endswith(".delta"):
             assert event["item_id"] == items[event["output_index"]]["id"]
             texts[event["output_index"]] += event["delta"]
-    assert texts == [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in items]
+    assert texts == [
+        item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in items
+    ]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -82,7 +121,12 @@ async def test_stream_when_the_sdk_adds_it_up_then_it_has_the_final_response(nam
 
 
 async def test_reasoning_content_and_call_then_an_item_each_in_order() -> None:
-    served = front(chunk("why", ids=[REASONING]), chunk("Hel", ids=[CONTENT]), chunk("lo{}", ids=[CALL]), stop())
+    served = front(
+        chunk("why", ids=[REASONING]),
+        chunk("Hel", ids=[CONTENT]),
+        chunk("lo{}", ids=[CALL]),
+        stop(),
+    )
     response = Response.model_validate(await made(served, tools=[TOOL]))
     thought, said, call = response.output
     assert isinstance(thought, ResponseReasoningItem)
@@ -100,8 +144,12 @@ async def test_reasoning_content_and_call_then_an_item_each_in_order() -> None:
 
 
 async def test_stream_then_the_events_in_the_order_of_the_api() -> None:
-    served = front(chunk("w", ids=[REASONING]), chunk("Hi", ids=[CONTENT]), chunk("{", ids=[CALL]), stop("}"))
-    kinds = [event["type"].removeprefix("response.") for event in await events(served, tools=[TOOL])]
+    served = front(
+        chunk("w", ids=[REASONING]), chunk("Hi", ids=[CONTENT]), chunk("{", ids=[CALL]), stop("}")
+    )
+    kinds = [
+        event["type"].removeprefix("response.") for event in await events(served, tools=[TOOL])
+    ]
     assert kinds == [
         "created",
         "in_progress",
@@ -163,16 +211,26 @@ async def test_answer_when_the_model_has_sampling_defaults_then_they_are_echoed(
 
 
 async def test_stats_when_asked_for_then_on_the_response() -> None:
-    response = await ask(front(chunk("a"), stop()), "POST", PATH, json=body(), headers={"x-dynamo-stats": "1"})
+    response = await ask(
+        front(chunk("a"), stop()), "POST", PATH, json=body(), headers={"x-dynamo-stats": "1"}
+    )
     assert response.json()["dynamo_trtllm"]["prefill_instance"] == "ab"
     assert response.headers["x-decode-instance"] == "cd"
 
 
 async def test_logprobs_when_included_then_on_deltas_and_on_the_text() -> None:
-    served = front(chunk("Hé", logprobs=True), chunk(chr(HALF), logprobs=True), chunk("x", logprobs=True), stop())
+    served = front(
+        chunk("Hé", logprobs=True),
+        chunk(chr(HALF), logprobs=True),
+        chunk("x", logprobs=True),
+        stop(),
+    )
     found = await events(served, include=["message.output_text.logprobs"])
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
-    assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [["H", "é"], ["\ufffd", "x"]]
+    assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [
+        ["H", "é"],
+        ["\ufffd", "x"],
+    ]
     part = found[-1]["response"]["output"][0]["content"][0]
     assert [each["token"] for each in part["logprobs"]] == ["H", "é", "\ufffd", "x"]
     assert part["logprobs"][1]["bytes"] == list("é".encode())
@@ -200,12 +258,16 @@ async def test_stream_when_a_worker_fails_then_error_and_failed_response() -> No
         (errors.ContextTooLong("long"), "invalid_prompt"),
     ],
 )
-async def test_stream_when_it_fails_then_the_code_is_one_of_the_api(error: errors.DynamoError, code: str) -> None:
+async def test_stream_when_it_fails_then_the_code_is_one_of_the_api(
+    error: errors.DynamoError, code: str
+) -> None:
     *_, error_event, failed = await events(front(chunk("Hel"), error))
     assert (error_event["code"], failed["response"]["error"]["code"]) == (error.code, code)
 
 
 async def test_failure_before_a_token_then_a_status_of_its_own() -> None:
     for stream in (False, True):
-        response = await ask(front(errors.Overloaded("full")), "POST", PATH, json=body(stream=stream))
+        response = await ask(
+            front(errors.Overloaded("full")), "POST", PATH, json=body(stream=stream)
+        )
         check_error(response, 429, "overloaded")

@@ -12,7 +12,16 @@ from dynamo_trtllm.frontend.generation.responses import response_builder, respon
 from dynamo_trtllm.messages import FinishReason
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from dynamo_trtllm.tokenization.base import Message, ToolCall
-from tests.unit.frontend.app_helpers import CALL, REASONING, Catalog, FakeFrontend, ScriptedPipeline, chunk, front, stop
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    REASONING,
+    Catalog,
+    FakeFrontend,
+    ScriptedPipeline,
+    chunk,
+    front,
+    stop,
+)
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 
 
@@ -22,17 +31,39 @@ async def test_input_items_then_the_conversation_they_are() -> None:
         {"role": "user", "content": "Is it up?"},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]}
         | {"content": [{"type": "reasoning_text", "text": "check"}]},
-        {"type": "function_call", "call_id": "call-1", "name": "get_system_health", "arguments": "{}"},
-        {"type": "function_call", "call_id": "call-2", "name": "get_system_health", "arguments": "{}"},
+        {
+            "type": "function_call",
+            "call_id": "call-1",
+            "name": "get_system_health",
+            "arguments": "{}",
+        },
+        {
+            "type": "function_call",
+            "call_id": "call-2",
+            "name": "get_system_health",
+            "arguments": "{}",
+        },
         {"type": "function_call_output", "call_id": "call-1", "output": "ok"},
-        {"type": "function_call_output", "call_id": "call-2", "output": [{"type": "input_text", "text": "fine"}]},
-        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "only this"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "call-2",
+            "output": [{"type": "input_text", "text": "fine"}],
+        },
+        {
+            "type": "reasoning",
+            "id": "rs_2",
+            "summary": [{"type": "summary_text", "text": "only this"}],
+        },
         {"role": "assistant", "content": [{"type": "output_text", "text": "It is."}]},
         {"role": "user", "content": "Thanks"},
     ]
-    await made(served, input=given, instructions="Be short.", tools=[TOOL], reasoning={"effort": "high"})
+    await made(
+        served, input=given, instructions="Be short.", tools=[TOOL], reasoning={"effort": "high"}
+    )
     conversation = served.catalog.renderer.conversations[0]
-    calls = tuple(ToolCall(id=f"call-{number}", name="get_system_health", arguments="{}") for number in (1, 2))
+    calls = tuple(
+        ToolCall(id=f"call-{number}", name="get_system_health", arguments="{}") for number in (1, 2)
+    )
     assert conversation.messages == (
         Message(role="system", content="Be short."),
         Message(role="user", content="Is it up?"),
@@ -46,7 +77,9 @@ async def test_input_items_then_the_conversation_they_are() -> None:
     assert conversation.reasoning_effort == "high"
 
 
-async def test_previous_response_when_a_tool_was_called_then_reasoning_call_and_result_are_shown() -> None:
+async def test_previous_response_when_a_tool_was_called_then_reasoning_call_and_result_are_shown() -> (
+    None
+):
     served = front(chunk("why", ids=[REASONING]), chunk("{}", ids=[CALL]), stop())
     first = await made(served, input="Is it up?", instructions="Only this time.", tools=[TOOL])
     call = first["output"][-1]
@@ -78,14 +111,19 @@ async def test_call_when_it_was_cut_then_it_is_not_shown_again() -> None:
     served = front(chunk("{", ids=[CALL], finish=FinishReason.LENGTH))
     first = await made(served, tools=[TOOL])
     await made(served, input="go on", previous_response_id=first["id"])
-    assert [message.role for message in served.catalog.renderer.conversations[1].messages] == ["user", "user"]
+    assert [message.role for message in served.catalog.renderer.conversations[1].messages] == [
+        "user",
+        "user",
+    ]
 
 
 async def test_item_reference_then_the_item_of_a_kept_response() -> None:
     served = front(stop("kept words"))
     first = await made(served)
     listed = (await ask(served, "GET", f"{PATH}/{first['id']}/input_items")).json()["data"]
-    references = [{"type": "item_reference", "id": each["id"]} for each in (*listed, *first["output"])]
+    references = [
+        {"type": "item_reference", "id": each["id"]} for each in (*listed, *first["output"])
+    ]
     await made(served, input=[*references, {"role": "user", "content": "more"}])
     shown = [message.content for message in served.catalog.renderer.conversations[1].messages]
     assert shown == ["hi", "kept words", "more"]
@@ -109,7 +147,9 @@ async def test_result_of_no_call_then_400_says_what_to_send() -> None:
 
 async def test_too_many_tokens_then_the_field_is_called_as_here() -> None:
     response = await ask(front(stop()), "POST", PATH, json=body(max_output_tokens=5000))
-    assert "max_output_tokens" in check_error(response, 400, "context_length_exceeded", "max_output_tokens")
+    assert "max_output_tokens" in check_error(
+        response, 400, "context_length_exceeded", "max_output_tokens"
+    )
     response = await ask(front(stop()), "POST", PATH, json=body(input="x" * 200))
     check_error(response, 400, "context_length_exceeded", "input")
 
@@ -123,10 +163,19 @@ OTHER = TOOL | {"name": "restart"}
         ("auto", ["get_system_health", "restart"]),
         ("none", []),
         ({"type": "function", "name": "restart"}, ["get_system_health", "restart"]),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "restart"}]}, ["restart"]),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "restart"}],
+            },
+            ["restart"],
+        ),
     ],
 )
-async def test_tool_choice_then_the_tools_that_the_prompt_has(choice: Any, visible: list[str]) -> None:
+async def test_tool_choice_then_the_tools_that_the_prompt_has(
+    choice: Any, visible: list[str]
+) -> None:
     served = front(stop("x"))
     response = await made(served, tools=[TOOL, OTHER], tool_choice=choice)
     assert [tool.name for tool in served.catalog.renderer.conversations[0].tools] == visible
@@ -144,7 +193,9 @@ async def test_tool_choice_when_it_names_a_tool_then_its_call_is_forced() -> Non
 
 
 async def test_tool_choice_when_it_names_no_tool_then_400() -> None:
-    response = await ask(front(stop()), "POST", PATH, json=body(tool_choice={"type": "function", "name": "f"}))
+    response = await ask(
+        front(stop()), "POST", PATH, json=body(tool_choice={"type": "function", "name": "f"})
+    )
     check_error(response, 400, "invalid_request", "tool_choice")
 
 

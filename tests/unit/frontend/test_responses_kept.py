@@ -17,7 +17,15 @@ from dynamo_trtllm.frontend.generation.responses.response_store import store_lim
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CALL, CONTENT, REASONING, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    CONTENT,
+    REASONING,
+    FakeFrontend,
+    chunk,
+    front,
+    stop,
+)
 from tests.unit.frontend.responses_client import (
     EVENT,
     ITEM,
@@ -36,7 +44,9 @@ from tests.waiting import SOON_S
 
 async def test_kept_response_then_got_listed_and_deleted() -> None:
     served = front(stop("Hello"))
-    response = await made(served, input=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
+    response = await made(
+        served, input=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    )
     path = f"{PATH}/{response['id']}"
     assert (await ask(served, "GET", path)).json() == response
     listed = (await ask(served, "GET", f"{path}/input_items")).json()
@@ -44,7 +54,11 @@ async def test_kept_response_then_got_listed_and_deleted() -> None:
     assert (listed["first_id"], listed["has_more"]) == (listed["data"][0]["id"], False)
     for item in listed["data"]:
         check_unknown(ITEM.validate_json(json.dumps(item), strict=True))
-    assert (await ask(served, "DELETE", path)).json() == {"id": response["id"], "object": "response", "deleted": True}
+    assert (await ask(served, "DELETE", path)).json() == {
+        "id": response["id"],
+        "object": "response",
+        "deleted": True,
+    }
     check_error(await ask(served, "GET", path), 404, "response_not_found")
     check_error(await ask(served, "DELETE", path), 404, "response_not_found")
     check_error(await ask(served, "GET", f"{path}/input_items"), 404, "response_not_found")
@@ -52,7 +66,9 @@ async def test_kept_response_then_got_listed_and_deleted() -> None:
 
 async def test_input_items_then_paged_as_asked() -> None:
     served = front(stop("Hello"))
-    response = await made(served, input=[{"role": "user", "content": str(number)} for number in range(5)])
+    response = await made(
+        served, input=[{"role": "user", "content": str(number)} for number in range(5)]
+    )
     path = f"{PATH}/{response['id']}/input_items"
     first = (await ask(served, "GET", f"{path}?order=asc&limit=2")).json()
     assert [item["content"][0]["text"] for item in first["data"]] == ["0", "1"]
@@ -61,18 +77,35 @@ async def test_input_items_then_paged_as_asked() -> None:
     assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "3", "4"]
     assert not rest["has_more"]
     huge = "limit=" + "1" * 5000  # more digits than Python reads
-    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), (huge, "limit"), ("order=up", "order")):
+    for query, field in (
+        ("limit=0", "limit"),
+        ("limit=x", "limit"),
+        (huge, "limit"),
+        ("order=up", "order"),
+    ):
         check_error(await ask(served, "GET", f"{path}?{query}"), 400, "invalid_request", field)
-    check_error(await ask(served, "GET", f"{path}?after=unknown"), 404, "response_not_found", "after")
-    check_error(await ask(served, "GET", f"{path}?before=x"), 400, "unsupported_parameter", "before")
+    check_error(
+        await ask(served, "GET", f"{path}?after=unknown"), 404, "response_not_found", "after"
+    )
+    check_error(
+        await ask(served, "GET", f"{path}?before=x"), 400, "unsupported_parameter", "before"
+    )
 
 
 async def test_every_kind_of_item_then_listed_as_the_sdk_has_it() -> None:
-    served = front(chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), chunk("{}", ids=[CALL]), stop())
+    served = front(
+        chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), chunk("{}", ids=[CALL]), stop()
+    )
     first = await made(served, tools=[TOOL])
-    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "ok"}
+    result = {
+        "type": "function_call_output",
+        "call_id": first["output"][-1]["call_id"],
+        "output": "ok",
+    }
     second = await made(served, input=[result], previous_response_id=first["id"])
-    listed = (await ask(served, "GET", f"{PATH}/{second['id']}/input_items?order=asc")).json()["data"]
+    listed = (await ask(served, "GET", f"{PATH}/{second['id']}/input_items?order=asc")).json()[
+        "data"
+    ]
     kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
     assert [item["type"] for item in listed] == kinds
     for item in listed:
@@ -83,17 +116,25 @@ async def test_every_kind_of_item_then_listed_as_the_sdk_has_it() -> None:
 async def test_store_false_then_nothing_is_kept() -> None:
     served = front(stop("x"))
     response = await made(served, store=False)
-    message = check_error(await ask(served, "GET", f"{PATH}/{response['id']}"), 404, "response_not_found")
+    message = check_error(
+        await ask(served, "GET", f"{PATH}/{response['id']}"), 404, "response_not_found"
+    )
     assert "store=false" in message
 
 
 @pytest.mark.parametrize(
     ("response_id", "words"),
-    [("resp_" + "0" * 40, "--response-store jetstream"), ("resp_1", "not a response id"), ("x", "not a response id")],
+    [
+        ("resp_" + "0" * 40, "--response-store jetstream"),
+        ("resp_1", "not a response id"),
+        ("x", "not a response id"),
+    ],
 )
 async def test_id_of_another_frontend_then_says_what_to_do(response_id: str, words: str) -> None:
     served = front(stop("x"))
-    assert words in check_error(await ask(served, "GET", f"{PATH}/{response_id}"), 404, "response_not_found")
+    assert words in check_error(
+        await ask(served, "GET", f"{PATH}/{response_id}"), 404, "response_not_found"
+    )
     response = await ask(served, "POST", PATH, json=body(previous_response_id=response_id))
     assert words in check_error(response, 404, "response_not_found", "previous_response_id")
 
@@ -105,8 +146,12 @@ async def test_store_when_it_is_full_then_the_oldest_goes() -> None:
     assert statuses == [404, 200, 200]
 
 
-@pytest.mark.parametrize("limits", [{"response_store_bytes": 64}, {"response_store_entry_bytes": 64}])
-async def test_store_when_a_response_is_too_large_then_it_says_that_it_is_not_kept(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limits", [{"response_store_bytes": 64}, {"response_store_entry_bytes": 64}]
+)
+async def test_store_when_a_response_is_too_large_then_it_says_that_it_is_not_kept(
+    limits: dict[str, int],
+) -> None:
     served = front(stop("x"), **limits)
     response = await made(served)
     assert (response["status"], response["store"]) == ("completed", False)
@@ -116,7 +161,9 @@ async def test_store_when_a_response_is_too_large_then_it_says_that_it_is_not_ke
 async def test_store_when_the_conversation_is_too_long_then_refused_unless_it_is_not_kept() -> None:
     served = front(stop("x"), response_store_entry_bytes=50)
     long = body(input="h" * 30, instructions="i" * 30)
-    assert "set store" in check_error(await ask(served, "POST", PATH, json=long), 400, "invalid_request", "store")
+    assert "set store" in check_error(
+        await ask(served, "POST", PATH, json=long), 400, "invalid_request", "store"
+    )
     assert (await ask(served, "POST", PATH, json=long | {"store": False})).status_code == 200
 
 
@@ -130,7 +177,9 @@ async def test_full_store_when_one_client_asks_much_then_those_of_others_stay() 
     assert (await ask(served, "GET", f"{PATH}/{first['id']}")).status_code == 200
 
 
-@pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include=reasoning.encrypted_content"])
+@pytest.mark.parametrize(
+    "query", ["stream=true", "starting_after=3", "include=reasoning.encrypted_content"]
+)
 async def test_retrieve_with_what_we_do_not_honour_then_refused_by_name(query: str) -> None:
     served = front(stop("x"))
     response = await made(served)
@@ -149,7 +198,14 @@ class Reader:
         self._sent = False
 
     async def run(self) -> None:
-        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "raw_path": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": PATH,
+            "headers": [],
+            "query_string": b"",
+            "raw_path": b"",
+        }
         await asgi(self._served.app)(scope, self._receive, self._send)
 
     async def _receive(self) -> dict[str, Any]:
@@ -247,7 +303,11 @@ class SlowStore(MemoryResponseStore):
 def over(store: SlowStore, **config: Any) -> FakeFrontend:
     served = front(chunk("Hel"), stop("lo"))
     served.built = build_app(
-        FrontendConfig.model_validate(config), served.catalog, served.pipeline, served.metrics, store
+        FrontendConfig.model_validate(config),
+        served.catalog,
+        served.pipeline,
+        served.metrics,
+        store,
     )
     return served
 
@@ -284,7 +344,8 @@ async def test_responses_when_addresses_are_of_one_network_then_they_have_one_sh
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(Disconnected("away"), "disconnected"), (RuntimeError("a fault of ours"), "internal")]
+    ("error", "code"),
+    [(Disconnected("away"), "disconnected"), (RuntimeError("a fault of ours"), "internal")],
 )
 async def test_response_when_its_write_fails_then_logged_counted_and_gone(
     caplog: pytest.LogCaptureFixture, error: Exception, code: str
@@ -302,7 +363,9 @@ async def test_response_when_its_write_fails_then_logged_counted_and_gone(
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
 
 
-async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
     served = over(SlowStore())
     await made(served)
@@ -345,7 +408,8 @@ async def test_long_body_when_the_store_of_another_request_hangs_then_planned_me
 
     store = HangingStore()
     served = over(store)
-    served.catalog.renderer.inline_bytes = 1 << 20  # so that long bodies take turns on the event loop
+    # so that long bodies take turns on the event loop
+    served.catalog.renderer.inline_bytes = 1 << 20
     long = "word " * 5000
     other = {"input": long, "previous_response_id": "resp_" + "0" * 40}
     waiting = asyncio.create_task(ask(served, "POST", PATH, json=body(**other)))

@@ -16,7 +16,8 @@ async def ask(served: FakeFrontend, method: str, path: str) -> httpx.Response:
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend"
     ) as client:
-        return await client.request(method, f"http://frontend{path}")  # or httpx would take //x for a host
+        # or httpx would take //x for a host
+        return await client.request(method, f"http://frontend{path}")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/"])
@@ -51,7 +52,10 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
     served.catalog.up = [make_instance(2), make_instance(27, role=Role.PREFILL), make_instance(3)]
     body = (await ask(served, "GET", "/health")).json()
     assert body["status"] == "healthy"
-    assert body["endpoints"] == ["dyn://dynamo.prefill.generate", "dyn://dynamo.tensorrt_llm.generate"]
+    assert body["endpoints"] == [
+        "dyn://dynamo.prefill.generate",
+        "dyn://dynamo.tensorrt_llm.generate",
+    ]
     assert body["instances"][0] == {
         "component": "prefill",
         "endpoint": "generate",
@@ -66,7 +70,9 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
     assert "message" not in body
 
 
-async def test_health_when_there_are_more_workers_than_the_limit_then_their_number_and_the_first_ones() -> None:
+async def test_health_when_there_are_more_workers_than_the_limit_then_their_number_and_the_first_ones() -> (
+    None
+):
     served = front()
     served.catalog.up = [make_instance(number) for number in range(1, 201)]
     body = (await ask(served, "GET", "/health")).json()
@@ -79,7 +85,9 @@ async def test_health_when_there_are_more_workers_than_the_limit_then_their_numb
 async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what() -> None:
     served = front()
     served.catalog.lacks = "model lab/tiny has no worker"
-    rejected: list[RejectedRecord] = [{"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}]
+    rejected: list[RejectedRecord] = [
+        {"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}
+    ]
     served.catalog.shown["mismatched"] = ["instance 3 (decode): strategy differs"]
     served.catalog.shown["rejected_records"] = rejected
     response = await ask(served, "GET", "/health")
@@ -96,14 +104,19 @@ async def test_health_when_no_worker_is_registered_then_not_ready() -> None:
     assert (await ask(served, "GET", "/health")).json()["status"] == "not_ready"
 
 
-async def test_ready_of_the_frontend_when_other_processes_are_awaited_then_503_with_the_reason() -> None:
+async def test_ready_of_the_frontend_when_other_processes_are_awaited_then_503_with_the_reason() -> (
+    None
+):
     served = front()
     served.not_ready_reason = "other processes of this frontend are starting"
     before = await ask(served, "GET", "/ready")
     served.not_ready_reason = None
     after = await ask(served, "GET", "/ready")
     assert (before.status_code, before.headers["retry-after"]) == (503, "1")
-    assert before.json() == {"status": "not_ready", "reason": "other processes of this frontend are starting"}
+    assert before.json() == {
+        "status": "not_ready",
+        "reason": "other processes of this frontend are starting",
+    }
     assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
 
 
@@ -123,7 +136,9 @@ async def test_live_and_metrics_then_200() -> None:
         ("GET", "//v1/models", 404, "unknown_url"),
     ],
 )
-async def test_no_such_path_or_method_then_openai_shape(method: str, path: str, status: int, code: str) -> None:
+async def test_no_such_path_or_method_then_openai_shape(
+    method: str, path: str, status: int, code: str
+) -> None:
     response = await ask(front(), method, path)
     assert response.status_code == status
     assert response.json()["error"]["code"] == code

@@ -10,7 +10,12 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet import pair_probe
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.process.run_app import follow_loads, placement_of, prune_breakers, routing_work
+from dynamo_trtllm.frontend.process.run_app import (
+    follow_loads,
+    placement_of,
+    prune_breakers,
+    routing_work,
+)
 from dynamo_trtllm.messages import LoadReport, Role, encode
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.transport import load_subject
@@ -109,7 +114,10 @@ async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_
 ) -> None:
     config, plane, breakers = FrontendConfig(**settings), InprocPlane(), PairBreakers()
     pipeline = Pipeline(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
-    tasks = {name: asyncio.create_task(each) for name, each in routing_work("ns", pipeline, FrontendMetrics()).items()}
+    tasks = {
+        name: asyncio.create_task(each)
+        for name, each in routing_work("ns", pipeline, FrontendMetrics()).items()
+    }
     assert set(tasks) == work
     pipeline.view.add(make_instance(1))
     await asyncio.sleep(0.01)

@@ -1,6 +1,8 @@
-"""Generated requests against `/openapi.json`: what the schema forbids is refused, and every answer is as described.
+"""Generated requests against `/openapi.json`: what the schema forbids is refused, and every answer
+is as described.
 
-The pipeline plays all sorts of answers and errors, but none that is a 500: one would be a fault of the edge.
+The pipeline plays all sorts of answers and errors, but none that is a 500: one would be a fault of
+the edge.
 """
 
 from __future__ import annotations
@@ -89,13 +91,20 @@ def served() -> FakeFrontend:
 
 def map_body(context: Any, body: Any) -> Any:
     """A response that is not kept is one 404 like any other: most bodies shall get further."""
-    if isinstance(body, dict) and isinstance(previous := body.get("previous_response_id"), str) and len(previous) % 4:
+    if (
+        isinstance(body, dict)
+        and isinstance(previous := body.get("previous_response_id"), str)
+        and len(previous) % 4
+    ):
         return {name: value for name, value in body.items() if name != "previous_response_id"}
     return body
 
 
 def described(*, coverage: bool) -> Any:
-    """Return the schema. `coverage` adds cases for every keyword of it, which takes long to collect and to run."""
+    """Return the schema.
+
+    `coverage` adds cases for every keyword of it, which takes long to collect and to run.
+    """
     made = schemathesis.openapi.from_asgi("/openapi.json", asgi(served().app))
     made.config.phases.coverage.enabled = coverage
     made.hook(map_body)

@@ -1,4 +1,7 @@
-"""The same as test_schemathesis.py, with many more requests. Collected with `--long` only: see conftest.py."""
+"""The same as test_schemathesis.py, with many more requests.
+
+Collected with `--long` only: see conftest.py.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +17,7 @@ schema = described(coverage=True)
 @pytest.mark.timeout(900)
 @schema.parametrize()
 @bounded(400)
-def test_generated_requests_when_many_then_each_answer_as_described(case: schemathesis.Case) -> None:
+def test_generated_requests_when_many_then_each_answer_as_described(
+    case: schemathesis.Case,
+) -> None:
     check_answer(case)

@@ -1,4 +1,6 @@
-"""Every body and every chunk against the openai SDK's own types, strictly, and with no field that it does not know."""
+"""Every body and every chunk against the openai SDK's own types, strictly, and with no field that
+it does not know.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,39 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dynamo_trtllm.messages import Chunk, FinishReason
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CALL, CONTENT, HALF, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    CONTENT,
+    HALF,
+    MODEL,
+    REASONING,
+    FakeFrontend,
+    chunk,
+    front,
+    stop,
+)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 PLAIN = ("content", "nothing", "cut", "with logprobs")  # a text parser tells no channels apart
-TOOLS = [{"type": "function", "function": {"name": "get_system_health", "parameters": {"type": "object"}}}]
-OURS = {"reasoning_content", "reasoning", "dynamo_trtllm", "max_model_len"}  # documented, and not the SDK's
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_system_health", "parameters": {"type": "object"}},
+    }
+]
+# documented, and not the SDK's
+OURS = {"reasoning_content", "reasoning", "dynamo_trtllm", "max_model_len"}
 
 
 def answers() -> dict[str, list[Chunk]]:
     return {
         "content": [chunk("Hel"), chunk(ids=[HALF]), chunk("lo"), stop()],
-        "reasoning and content": [chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop("!")],
+        "reasoning and content": [
+            chunk("why", ids=[REASONING]),
+            chunk("so", ids=[CONTENT]),
+            stop("!"),
+        ],
         "both in one step": [chunk("w", ids=[REASONING]), chunk("x" + chr(CONTENT) + "y"), stop()],
         "a call": [chunk("why", ids=[REASONING]), chunk("{", ids=[CALL]), chunk("}"), stop()],
         "two calls": [chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), stop()],
@@ -70,11 +92,19 @@ def lines(response: httpx.Response) -> list[str]:
 
 def chat(name: str, **fields: Any) -> dict[str, Any]:
     logprobs = {"logprobs": True, "top_logprobs": 2} if "logprobs" in name else {}
-    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | logprobs | fields
+    return (
+        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+        | logprobs
+        | fields
+    )
 
 
 def text(name: str, **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "hi"} | ({"logprobs": 2} if "logprobs" in name else {"echo": True}) | fields
+    return (
+        {"model": MODEL, "prompt": "hi"}
+        | ({"logprobs": 2} if "logprobs" in name else {"echo": True})
+        | fields
+    )
 
 
 STATS = {"x-dynamo-stats": "1"}
@@ -103,7 +133,10 @@ async def test_chat_when_streamed_then_each_chunk_the_sdks_type(name: str, n: in
 
 async def test_calls_when_streamed_then_their_fields_come_in_the_sdks_order() -> None:
     asked = chat("", stream=True)
-    chunks = [json.loads(line) for line in lines(await ask(front(*answers()["two calls"]), "POST", CHAT, json=asked))]
+    chunks = [
+        json.loads(line)
+        for line in lines(await ask(front(*answers()["two calls"]), "POST", CHAT, json=asked))
+    ]
     calls = [call for each in chunks for call in each["choices"][0]["delta"].get("tool_calls", [])]
     assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
     for index in (0, 1):
@@ -116,15 +149,21 @@ async def test_calls_when_streamed_then_their_fields_come_in_the_sdks_order() ->
 
 @pytest.mark.parametrize("name", PLAIN)
 async def test_text_when_whole_then_the_sdks_type(name: str) -> None:
-    check_conforms(Completion, (await ask(front(*answers()[name]), "POST", TEXT, json=text(name), headers=STATS)).text)
+    check_conforms(
+        Completion,
+        (await ask(front(*answers()[name]), "POST", TEXT, json=text(name), headers=STATS)).text,
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)
-async def test_text_when_streamed_then_each_chunk_the_sdks_type_but_for_the_reason_still_to_come(name: str) -> None:
+async def test_text_when_streamed_then_each_chunk_the_sdks_type_but_for_the_reason_still_to_come(
+    name: str,
+) -> None:
     asked = text(name, stream=True, stream_options={"include_usage": True})
     for line in lines(await ask(front(*answers()[name]), "POST", TEXT, json=asked, headers=STATS)):
         chunk = json.loads(line)
-        for choice in chunk["choices"]:  # null as OpenAI's server sends it, which its SDK's type does not allow for
+        # null as OpenAI's server sends it, which its SDK's type does not allow for
+        for choice in chunk["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         check_conforms(Completion, json.dumps(chunk))
 

@@ -31,7 +31,9 @@ async def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], *, end
         parent[1].close()
     try:
         async with asyncio.timeout(SOON_S):
-            await main.serve(FrontendConfig(), socket.create_server(("127.0.0.1", 0)), ControlPipe(*child))
+            await main.serve(
+                FrontendConfig(), socket.create_server(("127.0.0.1", 0)), ControlPipe(*child)
+            )
     finally:
         parent[1].close()
 
@@ -53,7 +55,9 @@ async def test_serve_when_the_parent_ends_then_the_application_is_cancelled_and_
     assert "parent process exited" in caplog.text
 
 
-async def test_serve_when_the_application_fails_then_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_serve_when_the_application_fails_then_its_error_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run(*_: Any) -> None:
         raise Unreachable("etcd is away")
 

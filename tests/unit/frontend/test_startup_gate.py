@@ -17,7 +17,9 @@ async def loaded(request: HttpRequest, response: HttpResponse) -> None:
 
 
 def client(gate: StartupGate) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=asgi(gate)), base_url="http://frontend")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=asgi(gate)), base_url="http://frontend"
+    )
 
 
 async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() -> None:
@@ -31,7 +33,9 @@ async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() ->
     assert health.json()["instances"] == health.json()["rejected_records"] == []
 
 
-async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> None:
+async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> (
+    None
+):
     gate = StartupGate()
     async with client(gate) as asking:
         before = await asking.get("/ready")
@@ -42,7 +46,9 @@ async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_
     assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
 
 
-async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> None:
+async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> (
+    None
+):
     gate = StartupGate()
     async with client(gate) as asking, asyncio.timeout(10):
         waiting = asyncio.create_task(asking.get("/v1/models"))

@@ -1,4 +1,6 @@
-"""Any division of a sequence of tokens into steps gives the same events, for every parser and every adapter."""
+"""Any division of a sequence of tokens into steps gives the same events, for every parser and every
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,54 @@ HEADERS = (
     " to=browser.search<|channel|>analysis code<|message|>",
     "<|channel|>final no header",
 )
-BODIES = ("I will look. ", "STOP", "ST", "OP", '{"x": 1}', "é𒀀🧑‍🚀", "\n\n", " to=a", "<think>", "")
-ENDS = ("<|end|><|start|>assistant", "<|call|><|start|>assistant", "<|start|>assistant", "<|end|>", "")
+BODIES = (
+    "I will look. ",
+    "STOP",
+    "ST",
+    "OP",
+    '{"x": 1}',
+    "é𒀀🧑‍🚀",
+    "\n\n",
+    " to=a",
+    "<think>",
+    "",
+)
+ENDS = (
+    "<|end|><|start|>assistant",
+    "<|call|><|start|>assistant",
+    "<|start|>assistant",
+    "<|end|>",
+    "",
+)
 OBJECT = '{"name": "f", "arguments": {"x": [1, "}"]}}'
 PIECES = (
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</thi", "<tool_", " ", "\n", "word"),
-    *("é𒀀", "STOP", "ST", "OP", "{", "}", '"', ",", "[", "]", '{"name": "f"', ', "arguments": ', OBJECT),
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<",
+        "</thi",
+        "<tool_",
+        " ",
+        "\n",
+        "word",
+    ),
+    *(
+        "é𒀀",
+        "STOP",
+        "ST",
+        "OP",
+        "{",
+        "}",
+        '"',
+        ",",
+        "[",
+        "]",
+        '{"name": "f"',
+        ', "arguments": ',
+        OBJECT,
+    ),
     *(f"<tool_call>\n{OBJECT}\n</tool_call>", "<think>Hm. </think>", f"[{OBJECT}, {OBJECT}]"),
 )
 STOPS = ((), ("STOP",), ("STOP", "look", "}]"), ("\n\n", "OP"))
@@ -59,7 +103,10 @@ STEPS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 
 @functools.cache
 def served(reasoning: str, calls: str) -> ServedModel:
-    """Return a model. `gpt_oss` and `harmony` are parsers of Harmony, all others are of chat templates."""
+    """Return a model.
+
+    `gpt_oss` and `harmony` are parsers of Harmony, all others are of chat templates.
+    """
     if calls == "harmony":
         return served_by(HarmonyRenderer())
     if reasoning == "gpt_oss":
@@ -122,7 +169,7 @@ def test_chat_template_when_steps_have_any_size_then_results_are_those_of_one_to
     check_same(served(reasoning, calls), case, steps)
 
 
-# --- 10,000 splits -----------------------------------------------------------------------------------
+# --- 10,000 splits --------------------------------------------------------------------------------
 
 SPLITS = 50  # of each sequence
 SEQUENCES = 200
@@ -139,7 +186,9 @@ def sequences() -> list[tuple[tuple[str, str], str]]:
             turn = "".join(message(draw.choice) for _ in range(draw.randint(1, 8)))
             generated.append((draw.choice(HARMONY), turn))
         else:
-            generated.append((draw.choice(OTHERS), "".join(draw.choices(PIECES, k=draw.randint(1, 24)))))
+            generated.append(
+                (draw.choice(OTHERS), "".join(draw.choices(PIECES, k=draw.randint(1, 24))))
+            )
     return recorded + generated
 
 

@@ -1,4 +1,7 @@
-"""Which requests are charged with the death of a worker, given up and refused. Time is that of a test clock."""
+"""Which requests are charged with the death of a worker, given up and refused.
+
+Time is that of a test clock.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +78,18 @@ class Fleet:
         self.suspects.begin(failed.call, worker)
 
     def die(self, worker: int, num_tokens: dict[Request, int]) -> list[Request]:
-        """End a worker when its calls have returned so many tokens. Return the requests that are given up."""
+        """End a worker when its calls have returned so many tokens.
+
+        Return the requests that are given up.
+        """
         for failed, count in num_tokens.items():
             failed.num_tokens = count
         return [
             failed
             for failed in num_tokens
-            if isinstance(self.suspects.record_death(failed.call, worker, failed.asked), QueryOfDeath)
+            if isinstance(
+                self.suspects.record_death(failed.call, worker, failed.asked), QueryOfDeath
+            )
         ]
 
     def is_refused(self, asked: GenerateRequest) -> bool:
@@ -95,7 +103,9 @@ class Fleet:
 FORMAT = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
 
 
-def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused_for_a_while() -> None:
+def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused_for_a_while() -> (
+    None
+):
     fleet = Fleet()
     deadly = fleet.start(1, prompt(1, 2))
     assert fleet.suspects.record_death(deadly.call, 1, deadly.asked) is None
@@ -103,15 +113,23 @@ def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused
     error = fleet.suspects.record_death(deadly.call, 2, deadly.asked)
     assert error is not None
     assert "2 workers ended while they ran this request (1 and 2)" in error.message
-    others = (prompt(1, 3), prompt(1, 2, guided=FORMAT), msgspec.structs.replace(prompt(1, 2), model="other"))
+    others = (
+        prompt(1, 3),
+        prompt(1, 2, guided=FORMAT),
+        msgspec.structs.replace(prompt(1, 2), model="other"),
+    )
     assert [fleet.is_refused(other) for other in others] == [False] * 3
-    assert fleet.is_refused(msgspec.structs.replace(prompt(1, 2, temperature=0.5), request_id="another"))
+    assert fleet.is_refused(
+        msgspec.structs.replace(prompt(1, 2, temperature=0.5), request_id="another")
+    )
     fleet.now = REFUSED_S
     assert not fleet.is_refused(prompt(1, 2))
     assert fleet.counted == ["given_up", "refused"]
 
 
-def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refused_from_the_second_time_on() -> None:
+def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refused_from_the_second_time_on() -> (
+    None
+):
     fleet = Fleet()
 
     def end_two_workers(first: int) -> None:
@@ -144,7 +162,11 @@ def test_suspect_when_new_requests_ran_beside_it_then_its_like_is_not_refused() 
 def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None:
     fleet = Fleet()
     shared = Suspicion(is_shared=True)
-    requests = [fleet.start(1, prompt(1), shared), fleet.start(1, prompt(1), shared), fleet.start(1, prompt(2))]
+    requests = [
+        fleet.start(1, prompt(1), shared),
+        fleet.start(1, prompt(1), shared),
+        fleet.start(1, prompt(2)),
+    ]
     fleet.die(1, dict.fromkeys(requests, 20))
     for failed in requests:
         fleet.retry(failed, 2, is_prime=False)
@@ -161,7 +183,9 @@ def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() ->
     assert [shared.index(suspicion) for suspicion in shared] == [0, 0, 2, 2, 0, 0]
 
 
-def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(suspects, "MOST_REFUSED", 2)
     fleet = Fleet()
     for number in range(3):
@@ -195,7 +219,9 @@ def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_
         pytest.param(99, 0, id="in the last step"),
     ],
 )
-def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(num_tokens: int, then: int) -> None:
+def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(
+    num_tokens: int, then: int
+) -> None:
     fleet = Fleet()
     deadly, neighbor = fleet.start(1), fleet.start(1)
     assert fleet.die(1, {neighbor: 50, deadly: num_tokens}) == []
@@ -214,7 +240,9 @@ def test_suspects_when_a_worker_ends_at_another_point_then_all_are_charged() -> 
     assert fleet.die(2, {neighbor: 30, deadly: 70}) == [neighbor, deadly]
 
 
-def test_prime_suspect_when_it_has_settled_then_a_death_is_charged_to_its_neighbors_as_well() -> None:
+def test_prime_suspect_when_it_has_settled_then_a_death_is_charged_to_its_neighbors_as_well() -> (
+    None
+):
     fleet = Fleet()
     settled = fleet.start(1)
     fleet.die(1, {settled: 0})
@@ -238,7 +266,9 @@ def test_death_when_a_later_call_got_past_its_point_then_it_is_forgotten() -> No
     ("num_tokens", "expected"),
     [(0, SETTLED_TOKENS), (20, 20 + SETTLED_TOKENS), (1000, MOST_UNSETTLED_TOKENS)],
 )
-def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(num_tokens: int, expected: int) -> None:
+def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(
+    num_tokens: int, expected: int
+) -> None:
     fleet = Fleet()
     suspect = fleet.start(1)
     assert suspect.call.suspicion.num_unsettled_tokens() == 0
@@ -254,7 +284,9 @@ def test_death_when_a_busy_worker_had_not_sent_its_last_tokens_then_it_stays() -
     assert fleet.die(2, {deadly: 4}) == [deadly]
 
 
-def test_request_when_one_like_it_is_completed_then_being_given_up_twice_does_not_refuse_it() -> None:
+def test_request_when_one_like_it_is_completed_then_being_given_up_twice_does_not_refuse_it() -> (
+    None
+):
     fleet = Fleet()
     for worker in (1, 3):
         innocent, other = fleet.start(worker, prompt(1)), fleet.start(worker, prompt(2))
@@ -294,7 +326,9 @@ def test_call_when_its_worker_had_died_before_then_it_is_not_charged() -> None:
     assert late.deaths == []
 
 
-def test_prefill_worker_when_it_dies_then_requests_that_still_read_their_kv_from_it_are_charged() -> None:
+def test_prefill_worker_when_it_dies_then_requests_that_still_read_their_kv_from_it_are_charged() -> (
+    None
+):
     fleet = Fleet()
     reading, finished = fleet.start(2, kv_holder=1), fleet.start(2, kv_holder=1)
     fleet.suspects.kv_arrived(finished.call)

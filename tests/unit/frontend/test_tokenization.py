@@ -104,17 +104,28 @@ async def test_messages_without_the_start_of_an_answer_then_the_prompt_ends_befo
         ({}, "invalid_request", "prompt"),
         ({"prompt": "hi", "messages": MESSAGES}, "invalid_request", "prompt"),
         ({"prompt": ["hi"]}, "invalid_request", "prompt"),
-        ({"messages": MESSAGES, "add_special_tokens": True}, "unsupported_parameter", "add_special_tokens"),
+        (
+            {"messages": MESSAGES, "add_special_tokens": True},
+            "unsupported_parameter",
+            "add_special_tokens",
+        ),
         ({"prompt": "hi", "return_token_str": True}, "unsupported_parameter", "return_token_str"),
         ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0].content"),
     ],
 )
-async def test_tokenize_when_the_body_is_wrong_then_400(fields: dict[str, Any], code: str, param: str) -> None:
+async def test_tokenize_when_the_body_is_wrong_then_400(
+    fields: dict[str, Any], code: str, param: str
+) -> None:
     check_error(await post(front(), "/tokenize", **fields), 400, code, param)
 
 
 async def test_tokenize_when_the_model_is_unknown_then_404() -> None:
-    check_error(await post(front(), "/tokenize", model="other", prompt="hi"), 404, "model_not_found", "model")
+    check_error(
+        await post(front(), "/tokenize", model="other", prompt="hi"),
+        404,
+        "model_not_found",
+        "model",
+    )
 
 
 async def test_tokenize_when_unknown_fields_are_warned_of_then_a_header() -> None:
@@ -158,7 +169,9 @@ async def test_detokenize_then_the_text() -> None:
         ([104] * 101, "context_length_exceeded", "tokens"),
     ],
 )
-async def test_detokenize_when_the_ids_are_wrong_then_400(tokens: list[Any], code: str, param: str) -> None:
+async def test_detokenize_when_the_ids_are_wrong_then_400(
+    tokens: list[Any], code: str, param: str
+) -> None:
     check_error(await post(front(), "/detokenize", tokens=tokens), 400, code, param)
 
 

@@ -1,4 +1,6 @@
-"""Fields of vLLM: usage in each event, log-probabilities and truncation of prompts, special tokens in the text."""
+"""Fields of vLLM: usage in each event, log-probabilities and truncation of prompts, special tokens
+in the text.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,40 @@ from tests.unit.frontend import app_helpers, plan_helpers
 from tests.unit.frontend.app_helpers import CALL, chunk, front, stop
 from tests.unit.frontend.plan_helpers import TemplateModels
 from tests.unit.frontend.test_compatibility import IGNORED, RESPONSES, response
-from tests.unit.frontend.test_generate_endpoint import CHAT, TEXT, chat, check_error, events, post, text
+from tests.unit.frontend.test_generate_endpoint import (
+    CHAT,
+    TEXT,
+    chat,
+    check_error,
+    events,
+    post,
+    text,
+)
 from tests.unit.tokenization.parser_helpers import content_of
 
-# --- usage of each event --------------------------------------------------------------------------------
+# --- usage of each event --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text)])
-async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choice_so_far(path: str, body: Any) -> None:
+async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choice_so_far(
+    path: str, body: Any
+) -> None:
     served = front(chunk("a\U0001d11e"), chunk('b"usage":null}'), stop())
-    wanted = body(stream=True, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    wanted = body(
+        stream=True, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
     *parts, last = events(await post(served, path, wanted))
     for index in range(2):
         usages = [each["usage"] for each in parts if each["choices"][0]["index"] == index]
         assert usages[-3:] == [
-            {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made} for made in (2, 16, 17)
+            {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made}
+            for made in (2, 16, 17)
         ]
     if path == CHAT:
         assert parts[0]["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
     assert (
-        "".join(delta_text(each) for each in parts if each["choices"][0]["index"] == 0) == 'a\U0001d11eb"usage":null}'
+        "".join(delta_text(each) for each in parts if each["choices"][0]["index"] == 0)
+        == 'a\U0001d11eb"usage":null}'
     )
     assert last["usage"]["completion_tokens"] == 34
 
@@ -44,15 +60,18 @@ def delta_text(event: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, chat(stream=True)), (RESPONSES, response(stream=True)), (TEXT, text(stream=True))]
+    ("path", "body"),
+    [(CHAT, chat(stream=True)), (RESPONSES, response(stream=True)), (TEXT, text(stream=True))],
 )
-async def test_continuous_usage_stats_when_there_is_no_usage_to_repeat_then_400(path: str, body: Any) -> None:
+async def test_continuous_usage_stats_when_there_is_no_usage_to_repeat_then_400(
+    path: str, body: Any
+) -> None:
     options = {"continuous_usage_stats": True, "include_usage": path == RESPONSES}
     answer = await post(front(stop("a")), path, body | {"stream_options": options})
     assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
 
 
-# --- log-probabilities of prompts ----------------------------------------------------------------------
+# --- log-probabilities of prompts -----------------------------------------------------------------
 
 
 def scored(text: str) -> Chunk:
@@ -60,9 +79,13 @@ def scored(text: str) -> Chunk:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_answer(stream: bool) -> None:
+async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_answer(
+    stream: bool,
+) -> None:
     served = front(scored("de"))
-    answer = await post(served, TEXT, text(prompt="abc", echo=True, logprobs=1, max_tokens=2, stream=stream))
+    answer = await post(
+        served, TEXT, text(prompt="abc", echo=True, logprobs=1, max_tokens=2, stream=stream)
+    )
     if stream:
         choices = [event["choices"][0] for event in events(answer)]
         (logprobs,) = [choice["logprobs"] for choice in choices if choice["logprobs"]]
@@ -81,7 +104,11 @@ async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_
 @pytest.mark.parametrize("logprobs", [None, 0])
 async def test_echo_when_no_token_is_wanted_then_only_the_prompt(logprobs: int | None) -> None:
     served = front(scored("d") if logprobs is not None else chunk("d", finish=FinishReason.LENGTH))
-    body = (await post(served, TEXT, text(prompt=["abc", [65]], echo=True, logprobs=logprobs, max_tokens=0))).json()
+    body = (
+        await post(
+            served, TEXT, text(prompt=["abc", [65]], echo=True, logprobs=logprobs, max_tokens=0)
+        )
+    ).json()
     assert [choice["text"] for choice in body["choices"]] == ["abc", "A"]
     assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
     if logprobs is not None:
@@ -101,7 +128,9 @@ async def test_max_tokens_0_without_echo_then_400() -> None:
     check_error(await post(front(), TEXT, text(max_tokens=0)), 400, "invalid_request", "max_tokens")
 
 
-def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_names_echo(harmony: ServedModel) -> None:
+def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_names_echo(
+    harmony: ServedModel,
+) -> None:
     served = plan_helpers.refusing(harmony, "prompt_logprobs")
     plan_helpers.text(served, echo=True)
     with pytest.raises(UnsupportedParameter) as refused:
@@ -109,13 +138,17 @@ def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_n
     assert refused.value.field == "echo"
 
 
-def test_echo_with_logprobs_when_the_prompts_are_long_together_then_rejected(harmony: ServedModel) -> None:
+def test_echo_with_logprobs_when_the_prompts_are_long_together_then_rejected(
+    harmony: ServedModel,
+) -> None:
     with pytest.raises(InvalidRequest, match="128000 prompt tokens; at most 65536") as refused:
         plan_helpers.text(harmony, prompt=[[7] * 1000] * 128, echo=True, logprobs=1)
     assert refused.value.field == "echo"
 
 
-async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(app_helpers, "prompt_logprobs", lambda *_: [])
     answer = await post(front(scored("d")), TEXT, text(echo=True, logprobs=1))
     assert "upgrade it" in check_error(answer, 502, "incomplete")
@@ -129,7 +162,12 @@ async def test_prompt_logprobs_then_in_each_choice_of_text_and_once_for_chat_as_
     ]
     served = front(scored("d"))
     body = (await post(served, TEXT, text(prompt=["abc", "x"], n=2, prompt_logprobs=1))).json()
-    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [wanted, wanted, [None], [None]]
+    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [
+        wanted,
+        wanted,
+        [None],
+        [None],
+    ]
     assert {choice["logprobs"] for choice in body["choices"]} == {None}
     served = front(scored("d"))
     messages = [{"role": "user", "content": "abc"}]
@@ -156,12 +194,18 @@ async def test_prompt_logprobs_beside_echo_then_each_has_its_number_of_alternati
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
-async def test_field_of_vllm_when_its_value_is_wrong_then_400(fields: dict[str, Any], param: str) -> None:
+async def test_field_of_vllm_when_its_value_is_wrong_then_400(
+    fields: dict[str, Any], param: str
+) -> None:
     for path, body in ((CHAT, chat), (TEXT, text)):
-        check_error(await post(front(stop("x")), path, body(**fields)), 400, "invalid_request", param)
+        check_error(
+            await post(front(stop("x")), path, body(**fields)), 400, "invalid_request", param
+        )
 
 
-def test_prompt_logprobs_when_the_engine_has_none_or_the_prompt_is_long_then_rejected(harmony: ServedModel) -> None:
+def test_prompt_logprobs_when_the_engine_has_none_or_the_prompt_is_long_then_rejected(
+    harmony: ServedModel,
+) -> None:
     for plan in (plan_helpers.chat, plan_helpers.text):
         with pytest.raises(UnsupportedParameter) as refused:
             plan(plan_helpers.refusing(harmony, "prompt_logprobs"), prompt_logprobs=0)
@@ -170,17 +214,23 @@ def test_prompt_logprobs_when_the_engine_has_none_or_the_prompt_is_long_then_rej
         plan_helpers.text(harmony, prompt=[[7] * 1000] * 20, prompt_logprobs=20)
 
 
-# --- prompts that are too long, and special tokens ------------------------------------------------------
+# --- prompts that are too long, and special tokens ------------------------------------------------
 
 
 async def test_truncate_prompt_tokens_then_the_end_of_the_prompt_is_used() -> None:
     served = front(stop("x"))
-    body = (await post(served, TEXT, text(prompt=["abcd", "e"], truncate_prompt_tokens=2, echo=True))).json()
+    body = (
+        await post(served, TEXT, text(prompt=["abcd", "e"], truncate_prompt_tokens=2, echo=True))
+    ).json()
     assert [choice["text"] for choice in body["choices"]] == ["cdx", "ex"]
     assert body["usage"]["prompt_tokens"] == 3
     messages = [{"role": "user", "content": "abcd"}]
     await post(served, CHAT, chat(messages=messages, truncate_prompt_tokens=3))
-    assert [[*request.token_ids] for request in served.pipeline.requests] == [[*b"cd"], [*b"e"], [*b"bcd"]]
+    assert [[*request.token_ids] for request in served.pipeline.requests] == [
+        [*b"cd"],
+        [*b"e"],
+        [*b"bcd"],
+    ]
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(None, (84, 99)), (30, (70, 70)), (100, (1, 1))])
@@ -189,7 +239,10 @@ async def test_truncate_prompt_tokens_when_minus_1_then_as_many_as_the_context_a
 ) -> None:
     served, long = front(stop("x")), "y" * 200
     fields: dict[str, Any] = {"truncate_prompt_tokens": -1, "max_tokens": max_tokens}
-    for path, body in ((TEXT, text(prompt=long)), (CHAT, chat(messages=[{"role": "user", "content": long}]))):
+    for path, body in (
+        (TEXT, text(prompt=long)),
+        (CHAT, chat(messages=[{"role": "user", "content": long}])),
+    ):
         answer = await post(served, path, body | fields)
         assert answer.status_code == (200 if max_tokens != 100 else 400)
     if max_tokens != 100:  # of 100 tokens of context

@@ -63,7 +63,9 @@ class Held:
         response.send(200, request.path.encode())
 
 
-async def test_requests_when_they_come_in_one_packet_then_each_is_answered_after_the_one_before() -> None:
+async def test_requests_when_they_come_in_one_packet_then_each_is_answered_after_the_one_before() -> (
+    None
+):
     held = Held()
     client = MemoryClient(held)
     client.send(GET % b"a" + GET % b"b" + GET % b"c")
@@ -74,7 +76,9 @@ async def test_requests_when_they_come_in_one_packet_then_each_is_answered_after
     assert bodies(client) == [b"/a", b"/b", b"/c"]
 
 
-async def test_requests_when_many_wait_then_nothing_more_is_received_until_they_are_answered() -> None:
+async def test_requests_when_many_wait_then_nothing_more_is_received_until_they_are_answered() -> (
+    None
+):
     held = Held()
     client = MemoryClient(held)
     for count in range(9):
@@ -112,7 +116,9 @@ async def test_packet_when_it_has_thousands_of_requests_then_few_are_parsed_befo
     assert len(bodies(client)) == 3_000
 
 
-async def test_head_when_requests_had_to_be_answered_before_it_was_parsed_then_the_rest_of_it_is_received() -> None:
+async def test_head_when_requests_had_to_be_answered_before_it_was_parsed_then_the_rest_of_it_is_received() -> (
+    None
+):
     go = asyncio.Event()
 
     async def answer_first(request: HttpRequest, response: HttpResponse) -> None:
@@ -131,7 +137,9 @@ async def test_head_when_requests_had_to_be_answered_before_it_was_parsed_then_t
     await turns()
 
 
-async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_for_it_and_no_other_begins() -> None:
+async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_for_it_and_no_other_begins() -> (
+    None
+):
     for cancels in (False, True):
         held = Held()
         held.cancels = cancels
@@ -146,7 +154,9 @@ async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_f
         assert (held.begun, client.received, client.server.tasks) == (["/a"], b"", set())
 
 
-async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> None:
+async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> (
+    None
+):
     held = Held()
     held.cancels = True
     client = MemoryClient(held)
@@ -177,7 +187,9 @@ async def test_body_when_its_handler_does_not_read_then_no_more_than_a_buffer_is
     assert bodies(client) == [b"/x:" + b"x" * 150_000]
 
 
-async def test_expectation_when_the_handler_reads_then_100_before_the_response_and_not_twice() -> None:
+async def test_expectation_when_the_handler_reads_then_100_before_the_response_and_not_twice() -> (
+    None
+):
     client = MemoryClient(echo)
     client.send(POST.replace(b"Host", b"Expect: 100-continue\r\nHost") % 4)
     await turns()
@@ -192,7 +204,9 @@ async def test_expectation_when_the_handler_reads_then_100_before_the_response_a
 
 async def test_expectation_when_the_client_is_of_http_1_0_then_no_100() -> None:
     client = MemoryClient(echo)
-    client.send((POST % 4).replace(b"Host", b"Expect: 100-continue\r\nHost").replace(b"/1.1", b"/1.0"))
+    client.send(
+        (POST % 4).replace(b"Host", b"Expect: 100-continue\r\nHost").replace(b"/1.1", b"/1.0")
+    )
     await turns()
     assert client.received == b""
     client.send(b"abcd")
@@ -210,11 +224,16 @@ async def test_expectation_when_the_handler_refuses_first_then_no_100() -> None:
     assert client.received.startswith(b"HTTP/1.1 400 ")
 
 
-UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nHost"
+UPGRADE = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings:"
+    b" AAEAAEAAAAIAAAAB\r\nHost"
+)
 CHUNKED = POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
 
 
-@pytest.mark.parametrize("request_", [GET % b"x", CHUNKED.replace(b"Transfer-Encoding: chunked", b"X-Some: 1")])
+@pytest.mark.parametrize(
+    "request_", [GET % b"x", CHUNKED.replace(b"Transfer-Encoding: chunked", b"X-Some: 1")]
+)
 async def test_upgrade_when_asked_for_without_a_body_then_http_1_1_and_what_follows_is_no_request(
     request_: bytes,
 ) -> None:
@@ -228,7 +247,9 @@ async def test_upgrade_when_asked_for_without_a_body_then_http_1_1_and_what_foll
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("request_", [POST % 2 + b"ab", CHUNKED + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"])
-async def test_upgrade_when_asked_for_with_a_body_then_it_is_a_usual_request(request_: bytes, size: int) -> None:
+async def test_upgrade_when_asked_for_with_a_body_then_it_is_a_usual_request(
+    request_: bytes, size: int
+) -> None:
     client = MemoryClient(echo)
     data = request_.replace(b"Host", UPGRADE) * 2 + GET % b"next"
     for first in range(0, len(data), size):
@@ -273,13 +294,16 @@ async def test_trailer_then_it_is_not_a_header() -> None:
 
     client = MemoryClient(look)
     client.send(
-        POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"1\r\na\r\n0\r\nX-Request-Id: b\r\n\r\n"
+        POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+        + b"1\r\na\r\n0\r\nX-Request-Id: b\r\n\r\n"
     )
     await turns()
     assert seen == [None]
 
 
-async def test_header_when_the_server_does_not_read_it_then_it_is_not_kept_and_can_not_be_asked_for() -> None:
+async def test_header_when_the_server_does_not_read_it_then_it_is_not_kept_and_can_not_be_asked_for() -> (
+    None
+):
     kept: list[list[tuple[bytes, bytes]]] = []
 
     async def look(request: HttpRequest, response: HttpResponse) -> None:
@@ -294,7 +318,9 @@ async def test_header_when_the_server_does_not_read_it_then_it_is_not_kept_and_c
     assert [name for name, _ in kept[0]] == [b"x-request-id", b"host"]
 
 
-async def test_connection_close_then_said_in_the_response_and_what_follows_is_not_answered() -> None:
+async def test_connection_close_then_said_in_the_response_and_what_follows_is_not_answered() -> (
+    None
+):
     client = MemoryClient(echo)
     client.send((GET % b"a").replace(b"Host", b"Connection: close\r\nHost") + GET % b"b")
     await turns()
@@ -303,7 +329,9 @@ async def test_connection_close_then_said_in_the_response_and_what_follows_is_no
     assert client.transport.is_closing()
 
 
-async def test_handler_when_it_fails_or_forgets_to_answer_then_500_and_closed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_handler_when_it_fails_or_forgets_to_answer_then_500_and_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
         if request.path == "/bug":
             raise RuntimeError("a bug")
@@ -360,17 +388,25 @@ async def test_request_when_it_is_wrong_and_others_are_before_it_then_they_are_a
     assert client.transport.is_closing()
 
 
-async def test_body_when_it_is_wrong_and_another_request_is_before_it_then_that_is_answered_and_closed() -> None:
+async def test_body_when_it_is_wrong_and_another_request_is_before_it_then_that_is_answered_and_closed() -> (
+    None
+):
     held = Held()
     client = MemoryClient(held)
-    client.send(GET % b"a" + POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"no size\r\n")
+    client.send(
+        GET % b"a"
+        + POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+        + b"no size\r\n"
+    )
     held.go.set()
     await turns()
     assert bodies(client) == [b"/a"]
     assert client.transport.is_closing()
 
 
-async def test_body_when_another_request_was_before_it_then_its_time_begins_when_it_is_read() -> None:
+async def test_body_when_another_request_was_before_it_then_its_time_begins_when_it_is_read() -> (
+    None
+):
     held = Held()
     client = MemoryClient(held)
     client.send(GET % b"a" + POST % 2)

@@ -1,4 +1,6 @@
-"""Which connections are closed to accept others, and what is still answered then, without sockets."""
+"""Which connections are closed to accept others, and what is still answered then, without
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ async def test_connection_when_it_is_closed_for_another_then_a_request_that_is_r
     await served.end()
 
 
-async def test_requests_when_they_run_on_all_connections_then_only_health_is_answered_and_none_is_closed() -> None:
+async def test_requests_when_they_run_on_all_connections_then_only_health_is_answered_and_none_is_closed() -> (
+    None
+):
     served = Served(max_connections=2, reserved_connections=1)
     running = [await served.client(ATTACKER, GET % b"held") for _ in range(2)]
     for path in (b"live", b"ready", b"health"):
@@ -162,7 +166,9 @@ async def test_requests_when_they_run_on_all_connections_then_only_health_is_ans
     await served.end()
 
 
-async def test_bodies_when_more_end_at_once_than_may_run_then_all_run_and_the_rest_may_be_closed() -> None:
+async def test_bodies_when_more_end_at_once_than_may_run_then_all_run_and_the_rest_may_be_closed() -> (
+    None
+):
     served = Served(max_connections=1, reserved_connections=3)
     body = b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
     clients = [await served.client(ATTACKER, body) for _ in range(3)]
@@ -176,7 +182,9 @@ async def test_bodies_when_more_end_at_once_than_may_run_then_all_run_and_the_re
     await served.end()
 
 
-async def test_relief_when_there_are_no_files_then_idle_connections_are_closed_while_there_are_any() -> None:
+async def test_relief_when_there_are_no_files_then_idle_connections_are_closed_while_there_are_any() -> (
+    None
+):
     served = Served(max_connections=10, reserved_connections=1)
     running = await served.client(ATTACKER, GET % b"held")
     idle = await served.client(OTHER)
@@ -187,7 +195,8 @@ async def test_relief_when_there_are_no_files_then_idle_connections_are_closed_w
 
 
 @pytest.mark.parametrize(
-    ("files", "running", "reserved"), [(8704, 8192, 256), (1024, 576, 192), (256, 96, 32), (64, 24, 8)]
+    ("files", "running", "reserved"),
+    [(8704, 8192, 256), (1024, 576, 192), (256, 96, 32), (64, 24, 8)],
 )
 async def test_server_when_the_process_may_open_few_files_then_it_has_fewer_connections(
     files: int, running: int, reserved: int, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +207,7 @@ async def test_server_when_the_process_may_open_few_files_then_it_has_fewer_conn
     assert (limits.max_connections, limits.reserved_connections) == (running, reserved)
 
 
-# --- heads ---------------------------------------------------------------------------------------------------
+# --- heads ----------------------------------------------------------------------------------------
 
 CLIENTS = 20
 HEAD_BYTES = 60_000
@@ -232,12 +241,23 @@ async def memory_of(head: bytes) -> float:
         HEAD + LARGE_HEADERS,
         HEAD + b"X-Long: " + b"v" * HEAD_BYTES,
         b"GET /" + b"p" * HEAD_BYTES,
-        b"POST /" + b"p" * HEAD_BYTES + b"%F0%9F%98%80 HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+        b"POST /"
+        + b"p" * HEAD_BYTES
+        + b"%F0%9F%98%80 HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
         HEAD + SMALL_HEADERS + b"Content-Length: 9\r\n\r\n",
         HEAD + LARGE_HEADERS + b"Content-Length: 9\r\n\r\n",
         HEAD + b"Content-Length: 9\r\n\r\n123456789" + HEAD + LARGE_HEADERS,
     ],
-    ids=["small headers", "large headers", "value", "path", "wide path", "complete", "complete, large", "second"],
+    ids=[
+        "small headers",
+        "large headers",
+        "value",
+        "path",
+        "wide path",
+        "complete",
+        "complete, large",
+        "second",
+    ],
 )
 async def test_head_then_it_takes_at_most_four_times_its_size(head: bytes) -> None:
     assert await memory_of(head) < 4 * len(head)
@@ -277,7 +297,9 @@ async def test_head_when_its_request_has_ended_then_the_idle_connection_does_not
     ],
     ids=["headers", "trailers", "path", "query"],
 )
-async def test_head_when_it_is_beyond_a_limit_then_431_which_names_the_limit(head: bytes, said: bytes) -> None:
+async def test_head_when_it_is_beyond_a_limit_then_431_which_names_the_limit(
+    head: bytes, said: bytes
+) -> None:
     served = Served(max_header_bytes=64 << 10)
     client = await served.client(OTHER, head)
     assert statuses(client)[-1] == 431
@@ -294,9 +316,13 @@ async def test_head_when_it_begins_behind_another_request_then_the_limit_is_the_
     await served.end()
 
 
-async def test_large_heads_when_there_are_too_many_then_the_oldest_is_closed_and_no_small_one() -> None:
+async def test_large_heads_when_there_are_too_many_then_the_oldest_is_closed_and_no_small_one() -> (
+    None
+):
     served = Served(max_connections=20, reserved_connections=1, max_large_head_bytes=25_000)
-    small = await served.client(ATTACKER, b"GET / HTTP/1.1\r\nX-Small: " + b"a" * (SMALL_HEAD_BYTES - 100))
+    small = await served.client(
+        ATTACKER, b"GET / HTTP/1.1\r\nX-Small: " + b"a" * (SMALL_HEAD_BYTES - 100)
+    )
     large = HEAD + b"X-Large: " + b"a" * 7900
     first, second = [await served.client(ATTACKER, large) for _ in range(2)]
     first.send(b"a" * 50)  # a byte now and then does not make it newer
@@ -312,14 +338,18 @@ async def test_large_heads_when_there_are_too_many_then_the_oldest_is_closed_and
     await served.end()
 
 
-async def test_large_heads_when_their_requests_run_then_none_is_closed_and_a_further_one_gets_429() -> None:
+async def test_large_heads_when_their_requests_run_then_none_is_closed_and_a_further_one_gets_429() -> (
+    None
+):
     served = Served(max_connections=20, reserved_connections=1, max_large_head_bytes=15_000)
     large = b"GET /held HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * 7900 + b"\r\n\r\n"
     running = await served.client(OTHER, large)
     rejected = [await served.client(OTHER, large), await served.client(OTHER, large[:-4])]
     for client in rejected:
         assert statuses(client) == [429]
-        assert b"of more than 4096 bytes together reach their limit of 15000 bytes" in client.received
+        assert (
+            b"of more than 4096 bytes together reach their limit of 15000 bytes" in client.received
+        )
     assert statuses(await served.client(OTHER, GET % b"a")) == [200]
     served.go.set()
     await settle()

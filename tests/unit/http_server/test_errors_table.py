@@ -17,7 +17,9 @@ def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
     return [cls, *(found for child in cls.__subclasses__() for found in walk(child))]
 
 
-@pytest.mark.parametrize("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"])
+@pytest.mark.parametrize(
+    "cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"]
+)
 def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
     assert cls in STATUS
     response = to_response(cls("change this"))
@@ -27,7 +29,11 @@ def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) 
 
 
 def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -> None:
-    rows = [line.split("|") for line in (DOCS / "api.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line.split("|")
+        for line in (DOCS / "api.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     listed = {
         (int(status), code)
         for _, statuses, *rest in rows
@@ -35,7 +41,8 @@ def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -
         for code in re.findall(r"`(\w+)`", " ".join(rest))
     }
     leaves = [cls for cls in STATUS if cls is InvalidRequest or not cls.__subclasses__()]
-    wanted = {(STATUS[cls], cls.code) for cls in leaves if cls is not ConfigError}  # one that ends the start
+    # one that ends the start
+    wanted = {(STATUS[cls], cls.code) for cls in leaves if cls is not ConfigError}
     assert wanted <= listed
 
 

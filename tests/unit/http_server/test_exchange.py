@@ -1,4 +1,6 @@
-"""When the bytes of a response leave: together where they can, in order, and not to a client that does not read."""
+"""When the bytes of a response leave: together where they can, in order, and not to a client that
+does not read.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Sent(HttpResponse):
         return self
 
 
-async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_the_rest_by_itself() -> None:
+async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_the_rest_by_itself() -> (
+    None
+):
     response = Sent()
     response.start_events({"X-Some": "value"})
     await response.send_events(b"data: x\n\n")
@@ -146,7 +150,9 @@ async def test_send_events_when_the_client_does_not_read_then_they_wait_until_it
     assert response.transport.sent == [b"1\r\ny\r\n"]
 
 
-async def test_disconnect_when_a_handler_asked_for_it_then_it_is_cancelled_unless_it_has_answered() -> None:
+async def test_disconnect_when_a_handler_asked_for_it_then_it_is_cancelled_unless_it_has_answered() -> (
+    None
+):
     async def handle(response: Sent, *, answers: bool) -> str:
         response.cancel_on_disconnect()
         if answers:
@@ -191,4 +197,9 @@ async def test_fail_when_a_stream_was_started_then_it_ends_without_its_last_chun
     response.write(b"y")
     response.fail(InvalidRequest("late"))
     assert b"".join(response.transport.sent) == b"1\r\ny\r\n"
-    assert (response.num_ends, response.ended, response.is_writable, response.keeps_alive) == (1, True, False, False)
+    assert (response.num_ends, response.ended, response.is_writable, response.keeps_alive) == (
+        1,
+        True,
+        False,
+        False,
+    )

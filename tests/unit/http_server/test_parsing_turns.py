@@ -31,7 +31,9 @@ class TickingClock:
 class WaitingConnection:
     """A connection that has several parts to parse. Each takes half of the time of an iteration."""
 
-    def __init__(self, name: str, num_parts: int, turns: ParsingTurns, clock: TickingClock, log: list[str]) -> None:
+    def __init__(
+        self, name: str, num_parts: int, turns: ParsingTurns, clock: TickingClock, log: list[str]
+    ) -> None:
         self.network = name[0]
         self._name = name
         self._num_parts = num_parts
@@ -47,7 +49,9 @@ class WaitingConnection:
             self._turns.wait(self, is_behind=True)  # type: ignore[arg-type]
 
 
-async def test_turns_when_several_clients_wait_then_they_alternate_within_the_time_of_an_iteration() -> None:
+async def test_turns_when_several_clients_wait_then_they_alternate_within_the_time_of_an_iteration() -> (
+    None
+):
     clock, log = TickingClock(), list[str]()
     turns = ParsingTurns(clock)
     for name, num_parts in (("a1", 3), ("a2", 3), ("a3", 1), ("b1", 1)):
@@ -73,7 +77,9 @@ class Answered:
         response.send(200, b"")
 
 
-async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served_before_the_rest() -> None:
+async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served_before_the_rest() -> (
+    None
+):
     handler, clock = Answered(), TickingClock()
     server = HttpServer(handler, LIMITS, shutdown_s=0.0)
     server.parsing_turns = ParsingTurns(clock)
@@ -92,7 +98,9 @@ async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served
     assert slow.transport.is_reading
 
 
-async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_in_one_iteration() -> None:
+async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_in_one_iteration() -> (
+    None
+):
     handler = Answered()
     server = HttpServer(handler, replace(LIMITS, max_connections=400), shutdown_s=0.0)
     server.parsing_turns = ParsingTurns(TickingClock())
@@ -103,7 +111,9 @@ async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_i
     for _ in range(60):
         num_answered = sum(client.received.count(b"HTTP/1.1 200") for client in clients)
         await asyncio.sleep(0)
-        most = max(most, sum(client.received.count(b"HTTP/1.1 200") for client in clients) - num_answered)
+        most = max(
+            most, sum(client.received.count(b"HTTP/1.1 200") for client in clients) - num_answered
+        )
     assert 0 < most <= PARSING_S / HANDLER_S + 1
     assert all(client.received.count(b"HTTP/1.1 200") == 2 for client in clients)
 
@@ -118,13 +128,18 @@ async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_i
         b"1\r\n \r\n0\r\n" + b"a: " + b"x" * 40_000,
     ],
 )
-async def test_chunks_when_they_take_more_bytes_than_the_data_then_400_which_says_so(body: bytes) -> None:
+async def test_chunks_when_they_take_more_bytes_than_the_data_then_400_which_says_so(
+    body: bytes,
+) -> None:
     client = MemoryClient(Answered())
     client.send(CHUNKED + body)
     for _ in range(300):
         await asyncio.sleep(0)
     assert client.received.startswith(b"HTTP/1.1 400 ")
-    assert b"take more bytes than its body, and more than 16384 bytes; send larger chunks" in client.received
+    assert (
+        b"take more bytes than its body, and more than 16384 bytes; send larger chunks"
+        in client.received
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The headers of a request that the server keeps: what is found in them, and which head is rejected."""
+"""The headers of a request that the server keeps: what is found in them, and which head is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def headers_of(*pairs: tuple[bytes, bytes]) -> Headers:
 
 
 def test_headers_then_the_first_value_of_each_that_is_read_is_found() -> None:
-    headers = headers_of((b"x-request-id", b"1"), (b"x-request-id", b"2"), (b"origin", b""), (b"host", b"\xe9 \t"))
+    headers = headers_of(
+        (b"x-request-id", b"1"), (b"x-request-id", b"2"), (b"origin", b""), (b"host", b"\xe9 \t")
+    )
     assert headers.first(b"x-request-id") == "1"
     assert headers.first(b"origin") == ""
     assert headers.first(b"host") == "é \t"
@@ -42,7 +46,10 @@ def test_head_when_it_asks_for_an_upgrade_then_all_values_that_the_parser_needs_
         (b"transfer-encoding", b"chunked"),
     )
     head = without_upgrade(b"POST", b"/x", "1.1", headers)
-    assert head == b"POST /x HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\nconnection: Upgrade\r\n\r\n"
+    assert (
+        head
+        == b"POST /x HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\nconnection: Upgrade\r\n\r\n"
+    )
     headers.add(b"upgrade", b"WebSocket")
     with pytest.raises(InvalidRequest, match="WebSocket"):
         without_upgrade(b"POST", b"/x", "1.1", headers)

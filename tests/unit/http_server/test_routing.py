@@ -49,7 +49,9 @@ async def ask(method: str, target: str) -> tuple[int, str, bytes]:
         ("/m/lab%2Ftiny/ready", {"name": "lab/tiny"}),
     ],
 )
-async def test_path_when_a_route_matches_then_its_parameters_are_decoded(target: str, params: dict[str, str]) -> None:
+async def test_path_when_a_route_matches_then_its_parameters_are_decoded(
+    target: str, params: dict[str, str]
+) -> None:
     status, _, body = await ask("GET", target)
     assert (status, json.loads(body)[0]) == (200, params)
 

@@ -1,4 +1,6 @@
-"""The checksum of an offer at its holder: over blocks of pieces, ended with the offer, and its failures named."""
+"""The checksum of an offer at its holder: over blocks of pieces, ended with the offer, and its
+failures named.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of
-from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, NOTHING, Checksums, OfferChecksum, combined
+from dynamo_trtllm.kv_transfer.checksums import (
+    BLOCK_BYTES,
+    NOTHING,
+    Checksums,
+    OfferChecksum,
+    combined,
+)
 
 
 @pytest.fixture
@@ -21,7 +29,9 @@ def checksums() -> Iterator[Checksums]:
     made.close()
 
 
-async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_order(checksums: Checksums) -> None:
+async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_order(
+    checksums: Checksums,
+) -> None:
     memory = bytearray(range(256)) * ((BLOCK_BYTES + 512) // 256)
     region, found = MemoryRegion(address_of(memory), len(memory)), list[int | None]()
     expected = [
@@ -35,7 +45,9 @@ async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_orde
     assert found == [combined(NOTHING, expected)]
 
 
-async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(checksums: Checksums) -> None:
+async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
+    checksums: Checksums,
+) -> None:
     memory, found = bytearray(1000), list[int | None]()
     offer = OfferChecksum(checksums, [MemoryRegion(address_of(memory), len(memory))], found.append)
     await offer.stop()
@@ -43,7 +55,9 @@ async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
     assert found == []
 
 
-async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(checksums: Checksums) -> None:
+async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(
+    checksums: Checksums,
+) -> None:
     def broken(region: MemoryRegion) -> NoReturn:
         raise RuntimeError("the GPU is gone")
 
@@ -54,7 +68,9 @@ async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(che
         await offer.hashes(0)
 
 
-async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_report(checksums: Checksums) -> None:
+async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_report(
+    checksums: Checksums,
+) -> None:
     memory, found, has_begun = bytearray(BLOCK_BYTES), list[int | None](), threading.Event()
 
     def slow(checksum: int | None) -> None:
@@ -70,4 +86,8 @@ async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_re
 
 
 def test_submit_all_when_a_piece_has_no_bytes_then_nothing_is_hashed(checksums: Checksums) -> None:
-    assert checksums.submit_all(MemoryRegion(0, 0, "cuda:0")) == checksums.submit_all(MemoryRegion(0, 0)) == []
+    assert (
+        checksums.submit_all(MemoryRegion(0, 0, "cuda:0"))
+        == checksums.submit_all(MemoryRegion(0, 0))
+        == []
+    )

@@ -14,7 +14,9 @@ def test_select_when_named_then_that_backend(choice: str, name: str) -> None:
     assert create_backend(choice).name == name
 
 
-def test_select_when_unnamed_then_nixl_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_select_when_unnamed_then_nixl_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "dynamo_trtllm")
     assert create_backend(None).name == "nixl/ucx"
     assert [record.getMessage() for record in caplog.records] == ["KV transfer backend: nixl/ucx"]

@@ -1,4 +1,6 @@
-"""What ends a fetch first, and what is said of it: whether the hand-off is at fault decides what is tried next."""
+"""What ends a fetch first, and what is said of it: whether the hand-off is at fault decides what is
+tried next.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    TransferExpired,
+    TransferFailed,
+    TransferTimeout,
+)
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, first_deadline
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
@@ -30,14 +38,18 @@ class Slow:
 
     async def register(self, region: MemoryRegion) -> None: ...
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None
+    ) -> bytes:
         return b""
 
     def mark_ready(self, transfer_id: str, ready: int) -> None: ...
 
     async def unpublish(self, transfer_id: str) -> None: ...
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         self.given_s = timeout_s
         if self.error is not None:
             raise self.error
@@ -46,14 +58,23 @@ class Slow:
 
 
 def kv_params(expires_in_s: float) -> KvTransferParams:
-    return msgspec.structs.replace(make_transfer_params("t1"), expires_at=time.time() + expires_in_s)
+    return msgspec.structs.replace(
+        make_transfer_params("t1"), expires_at=time.time() + expires_in_s
+    )
 
 
-async def fetch(backend: Any, expires_in_s: float, *, deadline_in_s: float, timeout_s: float) -> None:
+async def fetch(
+    backend: Any, expires_in_s: float, *, deadline_in_s: float, timeout_s: float
+) -> None:
     params, deadline = kv_params(expires_in_s), time.time() + deadline_in_s
     sampling = Sampling(max_tokens=1)
     request = GenerateRequest(
-        request_id="r", model="m", token_ids=token_ids(), sampling=sampling, deadline=deadline, kv_params=params
+        request_id="r",
+        model="m",
+        token_ids=token_ids(),
+        sampling=sampling,
+        deadline=deadline,
+        kv_params=params,
     )
     config = WorkerConfig(model_path="m", handoff_timeout_s=timeout_s)
     transfers = KvTransfers(backend, config, engine="torch", instance_id=1, layout=params.layout)
@@ -89,7 +110,9 @@ async def test_fetch_when_all_is_well_then_the_backend_had_the_time_that_was_lef
     assert backend.given_s == 3
 
 
-@pytest.mark.parametrize(("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TransferExpired)])
+@pytest.mark.parametrize(
+    ("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TransferExpired)]
+)
 async def test_fetch_when_no_time_is_left_then_the_backend_is_not_asked(
     deadline_s: float, expiry_s: float, error: type[DynamoError]
 ) -> None:

@@ -34,7 +34,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region_begins_after_it(clock: Clock) -> None:
+def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region_begins_after_it(
+    clock: Clock,
+) -> None:
     @contextlib.contextmanager
     def slowly_connected(_offer: Any) -> Iterator[Any]:
         clock.now += CONNECT_S
@@ -47,7 +49,9 @@ def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region
     offer = MagicMock(ready=1, kind="DRAM")
     to = Destination([MemoryRegion(4096, 8)])
     deadline = clock.now + 60
-    steps = Fetch(bindings, peers, MagicMock(), MagicMock(), "t-1", offer, to, 0, deadline, is_checked=False).steps()
+    steps = Fetch(
+        bindings, peers, MagicMock(), MagicMock(), "t-1", offer, to, 0, deadline, is_checked=False
+    ).steps()
 
     assert next(steps) == 0
     clock.now += 2

@@ -1,10 +1,18 @@
-"""Guards in memory: what readers say counts once, and only for the offer whose guard they looked at."""
+"""Guards in memory: what readers say counts once, and only for the offer whose guard they looked
+at.
+"""
 
 from __future__ import annotations
 
 import ctypes
 
-from dynamo_trtllm.kv_transfer.nixl.validity import ACK_BYTES, ACK_OFFSET, Validity, ValiditySlots, part
+from dynamo_trtllm.kv_transfer.nixl.validity import (
+    ACK_BYTES,
+    ACK_OFFSET,
+    Validity,
+    ValiditySlots,
+    part,
+)
 
 
 def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
@@ -31,7 +39,9 @@ def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() ->
         assert holder.get(slot) == Validity(nonce, 3, 0)
 
 
-def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> None:
+def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> (
+    None
+):
     holder, reader = ValiditySlots(), ValiditySlots()
     slot, own = holder.acquire(), reader.acquire()
     holder.activate(slot, 1)

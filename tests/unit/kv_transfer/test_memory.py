@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of, require_cpu, require_sizes, view
+from dynamo_trtllm.kv_transfer.base import (
+    MemoryRegion,
+    address_of,
+    require_cpu,
+    require_sizes,
+    view,
+)
 
 
 def test_view_when_written_then_the_memory_itself_changes() -> None:
@@ -26,7 +32,11 @@ def test_require_cpu_when_on_a_gpu_then_names_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("theirs", "message"),
-    [([1], "1 regions at prefill, 2 at decode"), ([1, 3], "region 1 has 3 bytes"), ([2, 1], "region 0 has 2 bytes")],
+    [
+        ([1], "1 regions at prefill, 2 at decode"),
+        ([1, 3], "region 1 has 3 bytes"),
+        ([2, 1], "region 0 has 2 bytes"),
+    ],
 )
 def test_require_sizes_when_different_then_says_where(theirs: list[int], message: str) -> None:
     regions = [MemoryRegion(1, 1), MemoryRegion(2, 2)]

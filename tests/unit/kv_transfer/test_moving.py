@@ -1,4 +1,6 @@
-"""Fetches that take turns on one thread: all are taken to their ends, whatever becomes of one of them."""
+"""Fetches that take turns on one thread: all are taken to their ends, whatever becomes of one of
+them.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,12 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import TransferExpired, TransferMismatch
-from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT, TRANSFER_PARAMS_VERSION, TransferIdentity, check_params
+from dynamo_trtllm.kv_transfer.base import (
+    EQUAL_LAYOUT,
+    TRANSFER_PARAMS_VERSION,
+    TransferIdentity,
+    check_params,
+)
 from dynamo_trtllm.messages import KvLayout, KvTransferParams, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
@@ -38,7 +43,8 @@ def test_check_when_all_agree_then_accepts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", TRANSFER_PARAMS_VERSION + 1), ("engine", "trtllm"), ("model", "gpt-oss-120b")]
+    ("field", "value"),
+    [("version", TRANSFER_PARAMS_VERSION + 1), ("engine", "trtllm"), ("model", "gpt-oss-120b")],
 )
 def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, value: Any) -> None:
     with pytest.raises(TransferMismatch, match=repr(value)) as caught:
@@ -62,10 +68,16 @@ def test_check_when_a_layout_field_differs_then_names_it(field: str) -> None:
 
 
 def test_check_when_only_the_number_of_ranks_differs_then_accepted() -> None:
-    check_at(msgspec.structs.replace(TRANSFER_PARAMS, layout=msgspec.structs.replace(LAYOUT, tensor_parallel_size=8)))
+    check_at(
+        msgspec.structs.replace(
+            TRANSFER_PARAMS, layout=msgspec.structs.replace(LAYOUT, tensor_parallel_size=8)
+        )
+    )
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [({"release": "1.1"}, {"release": "1.2"}), ({}, {"release": "1.2"})])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [({"release": "1.1"}, {"release": "1.2"}), ({}, {"release": "1.2"})]
+)
 def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
     theirs: dict[str, str], ours: dict[str, str]
 ) -> None:

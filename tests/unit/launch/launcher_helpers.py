@@ -22,14 +22,18 @@ HOST = "127.0.0.1"
 KILLED = -signal.SIGKILL
 
 
-def worker(name: str, role: str, devices: Any, engine: str | None = "vllm", **more: Any) -> dict[str, Any]:
+def worker(
+    name: str, role: str, devices: Any, engine: str | None = "vllm", **more: Any
+) -> dict[str, Any]:
     flags = {"model_path": "/m", **({"engine": engine} if engine else {}), **more.pop("flags", {})}
     return {"name": name, "disaggregation_mode": role, "devices": devices, "flags": flags, **more}
 
 
 def deployment(*workers: dict[str, Any], **restart: Any) -> DeploymentConfig:
     services = {"etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:2"}
-    return DeploymentConfig.model_validate({"services": services, "workers": workers, "restart": restart})
+    return DeploymentConfig.model_validate(
+        {"services": services, "workers": workers, "restart": restart}
+    )
 
 
 class FakeChild:
@@ -38,9 +42,13 @@ class FakeChild:
     last_line = ""
     is_status_2_final = True
 
-    def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]
+    ) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
-        self.record = ProcessRecord(name=spec.name, role=str(spec.role or spec.name), host=spec.host, port=port, pid=1)
+        self.record = ProcessRecord(
+            name=spec.name, role=str(spec.role or spec.name), host=spec.host, port=port, pid=1
+        )
         self.environ = {**environ, **spec.env}
         self.is_ready = self.is_terminating = False
         self.stop_rank = 1 if spec.is_frontend else 0
@@ -84,7 +92,9 @@ ALL: list[FakeChild] = []
 RUNS: list[LauncherRun] = []
 
 
-async def until_ready(ask: partial[Any], within_s: float, on_wait: Callable[[str], None]) -> ReadyAnswer:
+async def until_ready(
+    ask: partial[Any], within_s: float, on_wait: Callable[[str], None]
+) -> ReadyAnswer:
     """Wait for the fake child at this port instead of an HTTP response."""
     _, port = ask.args
     return await [child for child in ALL if child.port == port][-1].ready()
@@ -95,7 +105,9 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("condition not met; children: " + ", ".join(child.spec.name for child in ALL))
+    raise AssertionError(
+        "condition not met; children: " + ", ".join(child.spec.name for child in ALL)
+    )
 
 
 def children_named(name: str) -> list[FakeChild]:
@@ -131,7 +143,9 @@ class LauncherRun:
         return False
 
     async def abort(self) -> None:
-        """Stop the launcher after a failed test, whatever it waits for: its pending task would hang the event loop."""
+        """Stop the launcher after a failed test, whatever it waits for: its pending task would hang
+        the event loop.
+        """
         self.launcher._supervisor.stop()
         while not self.running.done():
             for child in ALL:
@@ -171,7 +185,9 @@ async def run_launcher(*workers: dict[str, Any], **restart: Any) -> AsyncIterato
 
 @contextlib.contextmanager
 def answering(*answers: bytes, greeting: bytes = b"") -> Iterator[int]:
-    """The port of a server that gives one answer for each read, the last one again and again, and no end."""
+    """The port of a server that gives one answer for each read, the last one again and again, and
+    no end.
+    """
     left = list(answers)
 
     class Serve(socketserver.BaseRequestHandler):
@@ -182,7 +198,8 @@ def answering(*answers: bytes, greeting: bytes = b"") -> Iterator[int]:
                     self.request.sendall(left.pop(0) if len(left) > 1 else left[0])
 
     with socketserver.ThreadingTCPServer((HOST, 0), Serve) as server:
-        server.daemon_threads = True  # or its end would wait for connections that the loop of the test has to close
+        # or its end would wait for connections that the loop of the test has to close
+        server.daemon_threads = True
         serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         try:

@@ -33,7 +33,10 @@ def test_line_when_the_disk_is_full_then_one_line_on_stderr_and_the_next_line_is
         for _ in range(3):
             console.line("w", "text")
     assert console.failure is None
-    assert capsys.readouterr().err == "launch: the output can't be written: No space left on device; lines are lost\n"
+    assert (
+        capsys.readouterr().err
+        == "launch: the output can't be written: No space left on device; lines are lost\n"
+    )
 
 
 def test_line_when_a_terminal_then_each_name_has_its_color():
@@ -50,7 +53,9 @@ def test_line_when_a_terminal_then_each_name_has_its_color():
 def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() -> None:
     stream = Terminal()
     console = Console(stream, ["frontend", "prefill-2"], is_json=True)
-    console.line("prefill-2", '{"time": "t", "level": "error", "process": "prefill", "message": "own"}')
+    console.line(
+        "prefill-2", '{"time": "t", "level": "error", "process": "prefill", "message": "own"}'
+    )
     console.line("frontend", '{"process": "frontend-3", "message": "of one of its processes"}')
     console.line("prefill-2", "\x1b[31mof a library")
     console.line("prefill-2", "[" * 100_000)
@@ -58,9 +63,16 @@ def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() ->
     own, member, library, nested, *said = map(json.loads, stream.getvalue().splitlines())
     assert own == {"time": "t", "level": "error", "process": "prefill-2", "message": "own"}
     assert member["process"] == "frontend-3"
-    assert (library["process"], library["message"], library["level"]) == ("prefill-2", "\x1b[31mof a library", "info")
+    assert (library["process"], library["message"], library["level"]) == (
+        "prefill-2",
+        "\x1b[31mof a library",
+        "info",
+    )
     assert len(nested["message"]) < 4_100
-    assert [(line["process"], line["message"]) for line in said] == [("launch", "two"), ("launch", "lines")]
+    assert [(line["process"], line["message"]) for line in said] == [
+        ("launch", "two"),
+        ("launch", "lines"),
+    ]
 
 
 @pytest.fixture
@@ -79,7 +91,9 @@ def shown(stream: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
 
 
-def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(terminal: Terminal) -> None:
+def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(
+    terminal: Terminal,
+) -> None:
     console = Console(terminal, ["frontend", "prefill"])
     with console.starting():
         console.report_phase("prefill", "loading: loading weights 43%, 3.1 GiB of GPU memory used")
@@ -92,7 +106,10 @@ def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(t
     lines = [line.rstrip() for line in shown(terminal).splitlines()]
     assert "✓ etcd       0.2 s ready at 127.0.0.1:1" in lines
     assert any(re.fullmatch(r"… frontend +\d+\.\d s importing", line) for line in lines)
-    assert any(re.fullmatch(r"… prefill +\d\.\d s loading: loading weights 43%, 3\.1 GiB .*", line) for line in lines)
+    assert any(
+        re.fullmatch(r"… prefill +\d\.\d s loading: loading weights 43%, 3\.1 GiB .*", line)
+        for line in lines
+    )
     assert "│ URL  http://localhost:8000/v1 │" in lines
     assert f"prefill  | {WARNING}" in lines
     assert lines.count(f"prefill  | {ROUTINE}") == 1  # the one after the start
@@ -112,7 +129,9 @@ def test_starting_when_it_fails_then_the_hidden_lines_are_written(terminal: Term
     assert shown(terminal).endswith(f"prefill | {ROUTINE}\n")
 
 
-def test_starting_when_stopped_by_the_user_then_nothing_hidden_is_written(terminal: Terminal) -> None:
+def test_starting_when_stopped_by_the_user_then_nothing_hidden_is_written(
+    terminal: Terminal,
+) -> None:
     console = Console(terminal, ["prefill"])
     with console.starting():
         console.line("prefill", ROUTINE)
@@ -157,12 +176,19 @@ async def read(reader: asyncio.StreamReader) -> list[str]:
 
 async def test_next_line_when_lines_come_in_pieces_then_they_come_out_whole() -> None:
     text = "one\r\nzwei \u00fc\n\nlast".encode()
-    assert await lines_of(*(text[i : i + 1] for i in range(len(text)))) == ["one", "zwei \u00fc", "", "last"]
+    assert await lines_of(*(text[i : i + 1] for i in range(len(text)))) == [
+        "one",
+        "zwei \u00fc",
+        "",
+        "last",
+    ]
     assert await lines_of(b"all\n") == ["all"]
     assert await lines_of() == []
 
 
-async def test_next_line_when_a_line_is_longer_than_the_limit_then_it_is_cut_and_nothing_is_lost() -> None:
+async def test_next_line_when_a_line_is_longer_than_the_limit_then_it_is_cut_and_nothing_is_lost() -> (
+    None
+):
     cut = await lines_of(b"x" * 30, b"y" * 30 + b"\nnext\n", limit=50)
     assert "".join(cut) == "x" * 30 + "y" * 30 + "next"
     assert cut[-1] == "next"

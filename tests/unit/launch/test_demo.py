@@ -34,7 +34,13 @@ def answer(**stats):
 
 def test_report_when_answer_came_then_all_that_happened_is_named():
     text = main.sample_report(answer(), "m", {"a1": "prefill", "b2": "decode-2"})
-    for part in ("Think.", "Two lines.", "prefill (instance a1)", "decode-2 (instance b2)", "12,345 bytes over tcp"):
+    for part in (
+        "Think.",
+        "Two lines.",
+        "prefill (instance a1)",
+        "decode-2 (instance b2)",
+        "12,345 bytes over tcp",
+    ):
         assert part in text
     assert "250 ms" in text
     assert "80 tokens/s" in text
@@ -42,7 +48,9 @@ def test_report_when_answer_came_then_all_that_happened_is_named():
 
 
 def test_report_when_there_was_no_prefill_worker_and_no_rate_is_known_then_it_says_so():
-    text = main.sample_report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {})
+    text = main.sample_report(
+        answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {}
+    )
     assert "prefill by: none" in text
     assert "tokens/s" not in text
     assert "a worker of another deployment (instance c3)" in text
@@ -53,8 +61,12 @@ def test_report_when_the_engine_is_a_mock_then_it_says_that_the_text_is_random()
     assert "random" not in main.sample_report(answer(), "m", {})
 
 
-@pytest.mark.parametrize(("model", "question"), [("smollm2", "What is the capital of France?"), ("m", main.PROMPT)])
-def test_question_then_the_model_can_answer_it_and_the_answer_is_the_same_each_time(model, question):
+@pytest.mark.parametrize(
+    ("model", "question"), [("smollm2", "What is the capital of France?"), ("m", main.PROMPT)]
+)
+def test_question_then_the_model_can_answer_it_and_the_answer_is_the_same_each_time(
+    model, question
+):
     sent = main.sample_request(model)
     assert (sent["temperature"], sent["messages"][0]["content"]) == (0, question)
     assert f"question:   {question}" in main.sample_report(answer(), model, {})
@@ -78,7 +90,10 @@ async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
     ("answers", "why"),
     [
         ([http(503, "loading")], "model m was not ready within 0.3 s: status 503: loading"),
-        ([http(200, "{}"), http(400, "no such field")], "the demo request failed: status 400: no such field"),
+        (
+            [http(200, "{}"), http(400, "no such field")],
+            "the demo request failed: status 400: no such field",
+        ),
         ([http(200, "{}"), b"no HTTP\r\n\r\n"], "the demo request failed: .*can't be parsed"),
         ([http(200, "{}"), b""], "the demo request failed: no response"),
     ],
@@ -106,7 +121,12 @@ class Supervised:
 def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -> None:
     data = {
         "workers": [
-            {"name": name, "disaggregation_mode": name, "devices": devices, "flags": {"model": "m", "engine": "vllm"}}
+            {
+                "name": name,
+                "disaggregation_mode": name,
+                "devices": devices,
+                "flags": {"model": "m", "engine": "vllm"},
+            }
             for name, devices in (("prefill", [0]), ("decode", "cpu"))
         ]
     }
@@ -123,7 +143,9 @@ def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -
 
 
 @pytest.mark.parametrize("once", [True, False])
-async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do_something_once(monkeypatch, once):
+async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do_something_once(
+    monkeypatch, once
+):
     monkeypatch.setattr(main, "Launcher", Supervised)
     deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
     await main.run(deployment, log_format="text", once=once)

@@ -1,4 +1,6 @@
-"""Who keeps a dead worker's GPU memory taken, and how the launcher has them end: children do as the test says."""
+"""Who keeps a dead worker's GPU memory taken, and how the launcher has them end: children do as the
+test says.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,15 @@ from tests.unit.launch.launcher_helpers import (
 pytestmark = pytest.mark.usefixtures("scripted")
 
 PREFILL, DECODE = worker("prefill", "prefill", [0]), worker("decode", "decode", [1])
-TWO_EACH = (worker("prefill", "prefill", [0, 1], count=2), worker("decode", "decode", [2, 3], count=2))
+TWO_EACH = (
+    worker("prefill", "prefill", [0, 1], count=2),
+    worker("decode", "decode", [2, 3], count=2),
+)
 
 
-def readers(name: str, *workers: dict[str, Any], environ: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def readers(
+    name: str, *workers: dict[str, Any], environ: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     specs = processes(deployment(*workers))
     (dead,) = [spec for spec in specs if spec.name == name]
     return dependents_of(dead, specs, environ)
@@ -45,15 +52,30 @@ def readers(name: str, *workers: dict[str, Any], environ: Mapping[str, str] = Ma
         ((PREFILL, worker("decode", "decode", [1, 2], count=2)), ["decode-1", "decode-2"]),
         ((worker("prefill", "prefill", "cpu"), DECODE), []),
         ((PREFILL, worker("decode", "decode", "cpu")), []),
-        ((PREFILL, worker("decode", "decode", "cpu", env={"CUDA_VISIBLE_DEVICES": "1"})), ["decode"]),
+        (
+            (PREFILL, worker("decode", "decode", "cpu", env={"CUDA_VISIBLE_DEVICES": "1"})),
+            ["decode"],
+        ),
         ((PREFILL, worker("decode", "decode", [1], engine="torch")), []),
         ((PREFILL, worker("decode", "decode", [1], flags={"served_model_name": "other"})), []),
         ((PREFILL, worker("whole", "prefill_and_decode", [1])), []),
-        ((worker("prefill", "prefill", [0], "torch"), worker("decode", "decode", [1], "torch")), []),
-        ((worker("prefill", "prefill", [0], "trtllm"), worker("decode", "decode", [1], "trtllm")), []),
+        (
+            (worker("prefill", "prefill", [0], "torch"), worker("decode", "decode", [1], "torch")),
+            [],
+        ),
+        (
+            (
+                worker("prefill", "prefill", [0], "trtllm"),
+                worker("decode", "decode", [1], "trtllm"),
+            ),
+            [],
+        ),
         ((worker("prefill", "prefill", [0], None), worker("decode", "decode", [1], None)), []),
         ((PREFILL, worker("more", "prefill", [1])), []),
-        ((PREFILL, DECODE, worker("unmaps", "decode", [2], env={"UCX_CUDA_IPC_CACHE": "n"})), ["decode"]),
+        (
+            (PREFILL, DECODE, worker("unmaps", "decode", [2], env={"UCX_CUDA_IPC_CACHE": "n"})),
+            ["decode"],
+        ),
     ],
 )
 def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_and_of_its_model(
@@ -64,8 +86,11 @@ def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_
 
 def test_readers_when_all_inherit_that_ucx_unmaps_kv_then_only_those_that_override_it() -> None:
     keeps = worker("keeps", "decode", [2], env={"UCX_CUDA_IPC_CACHE": "y"})
-    wrong = worker("wrong", "decode", [3], env={"UCX_CUDA_IPC_CACHE": "off"})  # UCX does not know this value
-    assert readers("prefill", PREFILL, DECODE, keeps, wrong, environ={"UCX_CUDA_IPC_CACHE": "no"}) == ["keeps", "wrong"]
+    # UCX does not know this value
+    wrong = worker("wrong", "decode", [3], env={"UCX_CUDA_IPC_CACHE": "off"})
+    assert readers(
+        "prefill", PREFILL, DECODE, keeps, wrong, environ={"UCX_CUDA_IPC_CACHE": "no"}
+    ) == ["keeps", "wrong"]
 
 
 def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
@@ -73,7 +98,9 @@ def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
     assert readers("frontend", PREFILL, DECODE) == []
 
 
-async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:
+async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> (
+    None
+):
     async with run_launcher(PREFILL, DECODE) as made:
         latest_child("prefill").die(KILLED)
         await until(lambda: latest_child("decode").is_terminating)
@@ -88,7 +115,9 @@ async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before
     assert "frontend exited" not in said
 
 
-async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> None:
+async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> (
+    None
+):
     async with run_launcher(PREFILL, DECODE, max_restarts=2) as made:
         for number in (2, 3):
             latest_child("prefill").die(KILLED)
@@ -105,7 +134,9 @@ async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_pr
         for name in ("decode", "frontend"):
             await until(partial(getattr, latest_child(name), "is_terminating"))
             latest_child(name).die(0)
-        with pytest.raises(RunFailed, match="prefill was killed by SIGKILL; it was restarted 2 times"):
+        with pytest.raises(
+            RunFailed, match="prefill was killed by SIGKILL; it was restarted 2 times"
+        ):
             await made.running
 
 
@@ -136,7 +167,9 @@ async def test_launcher_when_it_dies_before_it_has_ever_served_then_no_reader_is
     await made.end()
 
 
-async def test_launcher_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> None:
+async def test_launcher_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> (
+    None
+):
     async with run_launcher(PREFILL, DECODE):
         latest_child("prefill").die(0)
         (await wait_for_start("prefill", 2)).die(1)
@@ -157,7 +190,9 @@ async def test_launcher_when_the_reader_does_not_serve_yet_then_it_is_left_alone
         assert not latest_child("decode").is_terminating
 
 
-async def test_launcher_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> None:
+async def test_launcher_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> (
+    None
+):
     async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
@@ -175,7 +210,9 @@ async def test_launcher_when_another_prefill_worker_serves_then_readers_go_one_a
         assert len(children_named("decode-1")) == 2
 
 
-async def test_launcher_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> None:
+async def test_launcher_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> (
+    None
+):
     three = worker("prefill", "prefill", [0, 1, 4], count=3)
     async with run_launcher(three, TWO_EACH[1]):
         latest_child("prefill-1").die(KILLED)
@@ -195,7 +232,9 @@ async def test_launcher_when_a_second_one_of_three_dies_while_a_reader_drains_th
         assert not latest_child("decode-2").is_terminating  # it began after both deaths
 
 
-async def test_launcher_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> None:
+async def test_launcher_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> (
+    None
+):
     async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
@@ -238,7 +277,9 @@ async def test_launcher_when_the_waited_for_reader_dies_by_itself_then_that_is_i
         assert not latest_child("decode-2").is_terminating
 
 
-async def test_launcher_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> None:
+async def test_launcher_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> (
+    None
+):
     async with run_launcher(PREFILL, DECODE) as made:
         latest_child("prefill").die(KILLED)
         await until(lambda: latest_child("decode").is_terminating)
@@ -247,7 +288,9 @@ async def test_launcher_when_stopped_while_a_reader_drains_then_it_is_asked_once
         assert latest_child("decode").times_asked == 1
 
 
-async def test_launcher_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> None:
+async def test_launcher_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> (
+    None
+):
     async with run_launcher(*TWO_EACH) as made:
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)

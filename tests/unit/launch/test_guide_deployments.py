@@ -41,9 +41,14 @@ def of_guide(guide: str, module: str) -> list[Command]:
     return [each for each in commands() if (each.guide, each.module) == (guide, module)]
 
 
-def by_role(name: str, engine: str, environ: dict[str, str] | None = None) -> dict[Role, tuple[WorkerConfig, str]]:
+def by_role(
+    name: str, engine: str, environ: dict[str, str] | None = None
+) -> dict[Role, tuple[WorkerConfig, str]]:
     """Each worker with its GPUs."""
-    found = [(worker(spec.argv, engine), spec.env["CUDA_VISIBLE_DEVICES"]) for spec in specs(name, environ)[1:]]
+    found = [
+        (worker(spec.argv, engine), spec.env["CUDA_VISIBLE_DEVICES"])
+        for spec in specs(name, environ)[1:]
+    ]
     return {config.disaggregation_mode: (config, devices) for config, devices in found}
 
 
@@ -59,25 +64,41 @@ def test_disagg_when_compared_with_the_guides_lines_then_the_same_settings_gpus_
         wanted["max_batch_size"] = 128  # in the guide's text, and in the command of its draft
     assert {name: getattr(ours, name) for name in SAME} == wanted
     merged, guides = trtllm_args(ours, LIBRARY.newest), trtllm_args(theirs, LIBRARY.newest)
-    for key in ("cache_transceiver_config.max_tokens_in_buffer", "moe_config.backend", "enable_attention_dp"):
+    for key in (
+        "cache_transceiver_config.max_tokens_in_buffer",
+        "moe_config.backend",
+        "enable_attention_dp",
+    ):
         assert merged.get(key) == guides.get(key)
 
 
 @pytest.mark.parametrize("command", of_guide("004", "dynamo.vllm"), ids=("decode", "prefill"))
-def test_vllm_when_compared_with_the_guides_lines_then_the_same_settings_and_gpus(command: Command) -> None:
+def test_vllm_when_compared_with_the_guides_lines_then_the_same_settings_and_gpus(
+    command: Command,
+) -> None:
     theirs = worker(command.words, "vllm")
     role = Role.PREFILL if "--is-prefill-worker" in command.words else Role.DECODE
     ours, devices = by_role("gpt-oss-120b-vllm-disagg.yaml", "vllm")[role]
     assert devices == command.environment["CUDA_VISIBLE_DEVICES"]
-    for name in ("tensor_parallel_size", "expert_parallel_size", "dyn_reasoning_parser", "dyn_tool_call_parser"):
+    for name in (
+        "tensor_parallel_size",
+        "expert_parallel_size",
+        "dyn_reasoning_parser",
+        "dyn_tool_call_parser",
+    ):
         assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.served_model_name == theirs.model_path  # which vLLM's own server would take for the name
+    # which vLLM's own server would take for the name
+    assert ours.served_model_name == theirs.model_path
 
 
 def test_agg_when_read_then_the_aggregated_targets_size() -> None:
     ((config, devices),) = by_role("gpt-oss-120b-agg.yaml", "trtllm").values()
     assert devices == "0,1,2,3"
-    assert (config.max_batch_size, config.tensor_parallel_size, config.expert_parallel_size) == (800, 4, 4)
+    assert (config.max_batch_size, config.tensor_parallel_size, config.expert_parallel_size) == (
+        800,
+        4,
+        4,
+    )
     assert trtllm_args(config, LIBRARY.newest).get("moe_config.backend") == "TRTLLM"
 
 
@@ -107,9 +128,18 @@ def test_hopper_when_read_then_no_flag_overrides_the_sizes_of_its_engine_argumen
             assert merged.leaves[key] == (value, source)
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("gpt-oss-120b-*.yaml")), ids=lambda path: path.stem)
-def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_them(path: Path) -> None:
-    environ = {"MODEL_PATH": "/m", "SERVED_MODEL_NAME": "n", "DYN_HTTP_PORT": "81", "DYN_NAMESPACE": "ns"}
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.glob("gpt-oss-120b-*.yaml")), ids=lambda path: path.stem
+)
+def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_them(
+    path: Path,
+) -> None:
+    environ = {
+        "MODEL_PATH": "/m",
+        "SERVED_MODEL_NAME": "n",
+        "DYN_HTTP_PORT": "81",
+        "DYN_NAMESPACE": "ns",
+    }
     frontend, *workers = specs(path.name, environ)
     read = load(FrontendConfig, prog="p", argv=frontend.arguments(frontend.port), environ={})
     assert (read.http_port, read.namespace) == (81, "ns")
@@ -121,5 +151,7 @@ def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_th
 
 
 def test_strategy_when_named_then_both_roles_take_it() -> None:
-    workers = by_role("gpt-oss-120b-disagg.yaml", "trtllm", {"DISAGGREGATION_STRATEGY": "decode_first"})
+    workers = by_role(
+        "gpt-oss-120b-disagg.yaml", "trtllm", {"DISAGGREGATION_STRATEGY": "decode_first"}
+    )
     assert {config.disaggregation_strategy for config, _ in workers.values()} == {"decode_first"}

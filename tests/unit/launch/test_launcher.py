@@ -44,7 +44,9 @@ async def started(*workers: dict[str, Any]) -> LauncherRun:
     return made
 
 
-async def test_launcher_when_it_starts_a_process_then_it_passes_addresses_in_the_environment() -> None:
+async def test_launcher_when_it_starts_a_process_then_it_passes_addresses_in_the_environment() -> (
+    None
+):
     services = ServicesConfig(etcd="127.0.0.1:1", nats="nats://dynamo:secret@127.0.0.1:2")
     made = LauncherRun(deployment(WORKER).model_copy(update={"services": services}))
     await until(lambda: len(ALL) == 2)
@@ -56,7 +58,9 @@ async def test_launcher_when_it_starts_a_process_then_it_passes_addresses_in_the
         assert "secret" not in " ".join(child.spec.argv)
 
 
-async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_it_answers_so() -> None:
+async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_it_answers_so() -> (
+    None
+):
     made = await started(WORKER)
     latest_child("frontend").say("listening on http://0.0.0.0:8000")
     latest_child("w").say("serving as instance ab (prefill_and_decode)")
@@ -69,7 +73,10 @@ async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_i
     record = made.launcher.record
     assert record.frontend is not None
     assert record.frontend.address == "localhost:8000"
-    assert {process.instance_id: process.name for process in record.processes} == {"": "frontend", "ab": "w"}
+    assert {process.instance_id: process.name for process in record.processes} == {
+        "": "frontend",
+        "ab": "w",
+    }
     assert "s at http://localhost:8000" in made.out.getvalue()
     assert "s as instance ab" in made.out.getvalue()
     await made.end()
@@ -86,14 +93,19 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
     for child in ALL:
         child.die(KILLED)
     with pytest.raises(
-        RunFailed, match=r"was not ready within 120 s \(loading: reading weights\); raise ready_timeout_s"
+        RunFailed,
+        match=r"was not ready within 120 s \(loading: reading weights\); raise ready_timeout_s",
     ):
         await made.running
 
 
-async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_from_the_ended_one(tmp_path: Path) -> None:
+async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_from_the_ended_one(
+    tmp_path: Path,
+) -> None:
     def recorded() -> tuple[list[str], list[str]]:
-        record = msgspec.json.decode((tmp_path / "deployment.json").read_bytes(), type=launcher.LaunchRecord)
+        record = msgspec.json.decode(
+            (tmp_path / "deployment.json").read_bytes(), type=launcher.LaunchRecord
+        )
         return [process.instance_id for process in record.processes], record.ended_instances
 
     async with run_launcher(WORKER):
@@ -105,7 +117,9 @@ async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_fro
         await until(lambda: recorded() == (["", "abab"], ["ab"]))
 
 
-async def test_launcher_when_the_reader_of_its_output_has_exited_then_it_stops_all_without_an_error() -> None:
+async def test_launcher_when_the_reader_of_its_output_has_exited_then_it_stops_all_without_an_error() -> (
+    None
+):
     reader, writer = os.pipe()
     with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as out:
         made = LauncherRun(deployment(WORKER), out)
@@ -130,7 +144,14 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
 @pytest.mark.parametrize(
     ("frontend_port", "worker_port", "says"),
     [
-        ("{}", 0, "^frontend: --http-port {} can't be opened on --http-host 127.0.0.1 .*--port of this command"),
+        (
+            "{}",
+            0,
+            (
+                "^frontend: --http-port {} can't be opened on --http-host 127.0.0.1 .*--port of"
+                " this command"
+            ),
+        ),
         (0, "{}", "^w: --system-port {} can't be opened on --system-host 127.0.0.1 "),
     ],
 )
@@ -143,7 +164,9 @@ async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not
         taken = str(owner.getsockname()[1])
         flags = {"system_port": int(str(worker_port).format(taken))}
         of = deployment(worker("w", "prefill_and_decode", "cpu", "mock", flags=flags))
-        of = with_settings(of, LaunchConfig(deployment=Path(), port=int(str(frontend_port).format(taken))))
+        of = with_settings(
+            of, LaunchConfig(deployment=Path(), port=int(str(frontend_port).format(taken)))
+        )
         with pytest.raises(ConfigError, match=says.format(taken)):
             await LauncherRun(of.model_copy(update={"services": ServicesConfig()})).running
     assert not ALL
@@ -153,13 +176,20 @@ async def test_run_when_the_host_is_unknown_then_the_flag_that_changes_it_is_nam
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launcher, "bind", bind)
-    of = with_settings(deployment(WORKER), LaunchConfig(deployment=Path(), host="nope.invalid", port=8000))
-    with pytest.raises(ConfigError, match=r"^frontend: --http-host nope\.invalid .*--host of this command changes it$"):
+    of = with_settings(
+        deployment(WORKER), LaunchConfig(deployment=Path(), host="nope.invalid", port=8000)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^frontend: --http-host nope\.invalid .*--host of this command changes it$",
+    ):
         await LauncherRun(of).running
     assert not ALL
 
 
-async def test_run_when_a_port_is_chosen_then_it_is_reserved_for_its_process_until_the_end() -> None:
+async def test_run_when_a_port_is_chosen_then_it_is_reserved_for_its_process_until_the_end() -> (
+    None
+):
     made = await started(WORKER)
     port = latest_child("w").port
     with socket.socket() as other, pytest.raises(OSError, match="in use"):

@@ -12,7 +12,11 @@ from dynamo_trtllm.messages import Role
 
 
 def deployment(**changes):
-    worker = {"name": "w", "disaggregation_mode": "decode", "flags": {"model_path": "/models/m", "engine": "mock"}}
+    worker = {
+        "name": "w",
+        "disaggregation_mode": "decode",
+        "flags": {"model_path": "/models/m", "engine": "mock"},
+    }
     return DeploymentConfig.model_validate(
         {"namespace": "ns", "frontend": {"http_port": 0}, "workers": [worker | changes]}
     )
@@ -28,7 +32,11 @@ def test_processes_when_read_back_by_their_programs_then_settings_are_the_deploy
     read = load(FrontendConfig, prog="p", argv=frontend.arguments(81), environ=frontend.env)
     assert (read.http_port, read.namespace) == (81, "ns")
     config = load(WorkerConfig, prog="p", argv=worker.argv, environ=worker.env)
-    assert (config.model_path, config.engine, config.disaggregation_mode) == ("/models/m", "mock", Role.DECODE)
+    assert (config.model_path, config.engine, config.disaggregation_mode) == (
+        "/models/m",
+        "mock",
+        Role.DECODE,
+    )
     assert config.namespace == "ns"
 
 
@@ -50,7 +58,10 @@ def test_processes_when_worker_is_on_the_cpu_then_it_sees_no_gpu_unless_its_env_
 
 
 def test_processes_when_an_address_in_the_environment_is_wrong_then_it_does_not_matter_as_the_launcher_sets_it():
-    assert len(processes(deployment(), {"ETCD_ENDPOINTS": "a b", "DYN_TRTLLM_NATS_SERVER": "a b"})) == 2
+    assert (
+        len(processes(deployment(), {"ETCD_ENDPOINTS": "a b", "DYN_TRTLLM_NATS_SERVER": "a b"}))
+        == 2
+    )
 
 
 def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
@@ -59,7 +70,7 @@ def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
 
 
 def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_that_only_this_machine_reaches():
-    (_, worker) = processes(deployment())
+    _, worker = processes(deployment())
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
     config = load(WorkerConfig, prog="p", argv=worker.arguments(23456), environ=worker.env)
     assert (config.system_host, config.system_port) == ("127.0.0.1", 23456)
@@ -75,10 +86,12 @@ def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_th
         ({"system_port": 9090}, {"DYN_SYSTEM_PORT": "9091"}, ("127.0.0.1", 9090)),
     ],
 )
-def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_worker_reads_it(flags, environ, wanted):
+def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_worker_reads_it(
+    flags, environ, wanted
+):
     flags = {"model_path": "m"} | flags
-    (_, inherits) = processes(deployment(flags=flags), environ)
-    (_, has_its_own) = processes(deployment(flags=flags, env=environ))
+    _, inherits = processes(deployment(flags=flags), environ)
+    _, has_its_own = processes(deployment(flags=flags, env=environ))
     for spec in (inherits, has_its_own):
         assert (spec.host, spec.port) == wanted
         chosen = load(WorkerConfig, prog="p", argv=spec.arguments(spec.port or 7), environ=environ)
@@ -141,19 +154,26 @@ def test_processes_when_two_have_the_same_port_of_other_addresses_then_they_are_
 
 
 def test_processes_when_one_logs_only_warnings_then_it_is_taken_as_its_log_is_not_read():
-    assert "--log-level=warning" in processes(deployment(flags={"model_path": "m", "log_level": "warning"}))[
-        1
-    ].arguments(7)
+    assert "--log-level=warning" in processes(
+        deployment(flags={"model_path": "m", "log_level": "warning"})
+    )[1].arguments(7)
 
 
 def test_with_settings_when_a_model_is_typed_then_every_worker_serves_it_under_its_own_name():
-    other = with_settings(deployment(flags={"model_path": "m", "served_model_name": "old"}), typed(model="smollm2"))
+    other = with_settings(
+        deployment(flags={"model_path": "m", "served_model_name": "old"}), typed(model="smollm2")
+    )
     assert processes(other)[1].model == "smollm2"
     assert "--served-model-name" not in " ".join(processes(other)[1].argv)
 
 
 def test_with_settings_when_another_engine_is_typed_then_arguments_of_the_old_one_go():
-    flags = {"model_path": "m", "engine": "mock", "extra_engine_args": "mock.yaml", "tensor_parallel_size": 4}
+    flags = {
+        "model_path": "m",
+        "engine": "mock",
+        "extra_engine_args": "mock.yaml",
+        "tensor_parallel_size": 4,
+    }
     (changed,) = with_settings(deployment(flags=flags), typed(engine="torch")).workers
     assert changed.flags == {"model_path": "m", "engine": "torch"}
     (same,) = with_settings(deployment(flags=flags), typed(engine="mock")).workers

@@ -10,7 +10,15 @@ from functools import partial
 import pytest
 
 from dynamo_trtllm.launch import servers
-from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats, is_taken, ready, until
+from dynamo_trtllm.launch.servers import (
+    NotYet,
+    ReadyAnswer,
+    check_etcd,
+    check_nats,
+    is_taken,
+    ready,
+    until,
+)
 from tests.unit.launch.launcher_helpers import HOST, answering, http
 from tests.waiting import SOON_S
 
@@ -22,7 +30,8 @@ async def test_ready_when_200_then_the_instance_is_known() -> None:
     body = '{"status": "serving", "reason": "", "instance_id": "ab", "more": 1}'
     with answering(http(200, body)) as port:
         assert await ready(HOST, port) == ReadyAnswer("serving", "", "ab")
-        assert await ready("0.0.0.0", port) == ReadyAnswer("serving", "", "ab")  # where it listens, not where to ask
+        # where it listens, not where to ask
+        assert await ready("0.0.0.0", port) == ReadyAnswer("serving", "", "ab")
 
 
 async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
@@ -36,16 +45,27 @@ async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (http(503, '{"status": "loading", "reason": "reading weights"}'), "^loading: reading weights$"),
+        (
+            http(503, '{"status": "loading", "reason": "reading weights"}'),
+            "^loading: reading weights$",
+        ),
         (http(503, '{"status": "starting", "reason": ""}'), "^starting$"),
-        (http(404, "{}"), "the response to GET /ready at port .* can't be parsed: .*missing required field `status`"),
+        (
+            http(404, "{}"),
+            (
+                "the response to GET /ready at port .* can't be parsed: .*missing required field"
+                " `status`"
+            ),
+        ),
         (http(200, "fine"), "can't be parsed"),
         (http(200, "[]"), "can't be parsed: Expected `object`"),
         (b"serving as instance ab\r\n\r\n", "can't be parsed: .*HTTP"),
         (f"HTTP/1.1 200 OK\r\n\r\n{LONG}".encode(), "is incomplete or too long"),
     ],
 )
-async def test_ready_when_the_answer_is_not_that_it_serves_then_the_reason_is_said(answer: bytes, why: str) -> None:
+async def test_ready_when_the_answer_is_not_that_it_serves_then_the_reason_is_said(
+    answer: bytes, why: str
+) -> None:
     with answering(answer) as port:
         async with asyncio.timeout(SOON_S):
             with pytest.raises((NotYet, ConnectionError), match=why):
@@ -53,20 +73,26 @@ async def test_ready_when_the_answer_is_not_that_it_serves_then_the_reason_is_sa
 
 
 async def test_until_when_it_does_not_serve_in_time_then_its_last_reason_is_said() -> None:
-    answers = [http(503, f'{{"status": "{status}", "reason": ""}}') for status in ("starting", "loading")]
+    answers = [
+        http(503, f'{{"status": "{status}", "reason": ""}}') for status in ("starting", "loading")
+    ]
     with answering(*answers) as port, pytest.raises(NotYet, match=r"^loading$"):
         await until(partial(ready, HOST, port), 2.0)
 
 
 async def test_until_when_it_serves_later_then_its_answer_comes() -> None:
-    not_yet, now = http(503, '{"status": "loading", "reason": ""}'), http(200, '{"status": "ready"}')
+    not_yet, now = (
+        http(503, '{"status": "loading", "reason": ""}'),
+        http(200, '{"status": "ready"}'),
+    )
     with answering(not_yet, not_yet, now) as port:
         assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
 
 
 async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
     with socket.socket() as held:
-        held.bind((HOST, 0))  # and not listening: connections are refused, and no other process gets the port
+        # and not listening: connections are refused, and no other process gets the port
+        held.bind((HOST, 0))
         async with asyncio.timeout(SOON_S):
             with pytest.raises(NotYet, match="Connect call failed"):
                 await until(partial(ready, HOST, held.getsockname()[1]), 1.0)
@@ -78,7 +104,9 @@ async def test_until_when_it_takes_connections_and_says_nothing_then_it_ends_in_
             await until(partial(ready, HOST, port), 0.2)
 
 
-async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(servers, "_ONE_ANSWER_S", 0.1)
     with answering(b"", http(200, '{"status": "ready"}')) as port:
         assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
@@ -92,7 +120,9 @@ async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(monkeyp
         (503, '{"health":"false","reason":"RAFT NO LEADER"}', False),
     ],
 )
-async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(status: int, body: str, serves: bool) -> None:
+async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(
+    status: int, body: str, serves: bool
+) -> None:
     await check(check_etcd, serves, http(status, body))
 
 
@@ -104,7 +134,9 @@ async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(status: 
         (b"HTTP/1.1 400 Bad Request\r\n", b"PONG\r\n", False),
     ],
 )
-async def test_nats_then_it_serves_only_when_it_answers_a_ping(greeting: bytes, answer: bytes, serves: bool) -> None:
+async def test_nats_then_it_serves_only_when_it_answers_a_ping(
+    greeting: bytes, answer: bytes, serves: bool
+) -> None:
     await check(check_nats, serves, answer, greeting=greeting)
 
 

@@ -31,14 +31,20 @@ def test_folder_when_left_then_gone() -> None:
     assert not folder.exists()
 
 
-def test_folder_when_it_can_not_be_created_then_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_when_it_can_not_be_created_then_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    with pytest.raises(ConfigError, match=r"^no temporary folder can be created: .*; free space, or set TMPDIR"):
+    with pytest.raises(
+        ConfigError, match=r"^no temporary folder can be created: .*; free space, or set TMPDIR"
+    ):
         scratch_folder("scratch-test-").__enter__()
 
 
 def test_folder_when_its_process_is_killed_then_gone() -> None:
-    holder = subprocess.Popen([sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert holder.stdout is not None
     folder = Path(holder.stdout.readline().decode().strip())
     assert (folder / "deep" / "file").exists()

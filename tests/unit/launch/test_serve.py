@@ -27,7 +27,11 @@ CONFIG = {
     "quantization_config": {"quant_method": "mxfp4"},
 }
 NO_GPU = MachineFacts(
-    gpus=(), no_gpu_reason="none", cpus=1, memory_bytes=16 << 30, engines=frozenset({"torch", "mock"})
+    gpus=(),
+    no_gpu_reason="none",
+    cpus=1,
+    memory_bytes=16 << 30,
+    engines=frozenset({"torch", "mock"}),
 )
 
 
@@ -48,9 +52,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    files = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{ }", "model.safetensors": bytes(1000)}
+    files = {
+        "config.json": json.dumps(CONFIG).encode(),
+        "tokenizer.json": b"{ }",
+        "model.safetensors": bytes(1000),
+    }
     running = HubServer(files)
-    monkeypatch.setattr(serve, "Hub", lambda: Hub(endpoint=running.url, cache_dir=tmp_path / "cache"))
+    monkeypatch.setattr(
+        serve, "Hub", lambda: Hub(endpoint=running.url, cache_dir=tmp_path / "cache")
+    )
     yield running
     running.close()
 
@@ -79,7 +89,10 @@ def test_dry_run_when_printed_then_the_file_is_one_for_the_launcher(
     assert [worker.name for worker in deployment.workers] == ["prefill", "decode"]
     for worker in deployment.workers:
         assert worker.flags["model_path"] == str(folder.resolve())
-        assert (worker.flags["served_model_name"], worker.flags["max_seq_len"]) == ("my${model}", 64)
+        assert (worker.flags["served_model_name"], worker.flags["max_seq_len"]) == (
+            "my${model}",
+            64,
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,17 +102,41 @@ def test_dry_run_when_printed_then_the_file_is_one_for_the_launcher(
         (("none",), "model folder none does not exist"),
         (("~no-such-user/m",), "model folder ~no-such-user/m does not exist"),
         ((300 * "a",), "does not exist; pass a folder or a bundled model name"),
-        (("tiny-gpt-oss", "--revision", "x"), "--revision needs a model on the Hub, not tiny-gpt-oss"),
-        (("tiny-gpt-oss", "--max-batch-size", "3"), "type it last, after --: -- --max-batch-size VALUE"),
+        (
+            ("tiny-gpt-oss", "--revision", "x"),
+            "--revision needs a model on the Hub, not tiny-gpt-oss",
+        ),
+        (
+            ("tiny-gpt-oss", "--max-batch-size", "3"),
+            "type it last, after --: -- --max-batch-size VALUE",
+        ),
         (("tiny-gpt-oss", "--", "--max-batch-sise", "3"), "did you mean --max-batch-size?"),
-        (("tiny-gpt-oss", "--", "--engine", "mock"), "--engine can't be used after --: type --engine before --"),
+        (
+            ("tiny-gpt-oss", "--", "--engine", "mock"),
+            "--engine can't be used after --: type --engine before --",
+        ),
         (("tiny-gpt-oss", "--", "--is-prefill-worker"), "type --prefill and --decode before --"),
-        (("tiny-gpt-oss", "--", "--nats-server", "nats://x"), "this command starts its own servers"),
-        (("tiny-gpt-oss", "--", "--model-path", "y"), "--model-path can't be used after --: type the model before --"),
-        (("tiny-gpt-oss", "--", "--model", "y"), "--model can't be used after --: type the model before --"),
+        (
+            ("tiny-gpt-oss", "--", "--nats-server", "nats://x"),
+            "this command starts its own servers",
+        ),
+        (
+            ("tiny-gpt-oss", "--", "--model-path", "y"),
+            "--model-path can't be used after --: type the model before --",
+        ),
+        (
+            ("tiny-gpt-oss", "--", "--model", "y"),
+            "--model can't be used after --: type the model before --",
+        ),
         (("tiny-gpt-oss", "--", "--print-config"), "--print-config can't be used after --"),
-        (("--model", "tiny-gpt-oss"), "unknown flag --model; MODEL is the first argument: type the value without"),
-        (("--model-path=a",), "unknown flag --model-path; MODEL is the first argument: type the value without"),
+        (
+            ("--model", "tiny-gpt-oss"),
+            "unknown flag --model; MODEL is the first argument: type the value without",
+        ),
+        (
+            ("--model-path=a",),
+            "unknown flag --model-path; MODEL is the first argument: type the value without",
+        ),
     ],
 )
 def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
@@ -116,8 +153,10 @@ def test_serve_when_help_is_asked_after_the_dashes_then_it_is_that_of_a_worker_a
     assert ended.value.code == 0
     usage, _, described, *_ = capsys.readouterr().out.splitlines()
     assert usage == "usage: dynamo-trtllm worker --model-path MODEL_PATH [flags]"
-    assert described == (
-        "Flags after -- are those of every worker. Flags of serve come before --: dynamo-trtllm serve --help"
+    assert (
+        described
+        == "Flags after -- are those of every worker. Flags of serve come before --: dynamo-trtllm"
+        " serve --help"
     )
 
 
@@ -170,7 +209,9 @@ def test_serve_when_the_hub_can_not_be_reached_then_one_line(tmp_path: Path) -> 
     assert done.stderr.count("\n") == 1
 
 
-def test_serve_when_interrupted_during_a_download_then_130(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_when_interrupted_during_a_download_then_130(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -180,10 +221,13 @@ def test_serve_when_interrupted_during_a_download_then_130(hub: HubServer, monke
     assert ended.value.code == 130
 
 
-def test_model_facts_when_weights_are_quantized_then_torch_counts_them_unpacked(folder: Path) -> None:
+def test_model_facts_when_weights_are_quantized_then_torch_counts_them_unpacked(
+    folder: Path,
+) -> None:
     _, facts = serve._model(serve.load(serve.ServeConfig, prog="", argv=[str(folder)]))
     assert facts.weight_bytes == 1000
     assert facts.torch_values is not None
-    matrices = 2 * (3 * 64 * 128 + 2 * 64 * 2 * 64) + 2 * 100 * 64  # of two layers, and of the vocabulary
+    # of two layers, and of the vocabulary
+    matrices = 2 * (3 * 64 * 128 + 2 * 64 * 2 * 64) + 2 * 100 * 64
     assert matrices <= facts.torch_values < 1.1 * matrices
     assert facts.num_heads == 4

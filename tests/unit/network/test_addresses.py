@@ -10,7 +10,9 @@ from dynamo_trtllm.network.addresses import LOOPBACK, address_towards, is_wildca
 HERE = "nats://localhost:4222"
 
 
-@pytest.mark.parametrize("url", [HERE, "127.0.0.1:4222", "http://[::1]:2379", "nats://no-such-host.invalid:1"])
+@pytest.mark.parametrize(
+    "url", [HERE, "127.0.0.1:4222", "http://[::1]:2379", "nats://no-such-host.invalid:1"]
+)
 def test_address_when_all_servers_are_on_this_host_then_loopback(url: str) -> None:
     assert address_towards([url]) == LOOPBACK
 

@@ -1,4 +1,7 @@
-"""A listening port while many connect at once. On uvloop, whose way of accepting is what is at stake."""
+"""A listening port while many connect at once.
+
+On uvloop, whose way of accepting is what is at stake.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ import pytest
 import uvloop
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listen, warn_if_exposed
+from dynamo_trtllm.network.listening import (
+    ACCEPTS_PER_TURN,
+    Acceptor,
+    allow_files,
+    listen,
+    warn_if_exposed,
+)
 from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
@@ -58,14 +67,20 @@ async def turns_to_accept_all(sock: socket.socket, accepts_per_turn: int) -> int
 
 
 @pytest.mark.parametrize("host", ["nope.invalid", "192.0.2.7", 70 * "a", "::zz"])
-def test_listen_when_the_host_is_no_address_of_this_machine_then_the_error_is_of_the_host(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--http-host {host} is not an address of this machine ") as caught:
+def test_listen_when_the_host_is_no_address_of_this_machine_then_the_error_is_of_the_host(
+    host: str,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^--http-host {host} is not an address of this machine "
+    ) as caught:
         listen(host, 0)
     assert caught.value.field == "http_host"
 
 
 @pytest.mark.parametrize("accepts_per_turn", [ACCEPTS_PER_TURN, 1])
-def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several_up_to_a_limit(accepts_per_turn: int) -> None:
+def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several_up_to_a_limit(
+    accepts_per_turn: int,
+) -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sock = stack.enter_context(listen(HOST, 0))
         for _ in range(CLIENTS):
@@ -132,7 +147,9 @@ def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def accept(sock: socket.socket) -> OSError | None:
         acceptor = acceptor_of(sock, Counted)
         sock.shutdown(socket.SHUT_RDWR)
@@ -150,10 +167,15 @@ def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(capl
 
 
 @pytest.mark.parametrize(
-    ("wanted", "hard", "files"), [(728, 4096, 728), (728, resource.RLIM_INFINITY, 728), (2128, 1000, 1000)]
+    ("wanted", "hard", "files"),
+    [(728, 4096, 728), (728, resource.RLIM_INFINITY, 728), (2128, 1000, 1000)],
 )
 def test_files_when_the_process_may_open_too_few_then_more_or_a_warning_with_what_to_do(
-    wanted: int, hard: int, files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wanted: int,
+    hard: int,
+    files: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = []  # this process's own can't be lowered and raised again everywhere
     monkeypatch.setattr(resource, "getrlimit", lambda which: (512, hard))

@@ -10,9 +10,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dynamo_trtllm.observability.logging import LINE_CHARS, VALUE_CHARS, log_thread_stacks, request_id, setup
+from dynamo_trtllm.observability.logging import (
+    LINE_CHARS,
+    VALUE_CHARS,
+    log_thread_stacks,
+    request_id,
+    setup,
+)
 
-FORGED = "a\n2026-01-01T00:00:00.000Z ERROR frontend - root: FORGED\r\x1b[31m\x85\u2028\u2029\u202e\u2066\ud800\x7f"
+FORGED = (
+    "a\n2026-01-01T00:00:00.000Z ERROR frontend - root:"
+    " FORGED\r\x1b[31m\x85\u2028\u2029\u202e\u2066\ud800\x7f"
+)
 _UNSAFE = re.compile("[^\n\x20-\x7e\xa1-\u200a\u2010-\u2027]")
 _HEAD = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+ .+: .*)")
 
@@ -46,7 +55,9 @@ def fail(error: Exception) -> None:
         log.exception("request %s failed", "r")
 
 
-def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(logged: Callable[[], str]) -> None:
+def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(
+    logged: Callable[[], str],
+) -> None:
     setup("info", "prefill-1")
     token = request_id.set("req-7")
     log.info("call %d of %s in %.1f s", 1, "w", 0.25)
@@ -60,7 +71,9 @@ def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(
     ]
 
 
-def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(logged: Callable[[], str]) -> None:
+def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(
+    logged: Callable[[], str],
+) -> None:
     setup("debug", "a")
     setup("warning", "b")
     log.info("hidden")
@@ -68,7 +81,9 @@ def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(logged: C
     assert heads(logged()) == ["WARNING b x: seen"]
 
 
-def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(logged: Callable[[], str]) -> None:
+def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(
+    logged: Callable[[], str],
+) -> None:
     setup("info", "a")
     logging.getLogger("nats").info("hidden")
     logging.getLogger("nats").warning("seen\n")
@@ -92,7 +107,8 @@ def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(log
 def test_line_when_a_value_holds_control_characters_then_they_are_escaped_and_forge_no_record(
     logged: Callable[[], str], log_format: str, write: Callable[[], None]
 ) -> None:
-    logging.getLogger().handlers.clear()  # pytest's own: a report of a test can't hold a lone surrogate
+    # pytest's own: a report of a test can't hold a lone surrogate
+    logging.getLogger().handlers.clear()
     setup("info", "a", log_format)
     token = request_id.set(FORGED)
     write()
@@ -123,7 +139,9 @@ def test_line_when_values_are_long_then_each_loses_its_middle_and_the_line_is_bo
     assert max(map(len, rest)) < LINE_CHARS + 100
 
 
-def test_traceback_then_it_has_its_lines_and_deep_ones_lose_their_middle(logged: Callable[[], str]) -> None:
+def test_traceback_then_it_has_its_lines_and_deep_ones_lose_their_middle(
+    logged: Callable[[], str],
+) -> None:
     def down(left: int, other: Callable[..., None]) -> None:
         if left:
             other(left - 1, down)
@@ -186,7 +204,11 @@ def test_json_then_each_line_is_an_object_with_time_level_logger_message_request
     lines = failed.pop("exception").split("\n")
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ValueError: bad")
     common = {"process": "decode", "logger": "dynamo_trtllm.x"}
-    assert failed == common | {"level": "error", "message": "request r failed", "request_id": "req-7"}
+    assert failed == common | {
+        "level": "error",
+        "message": "request r failed",
+        "request_id": "req-7",
+    }
     del plain["time"]
     assert plain == common | {
         "level": "warning",

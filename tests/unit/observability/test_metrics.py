@@ -1,7 +1,13 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.observability.metrics import MOST_WORKERS, PREFIX, TABLE, FrontendMetrics, WorkerMetrics
+from dynamo_trtllm.observability.metrics import (
+    MOST_WORKERS,
+    PREFIX,
+    TABLE,
+    FrontendMetrics,
+    WorkerMetrics,
+)
 from dynamo_trtllm.observability.outputs import Outputs
 
 
@@ -13,7 +19,9 @@ def samples(exposition: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     }
 
 
-@pytest.mark.parametrize(("process", "metrics"), [("frontend", FrontendMetrics()), ("worker", WorkerMetrics())])
+@pytest.mark.parametrize(
+    ("process", "metrics"), [("frontend", FrontendMetrics()), ("worker", WorkerMetrics())]
+)
 def test_render_when_nothing_happened_then_every_name_of_the_table_is_declared(process, metrics):
     text = metrics.render().decode()
     for row in TABLE:
@@ -51,7 +59,11 @@ def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_
     metrics.by_worker["placed_requests"] = lambda: placed
     assert samples(metrics.render())["placed_requests", (("worker", "ff"),)] == 1
     placed = {number: number for number in range(1000, 1000 + MOST_WORKERS + 9)}
-    found = {key: value for key, value in samples(metrics.render()).items() if key[0] == "placed_requests"}
+    found = {
+        key: value
+        for key, value in samples(metrics.render()).items()
+        if key[0] == "placed_requests"
+    }
     assert sorted(found.values()) == list(range(1009, 1009 + MOST_WORKERS))
 
 
@@ -61,7 +73,10 @@ def test_phases_when_observed_then_they_are_counted_by_model_and_role():
     metrics.child("kv_bytes_total", "nixl/ucx").inc(100)
     found = samples(metrics.render())
     for role, seconds in (("prefill", 0.1), ("decode", 0.2)):
-        assert found["phase_seconds_sum", (("model", "m"), ("phase", "queue"), ("role", role))] == seconds
+        assert (
+            found["phase_seconds_sum", (("model", "m"), ("phase", "queue"), ("role", role))]
+            == seconds
+        )
     assert found["kv_bytes_total", (("transport", "nixl/ucx"),)] == 100
 
 

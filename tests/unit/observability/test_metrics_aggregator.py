@@ -11,7 +11,10 @@ def page(*parts: str) -> bytes:
 
 
 def counter(value: float, labels: str = "") -> str:
-    return f"# HELP requests_total finished\n# TYPE requests_total counter\nrequests_total{labels} {value}\n"
+    return (
+        f"# HELP requests_total finished\n# TYPE requests_total counter\nrequests_total{labels}"
+        f" {value}\n"
+    )
 
 
 def gauge(value: float) -> str:
@@ -25,7 +28,11 @@ def memory(value: float) -> str:
 
 def values(page: bytes) -> dict[str, float]:
     """By name and labels, formatted as Prometheus does."""
-    lines = (line.rpartition(" ") for line in page.decode().split("\n") if line and not line.startswith("#"))
+    lines = (
+        line.rpartition(" ")
+        for line in page.decode().split("\n")
+        if line and not line.startswith("#")
+    )
     return {sample: float(value) for sample, _, value in lines}
 
 
@@ -38,7 +45,11 @@ def test_total_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
     ):
         aggregator.update(process, page(*parts))
     whole = aggregator.total()
-    assert values(whole) == {'requests_total{model="a"}': 3, 'requests_total{model="b \\n\u2028 c"}': 4, "inflight": 5}
+    assert values(whole) == {
+        'requests_total{model="a"}': 3,
+        'requests_total{model="b \\n\u2028 c"}': 4,
+        "inflight": 5,
+    }
     assert [line for line in whole.decode().split("\n") if line.startswith("# HELP")] == [
         "# HELP requests_total finished",
         "# HELP inflight now",
@@ -64,7 +75,8 @@ def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -
     aggregator.update("frontend-2", page(counter(4), gauge(2)))
     aggregator.ended("frontend-1")
     assert values(aggregator.total()) == {"requests_total": 7, "inflight": 2}
-    aggregator.update("frontend-1", page(counter(1), gauge(1), memory(90)))  # the one that was started in its place
+    # the one that was started in its place
+    aggregator.update("frontend-1", page(counter(1), gauge(1), memory(90)))
     assert values(aggregator.total()) == {
         "requests_total": 8,
         "inflight": 3,
@@ -105,7 +117,8 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
     assert 'process_resident_memory_bytes{process="frontend-2"}' in text
     assert text.count("# TYPE dynamo_trtllm_requests_total counter") == 1
     aggregator.ended("frontend-2")
-    assert values(aggregator.total())['dynamo_trtllm_request_seconds_count{model="m"}'] == 5  # histograms stay, too
+    # histograms stay, too
+    assert values(aggregator.total())['dynamo_trtllm_request_seconds_count{model="m"}'] == 5
 
 
 async def test_metrics_when_the_process_is_alone_then_the_text_is_its_own() -> None:

@@ -1,4 +1,6 @@
-"""The outputs of a process whose reader, disk or terminal does not take them: lines are dropped, and nothing waits."""
+"""The outputs of a process whose reader, disk or terminal does not take them: lines are dropped,
+and nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def running(output: RelayedOutput) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_counts_them() -> None:
+def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_counts_them() -> (
+    None
+):
     read_end, write_end = os.pipe()
     num_dropped: list[int] = []
     output = RelayedOutput(write_end, notice, num_dropped.append)
@@ -94,12 +98,16 @@ def test_output_when_a_dropped_line_ends_later_then_its_end_is_dropped_too() -> 
     os.close(write_end)
 
 
-def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines_are_counted(tmp_path: Path) -> None:
+def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines_are_counted(
+    tmp_path: Path,
+) -> None:
     dropped = threading.Semaphore(0)
     failures: list[str] = []
     path = tmp_path / "log"
     with open("/dev/full", "wb", buffering=0) as full, path.open("wb", buffering=0) as free:
-        output = RelayedOutput(full.fileno(), notice, lambda count: dropped.release(), on_failed=failures.append)
+        output = RelayedOutput(
+            full.fileno(), notice, lambda count: dropped.release(), on_failed=failures.append
+        )
         with running(output):
             for _ in range(3):
                 output.add(b"line\n")
@@ -131,7 +139,10 @@ def test_output_when_its_reader_has_exited_then_all_lines_are_dropped() -> None:
     [
         pytest.param("log.info('x' * 3000)", id="log lines"),
         pytest.param("print('x' * 3000)", id="print"),
-        pytest.param("ctypes.PyDLL(None).write(2, b'x' * 3000 + b'\\n', 3001)", id="C code that holds the GIL"),
+        pytest.param(
+            "ctypes.PyDLL(None).write(2, b'x' * 3000 + b'\\n', 3001)",
+            id="C code that holds the GIL",
+        ),
         pytest.param("log.error('x', exc_info=ValueError('x' * 3000))", id="tracebacks"),
     ],
 )
@@ -147,7 +158,9 @@ while not OUTPUTS.num_dropped_lines:
     os.close(read_end)
 
 
-def test_process_when_its_output_is_read_again_then_lines_are_in_order_and_one_line_counts_the_dropped_ones() -> None:
+def test_process_when_its_output_is_read_again_then_lines_are_in_order_and_one_line_counts_the_dropped_ones() -> (
+    None
+):
     code = """
 number = 0
 while not OUTPUTS.num_dropped_lines:
@@ -157,7 +170,9 @@ print(number, flush=True)
 sys.stdin.readline()
 log.info("later")
 """
-    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with program(
+        code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         number = int(process.stdout.readline())
@@ -165,7 +180,11 @@ log.info("later")
         while b"INFO w x: %06dx" % (num_passed_on + 1) in (line := process.stderr.readline()):
             num_passed_on += 1
         num_dropped = number - num_passed_on
-        assert b"WARNING w observability.output_relay: %d lines of this output were dropped" % num_dropped in line
+        assert (
+            b"WARNING w observability.output_relay: %d lines of this output were dropped"
+            % num_dropped
+            in line
+        )
         _, rest = process.communicate(b"\n", timeout=SOON_S)
     assert rest.endswith(b"INFO w x: later\n")
 
@@ -189,7 +208,9 @@ def test_process_when_it_crashes_then_its_last_lines_come_out(end: str, status: 
 
 def test_process_when_it_has_exited_then_its_lines_are_written() -> None:
     read_end, write_end = os.pipe()
-    with program("log.error('last words')\nprint('out')", stdout=write_end, stderr=write_end) as process:
+    with program(
+        "log.error('last words')\nprint('out')", stdout=write_end, stderr=write_end
+    ) as process:
         assert process.wait(SOON_S) == 0
         fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_NONBLOCK)
         assert os.read(read_end, 1 << 16).endswith(b"ERROR w x: last words\nout\n")
@@ -197,7 +218,9 @@ def test_process_when_it_has_exited_then_its_lines_are_written() -> None:
     os.close(read_end)
 
 
-def test_process_when_its_terminal_is_not_read_then_it_does_not_wait_and_knows_that_it_is_a_terminal() -> None:
+def test_process_when_its_terminal_is_not_read_then_it_does_not_wait_and_knows_that_it_is_a_terminal() -> (
+    None
+):
     master, terminal = os.openpty()  # as after Ctrl-S
     code = """
 assert sys.stdout.isatty() and sys.stderr.isatty()
@@ -215,7 +238,8 @@ def relay_of(pid: int) -> int:
     (relay,) = [
         int(folder.name)
         for folder in Path("/proc").glob("[0-9]*")
-        if f"\nPPid:\t{pid}\n" in read(folder / "status") and "output_relay.py" in read(folder / "cmdline")
+        if f"\nPPid:\t{pid}\n" in read(folder / "status")
+        and "output_relay.py" in read(folder / "cmdline")
     ]
     return relay
 
@@ -236,9 +260,13 @@ sys.stdin.readline()
 """
 
 
-def test_process_when_its_relay_is_killed_then_later_lines_come_out_and_one_line_names_the_restart() -> None:
+def test_process_when_its_relay_is_killed_then_later_lines_come_out_and_one_line_names_the_restart() -> (
+    None
+):
     code = f"{WRITER}\nlog.info('later')\nchild.communicate()"
-    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with program(
+        code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -246,8 +274,8 @@ def test_process_when_its_relay_is_killed_then_later_lines_come_out_and_one_line
         restarted = process.stderr.readline()
         _, rest = process.communicate(b"\n", timeout=SOON_S)
     assert (
-        b"WARNING w observability.outputs: the output relay ended with status -9 and was started again (restart 1)"
-        in restarted
+        b"WARNING w observability.outputs: the output relay ended with status -9 and was started"
+        b" again (restart 1)" in restarted
     )
     assert b"about 0 lines are lost" in restarted
     assert b"INFO w x: later\n" in rest
@@ -262,7 +290,9 @@ print("written", flush=True)
 sys.stdin.readline()
 print(OUTPUTS.num_dropped_lines, flush=True)
 """
-    with program(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with program(
+        code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

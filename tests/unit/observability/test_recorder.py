@@ -1,4 +1,6 @@
-"""The flight recorder's file: what is read of it while it is written, after a kill, and from a file that is none."""
+"""The flight recorder's file: what is read of it while it is written, after a kill, and from a file
+that is none.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def test_recording_when_the_ring_has_wrapped_then_the_newest_events(
     with slots(monkeypatch, 16):
         recording(memory_path, partial(count, 40))
     (path,) = memory_path.iterdir()
-    assert path.stat().st_size == 4096 + 16 * SLOT.size  # `explain` on a machine with larger pages reads it, too
+    # `explain` on a machine with larger pages reads it, too
+    assert path.stat().st_size == 4096 + 16 * SLOT.size
     (process,) = Recordings.read(memory_path).processes
     assert [entry.a for entry in process.entries] == [*range(25, 40), 0]
     assert process.entries[-1].event == RecordedEvent.STOPPED
@@ -81,7 +84,8 @@ def test_recording_when_a_slot_is_torn_then_the_other_events(memory_path: Path) 
     recording(memory_path, partial(count, 5))
     (path,) = memory_path.iterdir()
     data = bytearray(path.read_bytes())
-    data[module.HEADER_BYTES + 4 * SLOT.size] += 1  # the number at the begin of the slot, without that at its end
+    # the number at the begin of the slot, without that at its end
+    data[module.HEADER_BYTES + 4 * SLOT.size] += 1
     path.write_bytes(data)
     assert [entry.a for entry in read_process(path).entries if entry.key] == [0, 1, 3, 4]
 
@@ -114,7 +118,9 @@ def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
         recording(memory_path, act)
 
 
-def test_recording_when_the_process_is_killed_and_a_fork_runs_on_then_its_events_are_read(memory_path: Path) -> None:
+def test_recording_when_the_process_is_killed_and_a_fork_runs_on_then_its_events_are_read(
+    memory_path: Path,
+) -> None:
     code = f"""
 import asyncio, os, signal, pathlib, time
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -137,9 +143,18 @@ asyncio.run(run())
     finally:
         os.kill(int(killed.stdout), signal.SIGKILL)
     (process,) = found.processes
-    assert (process.title, process.namespace, process.state) == ("decode 6dba", "dynamo", ProcessState.KILLED)
+    assert (process.title, process.namespace, process.state) == (
+        "decode 6dba",
+        "dynamo",
+        ProcessState.KILLED,
+    )
     entry = process.entries[-1]
-    assert (entry.event, entry.key, entry.a, entry.reason) == (RecordedEvent.CALL_RECEIVED, KEY, 7, "decode")
+    assert (entry.event, entry.key, entry.a, entry.reason) == (
+        RecordedEvent.CALL_RECEIVED,
+        KEY,
+        7,
+        "decode",
+    )
 
 
 def test_recording_when_the_event_loop_does_not_run_then_the_process_is_blocked(
@@ -155,7 +170,9 @@ def test_recording_when_the_event_loop_does_not_run_then_the_process_is_blocked(
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 1000, module.MAGIC + b"\x63" * 5000])
-def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(memory_path: Path, content: bytes) -> None:
+def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(
+    memory_path: Path, content: bytes
+) -> None:
     path = memory_path / "other.ring"
     if content:
         path.write_bytes(content)
@@ -182,7 +199,8 @@ def test_start_when_many_processes_have_ended_then_the_newest_recordings_stay(
             patch.setattr(os, "statvfs", lambda folder: small)
         for n in range(6):
             recording(memory_path, partial(receive, f"{n + 1:016x}"))
-    assert list(Recordings.read(memory_path).requests) == [3, 4, 5, 6]  # 3 and the one that has just ended
+    # 3 and the one that has just ended
+    assert list(Recordings.read(memory_path).requests) == [3, 4, 5, 6]
 
 
 def test_start_when_the_folder_cannot_be_written_then_a_warning_and_no_recording(
@@ -237,7 +255,17 @@ def test_recording_when_its_file_system_is_full_then_the_process_goes_on(
     script = f'mount -t tmpfs -o mode=700,size={size} tmpfs "$0" && "$@" && ls "$0"'
     if subprocess.run([*private, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("this machine permits no private mounts")
-    command = [*private, "sh", "-c", script, str(memory_path), sys.executable, "-c", FILL, str(memory_path)]
+    command = [
+        *private,
+        "sh",
+        "-c",
+        script,
+        str(memory_path),
+        sys.executable,
+        "-c",
+        FILL,
+        str(memory_path),
+    ]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 0
     said, *files = ended.stdout.splitlines()
@@ -278,7 +306,13 @@ def test_find_when_any_of_its_ids_is_given_then_the_request(memory_path: Path) -
     recording(memory_path, act)
     found = Recordings.read(memory_path)
     assert sorted(found.requests) == [KEY, 0xFFFFFFFFFFFFFFFF]
-    ids = (f"chatcmpl-{UNIQUE}{'a' * 16}", f"resp_7f3a{UNIQUE}{'a' * 16}", "job 7", f"job 7-{UNIQUE}", f"{UNIQUE}-3")
+    ids = (
+        f"chatcmpl-{UNIQUE}{'a' * 16}",
+        f"resp_7f3a{UNIQUE}{'a' * 16}",
+        "job 7",
+        f"job 7-{UNIQUE}",
+        f"{UNIQUE}-3",
+    )
     for text in (*ids, UNIQUE, UNIQUE[:8]):
         assert [request.key for request in found.find(text)] == [KEY], text
     assert not found.find("chatcmpl-unknown")
@@ -295,11 +329,15 @@ def test_find_when_any_of_its_ids_is_given_then_the_request(memory_path: Path) -
         ("\ud800é-x", (id_hash("\ud800é-x"), 0)),
     ],
 )
-def test_key_when_a_peer_sends_any_id_then_numbers_that_fit(request_id: str, key: tuple[int, int]) -> None:
+def test_key_when_a_peer_sends_any_id_then_numbers_that_fit(
+    request_id: str, key: tuple[int, int]
+) -> None:
     assert request_key(request_id) == key
 
 
-def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(memory_path: Path) -> None:
+def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(
+    memory_path: Path,
+) -> None:
     ids = token_ids(range(1_000_000, 1_001_300))
 
     def act(recorder: Recorder) -> None:
@@ -320,7 +358,9 @@ def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(memory
 
 
 def test_folder_when_it_is_not_set_then_one_of_the_user(memory_path: Path) -> None:
-    assert recorder_folder(None, {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/dynamo_trtllm")
+    assert recorder_folder(None, {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path(
+        "/run/user/7/dynamo_trtllm"
+    )
     assert recorder_folder(None, {}) == Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
     assert recorder_folder("off", {}) is None
     recording(memory_path / "a", lambda _: None)
@@ -329,7 +369,9 @@ def test_folder_when_it_is_not_set_then_one_of_the_user(memory_path: Path) -> No
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("kind", ["link of another user", "folder of another user", "folder in which others may write"])
+@pytest.mark.parametrize(
+    "kind", ["link of another user", "folder of another user", "folder in which others may write"]
+)
 def test_folder_when_another_user_chose_it_then_nothing_is_recorded(
     kind: str, memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

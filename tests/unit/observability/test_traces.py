@@ -35,7 +35,10 @@ class Collector:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/json")
+                assert (self.path, self.headers["Content-Type"]) == (
+                    "/v1/traces",
+                    "application/json",
+                )
                 received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self.send_response(200)
                 self.send_header("Content-Length", "2")
@@ -85,8 +88,12 @@ def exporting(collector_url: str, ratio: float = 1.0) -> tuple[FakeFrontend, Tra
 
 
 async def chat(served: FakeFrontend, headers: dict[str, str], model: str = MODEL) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test") as client:
-        return await client.post("/v1/chat/completions", json=CHAT | {"model": model}, headers=headers)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test"
+    ) as client:
+        return await client.post(
+            "/v1/chat/completions", json=CHAT | {"model": model}, headers=headers
+        )
 
 
 def ended(traceparent: str | None) -> EndedRequest:
@@ -122,7 +129,11 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
     assert response.status_code == 200
     await flush(exporter)
     root, *phases = sorted(collector.spans(), key=lambda span: span["kind"], reverse=True)
-    assert (root["traceId"], root["parentSpanId"], root["name"]) == (TRACE, PARENT, "POST /v1/chat/completions")
+    assert (root["traceId"], root["parentSpanId"], root["name"]) == (
+        TRACE,
+        PARENT,
+        "POST /v1/chat/completions",
+    )
     assert root["service"] == "dynamo_trtllm.frontend"
     assert "status" not in root
     attributes = {each["key"]: each["value"] for each in root["attributes"]}
@@ -156,7 +167,9 @@ async def test_traceparent_when_it_is_valid_then_workers_get_it_also_from_a_fron
     assert request.traceparent == passed
 
 
-async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_span(collector: Collector) -> None:
+async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_span(
+    collector: Collector,
+) -> None:
     served, exporter = exporting(f"{collector.url}/")
     await chat(served, {}, model="other")
     await flush(exporter)
@@ -197,14 +210,18 @@ async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queu
     await flush(exporter)
     (warning,) = [line for line in caplog.messages if "traces" in line]
     assert warning.endswith("; 5 traces were dropped")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test"
+    ) as client:
         metrics = (await client.get("/metrics")).text
     assert "\ndynamo_trtllm_dropped_traces_total 5.0\n" in metrics
 
 
 @asynccontextmanager
 async def answering(*answers: bytes) -> AsyncIterator[str]:
-    """Yield the URL of a collector that gives each POST one answer, in pieces; the last one again and again."""
+    """Yield the URL of a collector that gives each POST one answer, in pieces; the last one again
+    and again.
+    """
     left, handlers = list(answers), set[asyncio.Task[None]]()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -231,7 +248,9 @@ MOVED = b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n"
 LONG = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5000 + b"\r\nContent-Length: 0\r\n\r\n"
 
 
-@pytest.mark.parametrize(("answer", "reason"), [(LONG, "did not take all traces"), (MOVED, "HTTP status 302")])
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(LONG, "did not take all traces"), (MOVED, "HTTP status 302")]
+)
 async def test_trace_when_the_collector_answers_slowly_or_redirects_then_all_traces_are_counted_as_dropped(
     answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,10 @@ class Arrivals(StreamReceiver):
         self.events: asyncio.Queue[StreamEvent] = asyncio.Queue()
         self.ends: list[str] = []
         super().__init__(
-            self.events.put_nowait, set(), lambda: self.ends.append("end"), lambda _: self.ends.append("cancel")
+            self.events.put_nowait,
+            set(),
+            lambda: self.ends.append("end"),
+            lambda _: self.ends.append("cancel"),
         )
 
     async def get(self) -> Chunk:

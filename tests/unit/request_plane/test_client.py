@@ -11,7 +11,15 @@ import pytest
 from nats.aio.client import Client
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable, WorkerDied
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    decode,
+    token_ids,
+)
 from dynamo_trtllm.request_plane import nats
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
@@ -64,7 +72,11 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     plane = Plane(transport, PlaneLimits())
     await plane.serve(SUBJECT, service)
     request = GenerateRequest(
-        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+        request_id="r",
+        model="m",
+        token_ids=token_ids([1]),
+        sampling=Sampling(max_tokens=9),
+        deadline=time.time() + 9,
     )
     async with aclosing(call_stream(plane, SUBJECT, request)) as chunks:
         await anext(chunks)
@@ -77,7 +89,9 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
 
 
 class Vanishing(InprocTransport):
-    """A transport whose worker takes the first call, and then hangs or dies without an acknowledgment."""
+    """A transport whose worker takes the first call, and then hangs or dies without an
+    acknowledgment.
+    """
 
     def __init__(self, *, dies: bool) -> None:
         super().__init__()
@@ -99,7 +113,11 @@ async def test_call_when_its_worker_does_not_acknowledge_it_then_only_a_dead_one
     plane = Plane(transport, PlaneLimits(ack_timeout_s=0.05, listener_timeout_s=0.05))
     await transport.serve()
     request = GenerateRequest(
-        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+        request_id="r",
+        model="m",
+        token_ids=token_ids([1]),
+        sampling=Sampling(max_tokens=9),
+        deadline=time.time() + 9,
     )
     async with aclosing(call_stream(plane, SUBJECT, request)) as chunks:
         with pytest.raises(DynamoError) as caught:
@@ -122,10 +140,15 @@ class Cut(InprocTransport):
 
 async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
     transport = Cut()
-    plane = Plane(transport, PlaneLimits(ping_interval_s=0.2))  # also the time-out of a ping, which load may exceed
+    # also the time-out of a ping, which load may exceed
+    plane = Plane(transport, PlaneLimits(ping_interval_s=0.2))
     await plane.serve(SUBJECT, Endless())
     request = GenerateRequest(
-        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+        request_id="r",
+        model="m",
+        token_ids=token_ids([1]),
+        sampling=Sampling(max_tokens=9),
+        deadline=time.time() + 9,
     )
     async with aclosing(call_stream(plane, SUBJECT, request)) as chunks:
         await anext(chunks)

@@ -15,7 +15,16 @@ from dynamo_trtllm.errors import (
     PayloadTooLarge,
     StreamIncomplete,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, Sampling, decode, encode, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    GetFile,
+    Sampling,
+    decode,
+    encode,
+    token_ids,
+)
 from dynamo_trtllm.request_plane.frames import (
     Ack,
     Batch,
@@ -47,7 +56,11 @@ def make_arrivals(*frames: Frame) -> Arrivals:
 
 
 REQUEST = GenerateRequest(
-    request_id="r", model="m", token_ids=token_ids([1, 2**32 - 1]), sampling=Sampling(max_tokens=1), deadline=1.5
+    request_id="r",
+    model="m",
+    token_ids=token_ids([1, 2**32 - 1]),
+    sampling=Sampling(max_tokens=1),
+    deadline=1.5,
 )
 
 
@@ -61,7 +74,12 @@ REQUEST = GenerateRequest(
         ControlRequest(GetFile("abc", 7)),
         Ack(ErrorPayload("overloaded", "full")),
         Ack(data=b"\x00\xff"),
-        Batch([Frame(1, 0, make_chunk(5, finish=FinishReason.STOP)), Frame(2, 4, failure=ErrorPayload("x", "y", "z"))]),
+        Batch(
+            [
+                Frame(1, 0, make_chunk(5, finish=FinishReason.STOP)),
+                Frame(2, 4, failure=ErrorPayload("x", "y", "z")),
+            ]
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -69,7 +87,9 @@ def test_wire_value_when_encoded_then_decodes_equal(value: object) -> None:
     assert decode(encode(value), type(value)) == value
 
 
-@pytest.mark.parametrize("data", [b"\xc1", b"\x00", encode(Ack())[:-1], encode(ClientMessage(CancelStream(1, "i")))])
+@pytest.mark.parametrize(
+    "data", [b"\xc1", b"\x00", encode(Ack())[:-1], encode(ClientMessage(CancelStream(1, "i")))]
+)
 def test_batch_when_bytes_are_something_else_then_bad_frame(data: bytes) -> None:
     with pytest.raises(BadFrame):
         decode(data, Batch)
@@ -86,7 +106,9 @@ def test_failure_when_code_is_unknown_then_internal() -> None:
 
 
 def test_outbox_when_64_streams_made_a_token_then_one_message_of_few_bytes() -> None:
-    (message,) = encode_frames([Frame(stream, 1000, make_chunk(stream)) for stream in range(64)], LIMIT)
+    (message,) = encode_frames(
+        [Frame(stream, 1000, make_chunk(stream)) for stream in range(64)], LIMIT
+    )
     assert len(decode(message, Batch).frames) == 64
     assert len(message) / 64 < 32
 
@@ -100,8 +122,14 @@ def test_outbox_when_frames_exceed_the_limit_then_split_in_order() -> None:
 
 
 def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error() -> None:
-    frames = [Frame(1, 0, make_chunk(1)), Frame(2, 7, make_chunk(*range(1000))), Frame(3, 0, make_chunk(3))]
-    got = [frame for message in encode_frames(frames, 500) for frame in decode(message, Batch).frames]
+    frames = [
+        Frame(1, 0, make_chunk(1)),
+        Frame(2, 7, make_chunk(*range(1000))),
+        Frame(3, 0, make_chunk(3)),
+    ]
+    got = [
+        frame for message in encode_frames(frames, 500) for frame in decode(message, Batch).frames
+    ]
     assert [got[0], got[2]] == [frames[0], frames[2]]
     assert (got[1].stream, got[1].number, got[1].chunk) == (2, 7, None)
     assert got[1].failure is not None
@@ -180,7 +208,9 @@ async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error
         await reader
 
 
-async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unknown_are_ignored() -> None:
+async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unknown_are_ignored() -> (
+    None
+):
     inbox = StreamDemux()
     first, first_arrivals = opened(inbox)
     second, second_arrivals = opened(inbox)
@@ -207,7 +237,9 @@ async def test_arrivals_when_they_end_then_the_owner_learns_once_how() -> None:
     assert left.events.empty()
 
 
-async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_others_is_kept() -> None:
+async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_others_is_kept() -> (
+    None
+):
     class Prompt:
         """What a reader has beside its stream."""
 

@@ -14,7 +14,9 @@ from tests.waiting import SOON_S
 
 
 async def retry_for_ever(drops: int) -> None:
-    """Do as the client does when `wait_for` drops a cancel that arrives together with the error of an attempt."""
+    """Do as the client does when `wait_for` drops a cancel that arrives together with the error of
+    an attempt.
+    """
     for _ in range(drops):
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(SOON_S)

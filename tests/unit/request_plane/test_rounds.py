@@ -23,7 +23,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Reader:
-    """One stream; once it has begun, `seen` has the tokens of each further chunk, of other readers too."""
+    """One stream; once it has begun, `seen` has the tokens of each further chunk, of other readers
+    too.
+    """
 
     def __init__(self, inbox: StreamDemux, seen: list[tuple[int, list[int]]]) -> None:
         self.stream, self.arrivals = opened(inbox)
@@ -35,7 +37,9 @@ class Reader:
         """Its next one; the token's id is the frame's number."""
         self._number += 1
         return Frame(
-            self.stream, self._number - 1, Chunk(token_ids=token_ids([self._number - 1]), finish_reason=finish)
+            self.stream,
+            self._number - 1,
+            Chunk(token_ids=token_ids([self._number - 1]), finish_reason=finish),
         )
 
     def begin(self) -> None:
@@ -50,7 +54,9 @@ class Reader:
 
 
 class Bench:
-    """Streams of one inbox, and what their readers saw: stream and tokens, which are the numbers of the frames."""
+    """Streams of one inbox, and what their readers saw: stream and tokens, which are the numbers of
+    the frames.
+    """
 
     def __init__(self) -> None:
         self.inbox = StreamDemux()
@@ -66,7 +72,9 @@ class Bench:
         self.inbox.feed(list(frames))
 
     def tokens_of(self, reader: Reader) -> list[int]:
-        return [token for stream, tokens in self.seen for token in tokens if stream == reader.stream]
+        return [
+            token for stream, tokens in self.seen for token in tokens if stream == reader.stream
+        ]
 
     async def in_turns(self) -> list[int]:
         """How many chunks each of the loop's next turns gives, until one gives none."""
@@ -87,7 +95,9 @@ async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() 
     assert bench.seen[2:] == [(one.stream, [2]), (other.stream, [2])]
 
 
-@pytest.mark.parametrize(("in_all", "per_stream", "is_merged"), [(5, 2, True), (6, 2, False), (5, 3, False)])
+@pytest.mark.parametrize(
+    ("in_all", "per_stream", "is_merged"), [(5, 2, True), (6, 2, False), (5, 3, False)]
+)
 async def test_pass_on_when_many_frames_per_stream_came_together_then_tokens_of_a_stream_are_one_chunk(
     monkeypatch: pytest.MonkeyPatch, in_all: int, per_stream: int, is_merged: bool
 ) -> None:
@@ -105,7 +115,9 @@ async def test_pass_on_when_many_frames_per_stream_came_together_then_tokens_of_
 
 
 @pytest.mark.parametrize("size", [1, 4, PER_TURN, 20], ids=lambda size: f"batches-of-{size}")
-async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_share(size: int) -> None:
+async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_share(
+    size: int,
+) -> None:
     bench = Bench()
     readers = await bench.begun(20)
     frames = [reader.frame() for reader in readers]
@@ -113,7 +125,8 @@ async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_sha
         bench.feed(*frames[at : at + size])
     assert len(bench.seen) == PER_TURN
     assert await bench.in_turns() == [PER_TURN, PER_TURN, 20 - 3 * PER_TURN]
-    assert bench.seen == [(reader.stream, [1]) for reader in readers]  # in the order in which they came
+    # in the order in which they came
+    assert bench.seen == [(reader.stream, [1]) for reader in readers]
 
 
 async def test_turn_when_one_receiver_has_a_bug_then_the_other_streams_go_on(
@@ -159,7 +172,9 @@ async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_ch
         bench.feed(*(reader.frame() for reader in readers))
     del bench.seen[:]
     assert await bench.in_turns() == [3]
-    assert bench.seen == [(readers[0].stream, [7, 8, 9, 10])] + [(r.stream, [1, 2, 3, 4]) for r in readers[1:]]
+    assert bench.seen == [(readers[0].stream, [7, 8, 9, 10])] + [
+        (r.stream, [1, 2, 3, 4]) for r in readers[1:]
+    ]
 
 
 async def test_feed_when_little_comes_in_each_of_many_turns_then_it_never_waits() -> None:
@@ -187,14 +202,18 @@ async def test_later_frames_when_the_first_has_passed_then_they_come_after_it_in
     running = await bench.begun(2 * PER_TURN)
     new = Reader(bench.inbox, bench.seen)
     bench.feed(*(reader.frame() for reader in running))
-    bench.feed(new.frame(), new.frame(), running[0].frame(), new.frame(), new.frame(FinishReason.STOP))
+    bench.feed(
+        new.frame(), new.frame(), running[0].frame(), new.frame(), new.frame(FinishReason.STOP)
+    )
     got = [await new.arrivals.get() for _ in range(3)]
     assert [list(chunk.token_ids) for chunk in got] == [[0], [1, 2], [3]]
     assert got[-1].finish_reason is FinishReason.STOP
     assert bench.tokens_of(running[0]) == [1, 2]
 
 
-async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_had_not_waited() -> None:
+async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_had_not_waited() -> (
+    None
+):
     for numbers, given, message in (
         ((1, 2, 2, 1, 3), [1, 2, 3], ""),
         ((1, 2, 4, 5), [1, 2], "frame 4 arrived instead of frame 3"),
@@ -214,7 +233,8 @@ async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens(
     inbox = StreamDemux()
     stream, arrivals = opened(inbox)
     arrivals.waiting += [
-        Frame(stream, n, Chunk(token_ids=token_ids([n]), logprobs=(TokenLogprob(n, -1.0 * n),))) for n in range(3)
+        Frame(stream, n, Chunk(token_ids=token_ids([n]), logprobs=(TokenLogprob(n, -1.0 * n),)))
+        for n in range(3)
     ]
     assert arrivals.catch_up() == 1
     chunk = await arrivals.get()

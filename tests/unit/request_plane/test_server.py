@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    decode,
+    token_ids,
+)
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import Batch
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
@@ -83,7 +91,9 @@ async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step(
     await plane.aclose()
 
 
-async def test_steps_when_the_message_before_is_not_written_then_one_message_has_them_after_a_bounded_wait() -> None:
+async def test_steps_when_the_message_before_is_not_written_then_one_message_has_them_after_a_bounded_wait() -> (
+    None
+):
     transport = CountingLink()
     plane, service = Plane(transport, PlaneLimits()), SteppingService()
     await plane.serve("s", service)

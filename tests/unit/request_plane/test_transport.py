@@ -15,7 +15,10 @@ SILENT, OWN_LOSS = Unreachable("no answer"), Disconnected("no connection here")
 
 
 class Failing(InprocTransport):
-    """Fails the first questions as listed and answers the next. `heard` grows with each failure, when it is to."""
+    """Fails the first questions as listed and answers the next.
+
+    `heard` grows with each failure, when it is to.
+    """
 
     def __init__(self, failures: Sequence[PlaneError], sends_something_else: bool) -> None:
         super().__init__()

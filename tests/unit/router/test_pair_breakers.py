@@ -13,7 +13,9 @@ LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
 CANARIES = (0.0, 1000.0, 2000.0)  # each when the breaker's time is over
 
 
-def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> None:
+def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> (
+    None
+):
     breakers = PairBreakers(LIMITS)
     assert not breakers.record_failure(PAIR, "x", 0.0)
     assert breakers.status(PAIR).state is PairState.FAILING
@@ -52,7 +54,9 @@ def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
     assert breakers.due_at(PAIR, 30.0) <= 210.0
 
 
-def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_are_not_stored() -> None:
+def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_are_not_stored() -> (
+    None
+):
     breakers = PairBreakers(LIMITS)
     for number in range(MOST_STATUSES):
         assert breakers.record_success((number, PAIR[1]), 0.0)
@@ -105,7 +109,9 @@ def test_poisoned_when_one_decode_fails_with_everybody_then_it_is_that_one() -> 
     assert suspects(breakers, pairs) == {11}
 
 
-def test_poisoned_when_there_is_only_one_pair_then_its_prefill_instance_and_never_too_soon() -> None:
+def test_poisoned_when_there_is_only_one_pair_then_its_prefill_instance_and_never_too_soon() -> (
+    None
+):
     breakers = PairBreakers(BreakerLimits(failures=1))
     first, *more = CANARIES
     breakers.record_failure(PAIR, "x", first)
@@ -145,7 +151,9 @@ def test_failed_when_many_calls_fail_at_once_then_the_breaker_has_opened_once() 
     assert suspects(breakers, [PAIR]) == set()
 
 
-def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_shuts_for_longer() -> None:
+def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_shuts_for_longer() -> (
+    None
+):
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     breakers.record_failure(PAIR, "x", 0.0)
     breakers.half_open(9.0)
@@ -160,7 +168,11 @@ def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has
     breakers = PairBreakers(LIMITS)
     breakers.record_success((1, 3), 0.0, is_probe=True)
     breakers.withhold([PAIR, (1, 3)])
-    assert (breakers.is_open(PAIR), breakers.is_open((1, 3)), breakers.any_open) == (True, False, True)
+    assert (breakers.is_open(PAIR), breakers.is_open((1, 3)), breakers.any_open) == (
+        True,
+        False,
+        True,
+    )
     assert not breakers.record_success(PAIR, 1.0)  # by a request
     assert breakers.is_open(PAIR)
     assert breakers.record_success(PAIR, 2.0, is_probe=True)
@@ -172,7 +184,9 @@ def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has
     assert not breakers.any_open
 
 
-def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_and_it_is_tried_each_second() -> None:
+def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_and_it_is_tried_each_second() -> (
+    None
+):
     breakers = PairBreakers(LIMITS)
     breakers.withhold([PAIR])
     breakers.defer(PAIR, 0.0)
@@ -188,7 +202,9 @@ def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_
     assert breakers.due_at(PAIR, 30.0) > 32.4
 
 
-def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_canary_closes_it() -> None:
+def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_canary_closes_it() -> (
+    None
+):
     breakers = PairBreakers(LIMITS)
     breakers.record_success(PAIR, 0.0, is_probe=True)
     assert breakers.record_failure(PAIR, "wrong", 1.0, is_wrong=True)

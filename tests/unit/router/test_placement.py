@@ -40,7 +40,10 @@ def some(role: Role, *ids: int, **fields: Any) -> tuple[Instance, ...]:
 
 
 def view_of(prefill: int = 0, decode: int = 0, aggregated: int = 0) -> ModelView:
-    """Return a view with so many instances. Ids: prefill from 1, decode from 1001, aggregated from 2001."""
+    """Return a view with so many instances.
+
+    Ids: prefill from 1, decode from 1001, aggregated from 2001.
+    """
     return model_view(
         prefill=some(Role.PREFILL, *range(1, 1 + prefill)),
         decode=some(Role.DECODE, *range(1001, 1001 + decode)),
@@ -51,7 +54,11 @@ def view_of(prefill: int = 0, decode: int = 0, aggregated: int = 0) -> ModelView
 def request(prompt: int = 100) -> GenerateRequest:
     tokens = token_ids(range(prompt))
     return GenerateRequest(
-        request_id="r", model="tiny", token_ids=tokens, sampling=Sampling(max_tokens=9), deadline=1e12
+        request_id="r",
+        model="tiny",
+        token_ids=tokens,
+        sampling=Sampling(max_tokens=9),
+        deadline=1e12,
     )
 
 
@@ -60,7 +67,9 @@ def report(instance_id: int, number: int = 1, **fields: Any) -> LoadReport:
     return msgspec.structs.replace(idle, **fields)
 
 
-def selected(placement: Placement, view: ModelView, prompt: int = 100, **options: Any) -> CostSelection:
+def selected(
+    placement: Placement, view: ModelView, prompt: int = 100, **options: Any
+) -> CostSelection:
     found = placement.select(view, PromptHashes(request(prompt)), NONE_OPEN, 0.0, **options)
     assert found is not None
     return found
@@ -70,13 +79,18 @@ def pair(selection: WorkerSelection) -> tuple[int, int]:
     return selection.prefill.id if selection.prefill else 0, selection.decode.id
 
 
-def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest_tokens_of_context_win() -> None:
+def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest_tokens_of_context_win() -> (
+    None
+):
     placement = Placement("least-loaded")
     for instance_id, tokens in ((1, 500), (2, 200), (3, 900)):
-        placement.loads.on_report(report(instance_id, queued_prefill_tokens=tokens, kv_blocks_used=instance_id), 0.0)
+        placement.loads.on_report(
+            report(instance_id, queued_prefill_tokens=tokens, kv_blocks_used=instance_id), 0.0
+        )
     placement.loads.on_report(report(1001, kv_blocks_used=9), 0.0)  # 144 tokens
     placement.loads.on_report(report(1002, kv_blocks_used=1, running=1), 0.0)
-    placement.loads.on_report(report(1003, kv_blocks_used=998), 0.0)  # without space for the request
+    # without space for the request
+    placement.loads.on_report(report(1003, kv_blocks_used=998), 0.0)
     found = selected(placement, view_of(3, 3))
     assert pair(found) == (2, 1001)
     assert found.prefill_costs == Costs(1400, 1700)
@@ -85,9 +99,12 @@ def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest
 
 
 @pytest.mark.parametrize(
-    "busier", [{"queued_prefill_tokens": 300}, {"kv_blocks_used": 5}, {"waiting": 1}, {"context_tokens": 7}]
+    "busier",
+    [{"queued_prefill_tokens": 300}, {"kv_blocks_used": 5}, {"waiting": 1}, {"context_tokens": 7}],
 )
-def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(busier: dict[str, int]) -> None:
+def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(
+    busier: dict[str, int],
+) -> None:
     placement = Placement("least-loaded")
     if "context_tokens" in busier:
         busier["kv_blocks_total"] = 0  # the engine does not report its KV blocks
@@ -99,12 +116,16 @@ def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(bus
 
 
 def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_worker() -> None:
-    counts = Counter(pair(selected(Placement("least-loaded", seed=seed), view_of(4, 2))) for seed in range(400))
+    counts = Counter(
+        pair(selected(Placement("least-loaded", seed=seed), view_of(4, 2))) for seed in range(400)
+    )
     assert len(counts) == 8
     assert max(counts.values()) < 100
 
 
-def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_take_another_one() -> None:
+def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_take_another_one() -> (
+    None
+):
     view, idle = view_of(8, 1), 0
     for seed in range(100):
         placement = Placement("least-loaded", seed=seed)
@@ -114,7 +135,9 @@ def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_ta
     assert 20 < idle < 60
 
 
-def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a_report_has_them_or_they_end() -> None:
+def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a_report_has_them_or_they_end() -> (
+    None
+):
     placement, view = Placement("least-loaded"), view_of(4, 4)
     placed = []
     for _ in range(4):
@@ -126,7 +149,8 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     assert first.prefill is not None
     prefill, decode = placement.loads.of(first.prefill.id), placement.loads.of(first.decode.id)
     first_placed.sent(first.prefill.id, Phase.PREFILL, 10.0)
-    placement.loads.on_report(report(first.prefill.id, 1, queued_prefill_tokens=60), 10.01)  # may be without it
+    # may be without it
+    placement.loads.on_report(report(first.prefill.id, 1, queued_prefill_tokens=60), 10.01)
     assert (prefill.unseen_prefill_tokens, decode.unseen_kv_tokens) == (100, 100)
     placement.loads.on_report(report(first.prefill.id, 2, queued_prefill_tokens=60), 10.2)
     placement.loads.on_report(report(first.decode.id, 1), 10.2)  # its call was not sent yet
@@ -169,7 +193,9 @@ def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_
     assert placement.loads.requests() == {}
 
 
-def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> None:
+def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> (
+    None
+):
     placement, view = Placement("least-loaded"), view_of(2, 2)
     placement.loads.on_report(report(2, queued_prefill_tokens=5000), 0.0)
     placement.loads.on_report(report(1002, kv_blocks_used=90), 0.0)
@@ -201,7 +227,9 @@ def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> No
 
 
 def caching(view: ModelView, tokens: Mapping[int, int]) -> KnownPrefixes:
-    """Return the caches of a view whose instances have the first so many tokens of the prompts of `request`."""
+    """Return the caches of a view whose instances have the first so many tokens of the prompts of
+    `request`.
+    """
     known = KnownPrefixes()
     for instance in (*view.prefill, *view.decode, *view.aggregated):
         known.add_instance(instance)
@@ -210,7 +238,9 @@ def caching(view: ModelView, tokens: Mapping[int, int]) -> KnownPrefixes:
     return known
 
 
-def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twelve_that_wait() -> None:
+def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twelve_that_wait() -> (
+    None
+):
     view = view_of(3, 3)
     known = caching(view, {2: 512, 3: 256, 1003: 64})
     placement = Placement("kv", known)
@@ -223,7 +253,8 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twel
     assert found.prefill_costs == Costs(12 * 744, 12 * 744 + 1)
     placed = placement.start(found, request(1000), 0.0)
     assert placement.loads.of(3).unseen_prefill_tokens == 744
-    assert selected(placement, view, 1000).prefill_costs == Costs(744 + 12 * 8, 12 * 744 + 1)  # it will have all blocks
+    # it will have all blocks
+    assert selected(placement, view, 1000).prefill_costs == Costs(744 + 12 * 8, 12 * 744 + 1)
     placed.end()  # its prefill call failed
     assert selected(placement, view, 1000).prefill_costs == Costs(12 * 744, 12 * 744 + 1)
     placement.start(found, request(1000), 0.0).end(is_done=True)
@@ -250,7 +281,9 @@ def test_start_when_another_decode_worker_takes_the_call_then_the_prompt_is_not_
     assert known.num_blocks() == {1: 62, 1001: 0, 1002: 0}
 
 
-def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softmax_of_their_costs() -> None:
+def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softmax_of_their_costs() -> (
+    None
+):
     view, drawn = view_of(3, 1), Counter[int]()
     placement = Placement("kv", temperature=0.5, seed=1)
     for id_, waiting in ((1, 0), (2, 500), (3, 1000)):
@@ -273,21 +306,31 @@ def test_select_when_a_long_prefix_is_cached_then_few_more_tokens_wait_for_it_th
         assert pair(selected(placement, view, 32_008))[0] == expected
 
 
-def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_that_have_the_prompt() -> None:
+def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_that_have_the_prompt() -> (
+    None
+):
     view = view_of(1000, 1000)
     placement = Placement("kv", caching(view, {777: 896, 1005: 16}), seed=1)
     assert pair(selected(placement, view, 1000)) == (777, 1005)
     for instance in view.prefill[:900]:
         placement.loads.on_report(report(instance.id, queued_prefill_tokens=5000), 0.0)
     idle = sum(pair(selected(placement, view))[0] > 900 for _ in range(100))
-    assert idle > 25  # a tenth of the workers gets the requests of a half: of six at random, one is often idle
+    # a tenth of the workers gets the requests of a half: of six at random, one is often idle
+    assert idle > 25
 
 
 def simulated_ttfts(
-    choose: Callable[[FleetLoad, GenerateRequest, float, int], Instance], seed: int, *, with_costs: bool = False
+    choose: Callable[[FleetLoad, GenerateRequest, float, int], Instance],
+    seed: int,
+    *,
+    with_costs: bool = False,
 ) -> list[float]:
-    """Serve requests of different lengths for 30 s on four prefill workers, one of them slow. Return the TTFTs."""
-    draw, rates = random.Random(seed), {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}  # tokens per second
+    """Serve requests of different lengths for 30 s on four prefill workers, one of them slow.
+
+    Return the TTFTs.
+    """
+    # tokens per second
+    draw, rates = random.Random(seed), {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}
     loads, free_at = FleetLoad(), dict.fromkeys(rates, 0.0)
     for id_, rate in rates.items() if with_costs else ():
         loads.on_report(report(id_, 0, cost=cost_model(1 / rate, 0.0)), 0.0)
@@ -298,7 +341,10 @@ def simulated_ttfts(
         while ends and ends[0][0] <= now:
             heapq.heappop(ends)[2].end()
         for id_, rate in rates.items():  # each reports at every arrival
-            loads.on_report(report(id_, count, queued_prefill_tokens=int(max(0, free_at[id_] - now) * rate)), now)
+            loads.on_report(
+                report(id_, count, queued_prefill_tokens=int(max(0, free_at[id_] - now) * rate)),
+                now,
+            )
         asked = request(draw.choice((200, 500, 1000, 6000)))
         worker = choose(loads, asked, now, count)
         share = loads.of(worker.id).place(len(asked.token_ids), 0)
@@ -342,14 +388,19 @@ def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv
     placement, view = Placement("least-loaded"), view_of(1, 1)
     first = selected(placement, view)
     assert placement.start(first, request(), 0.0).expected is None  # nothing is known yet
-    placement.loads.on_report(report(1, queued_prefill_tokens=500, cost=cost_model(1e-4, 0.01)), 0.0)
-    assert placement.start(first, request(), 0.0).expected is None  # the decode worker's cost is not known
+    placement.loads.on_report(
+        report(1, queued_prefill_tokens=500, cost=cost_model(1e-4, 0.01)), 0.0
+    )
+    # the decode worker's cost is not known
+    assert placement.start(first, request(), 0.0).expected is None
     placement.loads.on_report(report(1001, running=2, cost=cost_model(1e-4, 0.02)), 0.0)
-    placement.loads.on_report(report(1001, 2, running=2), 0.0)  # a report without a cost leaves it unchanged
+    # a report without a cost leaves it unchanged
+    placement.loads.on_report(report(1001, 2, running=2), 0.0)
     expected = placement.start(first, request(), 7.0).expected
     assert expected is not None
     assert expected[0] == 7.0
-    # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which is half over.
+    # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which
+    # is half over.
     assert expected[1].seconds == pytest.approx(0.01 + 0.0233 / 2 + 0.0467 + 0.01 + 0.02)
     assert placement.start(first, request(), 7.0 + 2 * STALE_S).expected is None
 
@@ -361,7 +412,9 @@ def test_report_when_its_cost_is_not_valid_then_nothing_is_predicted() -> None:
         assert placement.loads.get(1001).cost is None
 
 
-@pytest.mark.parametrize("field", ["running", "waiting", "queued_prefill_tokens", "kv_blocks_used", "context_tokens"])
+@pytest.mark.parametrize(
+    "field", ["running", "waiting", "queued_prefill_tokens", "kv_blocks_used", "context_tokens"]
+)
 def test_report_when_a_count_is_negative_then_it_is_rejected(field: str) -> None:
     with pytest.raises(BadFrame):
         decode(encode(report(1, **{field: -1})), LoadReport)

@@ -31,7 +31,9 @@ def decodes(*ids: int, **fields: Any) -> tuple[Instance, ...]:
     return some(Role.DECODE, *ids, **fields)
 
 
-def served(view: ModelView, turns: int, breakers: PairBreakers | None = None) -> list[tuple[int, int]]:
+def served(
+    view: ModelView, turns: int, breakers: PairBreakers | None = None
+) -> list[tuple[int, int]]:
     placements = [select(view, "tiny", turn, breakers or PairBreakers()) for turn in range(turns)]
     return [(p.prefill.id if p.prefill else 0, p.decode.id) for p in placements]
 
@@ -43,7 +45,8 @@ def test_place_when_roles_have_several_then_each_takes_turns() -> None:
 
 def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() -> None:
     view = model_view(
-        prefill=prefills(1, 2) + prefills(3, 4, layout=OTHER), decode=decodes(11) + decodes(12, layout=OTHER)
+        prefill=prefills(1, 2) + prefills(3, 4, layout=OTHER),
+        decode=decodes(11) + decodes(12, layout=OTHER),
     )
     pairs = served(view, 8)
     assert Counter(p for p, _ in pairs) == {1: 2, 2: 2, 3: 2, 4: 2}
@@ -51,7 +54,13 @@ def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() 
 
 
 @pytest.mark.parametrize(
-    "field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}, {"kv_compat": {"release": "1.2"}}]
+    "field",
+    [
+        {"engine": "torch"},
+        {"strategy": "other"},
+        {"layout": OTHER},
+        {"kv_compat": {"release": "1.2"}},
+    ],
 )
 def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, Any]) -> None:
     view = model_view(prefill=prefills(1), decode=decodes(11, **field) + decodes(12))
@@ -66,9 +75,13 @@ def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, 
         ({"layout": OTHER}, "layout.block_tokens is 16 at prefill and 64 at decode"),
     ],
 )
-def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[str, Any], said: str) -> None:
+def test_place_when_no_pair_matches_then_mismatch_names_the_field(
+    field: dict[str, Any], said: str
+) -> None:
     with pytest.raises(TransferMismatch) as caught:
-        select(model_view(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers())
+        select(
+            model_view(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers()
+        )
     assert caught.value.message.endswith(f"matches a decode worker: {said}")
 
 
@@ -80,7 +93,9 @@ def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[st
         (model_view(decode=decodes(1)), "no prefill worker"),
     ],
 )
-def test_place_when_roles_are_missing_then_no_instances_names_them(view: ModelView, missing: str) -> None:
+def test_place_when_roles_are_missing_then_no_instances_names_them(
+    view: ModelView, missing: str
+) -> None:
     with pytest.raises(NoInstances, match=f"model 'tiny' has {missing} now"):
         select(view, "tiny", 0, PairBreakers())
 
@@ -100,7 +115,10 @@ def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same
         model_view(prefill=prefills(1, 2), decode=decodes(11)),
         model_view(prefill=prefills(1), decode=decodes(11)),
     )
-    assert all(select(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1] for turn in range(3))
+    assert all(
+        select(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1]
+        for turn in range(3)
+    )
     assert select(one, "tiny", 0, PairBreakers(), avoid=1).prefill == one.prefill[0]
     breakers = PairBreakers()
     breakers.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
@@ -142,7 +160,9 @@ def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None
     assert {d for _, d in served(view, 4, shut((None, 21)))} == {22}
 
 
-def reference(view: ModelView, index: int, breakers: PairBreakers, avoid: int | None) -> tuple[int, int] | None:
+def reference(
+    view: ModelView, index: int, breakers: PairBreakers, avoid: int | None
+) -> tuple[int, int] | None:
     """Select as `select` does, but look at every instance. None: it raises an error."""
     keys = {each.id: pairing_key(each) for each in (*view.prefill, *view.decode)}
 
@@ -158,18 +178,30 @@ def reference(view: ModelView, index: int, breakers: PairBreakers, avoid: int | 
     prefills = [p for p in closed(decode) if p != avoid] or closed(decode)
     peers = [d for d in decodes if keys[d.id] == keys[decode.id]]
     index_in_key = index // len(decodes) * len(peers) + peers.index(decode)
-    return prefills[(index_in_key + index_in_key // math.lcm(len(peers), len(prefills))) % len(prefills)], decode.id
+    return (
+        prefills[
+            (index_in_key + index_in_key // math.lcm(len(peers), len(prefills))) % len(prefills)
+        ],
+        decode.id,
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_every_instance(seed: int) -> None:
+def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_every_instance(
+    seed: int,
+) -> None:
     dice = random.Random(seed)
     view, breakers = ClusterView(), PairBreakers(BreakerLimits(failures=1))
     for number in range(dice.randrange(2, 24)):
-        role, layout = dice.choice([Role.PREFILL, Role.DECODE]), dice.choice([LAYOUT, LAYOUT, OTHER])
+        role, layout = (
+            dice.choice([Role.PREFILL, Role.DECODE]),
+            dice.choice([LAYOUT, LAYOUT, OTHER]),
+        )
         view.add(msgspec.structs.replace(make_instance(number, role=role), layout=layout))
     for index in range(60):
-        model = view.model("tiny").excluding(frozenset(dice.sample(range(24), dice.choice([0, 0, 1, 5]))))
+        model = view.model("tiny").excluding(
+            frozenset(dice.sample(range(24), dice.choice([0, 0, 1, 5])))
+        )
         if model.prefill and model.decode:
             pair = (dice.choice(model.prefill).id, dice.choice(model.decode).id)
             match dice.randrange(8):
@@ -191,7 +223,12 @@ def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_ever
 
 def asked(**fields: Any) -> GenerateRequest:
     return GenerateRequest(
-        request_id="r", model="tiny", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0, **fields
+        request_id="r",
+        model="tiny",
+        token_ids=token_ids([1]),
+        sampling=Sampling(max_tokens=1),
+        deadline=0,
+        **fields,
     )
 
 
@@ -203,14 +240,25 @@ RANKS = {"supported_features": ("dp_rank",)}
     ("fields", "view", "ids"),
     [
         ({}, model_view(prefill=prefills(1), decode=decodes(2)), set()),
-        ({"conversation_id": "c"}, model_view(prefill=prefills(1), decode=decodes(2)), set()),  # only a hint
+        # only a hint
+        ({"conversation_id": "c"}, model_view(prefill=prefills(1), decode=decodes(2)), set()),
         (
             {"priority": 1},
-            model_view(prefill=prefills(1) + prefills(3, **PRIORITY), decode=decodes(2, **PRIORITY)),
+            model_view(
+                prefill=prefills(1) + prefills(3, **PRIORITY), decode=decodes(2, **PRIORITY)
+            ),
             {1},
         ),
-        ({"dp_rank": 0}, model_view(prefill=prefills(1), decode=decodes(2) + decodes(3, **RANKS)), {2}),
-        ({"prefill_dp_rank": 0}, model_view(prefill=prefills(1, **RANKS), decode=decodes(2)), set()),
+        (
+            {"dp_rank": 0},
+            model_view(prefill=prefills(1), decode=decodes(2) + decodes(3, **RANKS)),
+            {2},
+        ),
+        (
+            {"prefill_dp_rank": 0},
+            model_view(prefill=prefills(1, **RANKS), decode=decodes(2)),
+            set(),
+        ),
     ],
 )
 def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ignore_it(
@@ -223,16 +271,34 @@ def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ig
 @pytest.mark.parametrize(
     ("fields", "view", "name"),
     [
-        ({"priority": 1}, model_view(prefill=prefills(1), decode=decodes(2, **PRIORITY)), "priority"),
-        ({"dp_rank": 0}, model_view(prefill=prefills(1, **RANKS), decode=decodes(2)), "nvext.dp_rank"),
-        ({"prefill_dp_rank": 0}, model_view(prefill=prefills(1), decode=decodes(2, **RANKS)), "nvext.prefill_dp_rank"),
-        ({"prefill_dp_rank": 0}, model_view(aggregated=some(Role.AGGREGATED, 1, **RANKS)), "nvext.prefill_dp_rank"),
+        (
+            {"priority": 1},
+            model_view(prefill=prefills(1), decode=decodes(2, **PRIORITY)),
+            "priority",
+        ),
+        (
+            {"dp_rank": 0},
+            model_view(prefill=prefills(1, **RANKS), decode=decodes(2)),
+            "nvext.dp_rank",
+        ),
+        (
+            {"prefill_dp_rank": 0},
+            model_view(prefill=prefills(1), decode=decodes(2, **RANKS)),
+            "nvext.prefill_dp_rank",
+        ),
+        (
+            {"prefill_dp_rank": 0},
+            model_view(aggregated=some(Role.AGGREGATED, 1, **RANKS)),
+            "nvext.prefill_dp_rank",
+        ),
     ],
 )
 def test_incapable_when_the_other_workers_are_not_enough_then_the_clients_name_of_the_field_is_rejected(
     fields: dict[str, Any], view: ModelView, name: str
 ) -> None:
-    with pytest.raises(UnsupportedParameter, match=f"{name} is not supported by the workers of tiny") as caught:
+    with pytest.raises(
+        UnsupportedParameter, match=f"{name} is not supported by the workers of tiny"
+    ) as caught:
         incapable(view, asked(**fields))
     assert caught.value.field == name
 

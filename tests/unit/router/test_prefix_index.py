@@ -28,18 +28,29 @@ BLOCK = 4
 MODEL = make_instance(1).card.name
 
 
-def instance(instance_id: int, *, has_events: bool = True, block: int = BLOCK, role: Role = Role.DECODE) -> Instance:
+def instance(
+    instance_id: int, *, has_events: bool = True, block: int = BLOCK, role: Role = Role.DECODE
+) -> Instance:
     made = make_instance(instance_id, role=role)
     layout = msgspec.structs.replace(made.layout, block_tokens=block)
     return msgspec.structs.replace(made, layout=layout, publishes_kv_events=has_events)
 
 
-def prompt(blocks: list[int], *, salt: str | None = None, scores: int | None = None) -> PromptHashes:
+def prompt(
+    blocks: list[int], *, salt: str | None = None, scores: int | None = None
+) -> PromptHashes:
     """Return a prompt of blocks of equal tokens, and one more token, which no engine reuses."""
     sampling = Sampling(max_tokens=1, prompt_logprobs=scores)
     ids = token_ids([*(token for token in blocks for _ in range(BLOCK)), 9])
     return PromptHashes(
-        GenerateRequest(request_id="r", model=MODEL, token_ids=ids, sampling=sampling, deadline=0.0, cache_salt=salt)
+        GenerateRequest(
+            request_id="r",
+            model=MODEL,
+            token_ids=ids,
+            sampling=sampling,
+            deadline=0.0,
+            cache_salt=salt,
+        )
     )
 
 
@@ -54,15 +65,25 @@ def overlaps(known: KnownPrefixes, blocks: list[int], role: Role = Role.DECODE) 
     return overlaps_of(known, prompt(blocks), role)
 
 
-def snapshot(instance_id: int, blocks: list[int], number: int = 0, block: int = BLOCK) -> KvCacheUpdate:
+def snapshot(
+    instance_id: int, blocks: list[int], number: int = 0, block: int = BLOCK
+) -> KvCacheUpdate:
     stored = pack_hashes(prompt(blocks).of(block))
     return KvCacheUpdate(
-        instance_id=instance_id, number=number, block_tokens=block, cleared=True, stored=stored, snapshot=1
+        instance_id=instance_id,
+        number=number,
+        block_tokens=block,
+        cleared=True,
+        stored=stored,
+        snapshot=1,
     )
 
 
 class NaiveCache:
-    """The prefix cache of one engine: a set of prefixes, each a list of blocks. It evicts the ends of prefixes."""
+    """The prefix cache of one engine: a set of prefixes, each a list of blocks.
+
+    It evicts the ends of prefixes.
+    """
 
     def __init__(self, rnd: random.Random) -> None:
         self._rnd = rnd
@@ -77,13 +98,19 @@ class NaiveCache:
         if kind < 0.02:
             self._prefixes.clear()
             return BlocksCleared()
-        ends = [each for each in self._prefixes if not any(other[:-1] == each for other in self._prefixes)]
+        ends = [
+            each
+            for each in self._prefixes
+            if not any(other[:-1] == each for other in self._prefixes)
+        ]
         if kind < 0.4 and ends:
             end = self._rnd.choice(sorted(ends))
             self._prefixes.discard(end)
             return BlocksRemoved(hashes=(self._name(end),))
         blocks = tuple(random_blocks(self._rnd))
-        new = [blocks[:end] for end in range(1, len(blocks) + 1) if blocks[:end] not in self._prefixes]
+        new = [
+            blocks[:end] for end in range(1, len(blocks) + 1) if blocks[:end] not in self._prefixes
+        ]
         self._prefixes.update(new)
         if not new:
             return None
@@ -92,7 +119,10 @@ class NaiveCache:
         return BlocksStored(blocks=stored, parent=self._name(parent) if parent else None)
 
     def overlap(self, blocks: list[int]) -> int:
-        return BLOCK * max((end for end in range(len(blocks) + 1) if tuple(blocks[:end]) in self._prefixes), default=0)
+        return BLOCK * max(
+            (end for end in range(len(blocks) + 1) if tuple(blocks[:end]) in self._prefixes),
+            default=0,
+        )
 
 
 def common(blocks: list[int], others: list[int]) -> int:
@@ -111,7 +141,12 @@ def random_blocks(rnd: random.Random) -> list[int]:
 async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal_the_engines_caches(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"_INTERVAL_S": 0, "_RESYNC_INTERVAL_S": 0, "_IDLE_S": 3600, "MAX_UPDATE_BLOCKS": 3}.items():
+    for name, value in {
+        "_INTERVAL_S": 0,
+        "_RESYNC_INTERVAL_S": 0,
+        "_IDLE_S": 3600,
+        "MAX_UPDATE_BLOCKS": 3,
+    }.items():
         monkeypatch.setattr(kv_events, name, value)
     rnd = random.Random(seed)
     engines = {instance_id: NaiveCache(rnd) for instance_id in (1, 2, 3)}
@@ -151,7 +186,10 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
     for _ in range(3):
         await resync()
     asked = [random_blocks(rnd) for _ in range(50)]
-    naive = [{name: found for name, each in engines.items() if (found := each.overlap(blocks))} for blocks in asked]
+    naive = [
+        {name: found for name, each in engines.items() if (found := each.overlap(blocks))}
+        for blocks in asked
+    ]
     for reader in readers:
         assert not reader.unsynced
         assert [overlaps(reader, blocks) for blocks in asked] == naive
@@ -159,7 +197,9 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
         publisher.close()
 
 
-def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_stays_out_of_sync() -> None:
+def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_stays_out_of_sync() -> (
+    None
+):
     known = KnownPrefixes()
     known.add_instance(instance(1))
     whole = snapshot(1, [1, 2])
@@ -192,7 +232,9 @@ def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none(
         assert overlaps_of(known, asked) == {}
 
 
-def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_corrects_the_size() -> None:
+def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_corrects_the_size() -> (
+    None
+):
     known = KnownPrefixes()
     known.add_instance(instance(1))
     known.add_instance(instance(2, block=16))
@@ -223,7 +265,9 @@ def test_overlaps_when_an_instance_leaves_then_its_place_is_reused_without_its_b
     assert overlaps(known, [1]) == {2: BLOCK}
 
 
-def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_take_turns() -> None:
+def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_take_turns() -> (
+    None
+):
     known = KnownPrefixes()
     for name in range(1, 9):
         known.add_instance(instance(name))
@@ -260,7 +304,9 @@ def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_a
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_not_expired(seed: int) -> None:
+def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_not_expired(
+    seed: int,
+) -> None:
     rnd, known, now = random.Random(seed), KnownPrefixes(ttl_s=10), 0
     sent: list[tuple[int, int, list[int]]] = []
     for name in (1, 2, 3):
@@ -278,7 +324,9 @@ def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_
             assert found.of([name]) == [naive]
 
 
-def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> None:
+def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> (
+    None
+):
     known = KnownPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     for number in range(200):
@@ -291,7 +339,9 @@ def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_
     assert known.overlaps(prompt([199]), 10).matches == []
 
 
-def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> None:
+def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> (
+    None
+):
     known = KnownPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     known.add_instance(instance(2))
@@ -313,20 +363,29 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
 
 
 @pytest.mark.parametrize("has_events", [False, True])
-def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(has_events: bool) -> None:
+def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(
+    has_events: bool,
+) -> None:
     known = KnownPrefixes()
     known.add_instance(instance(1, has_events=has_events, role=Role.PREFILL))
     if has_events:
         known.on_update(snapshot(1, [1]))
     else:
         known.record_sent(prompt([1]), 1, now=0)
-    sent, other = known.record_sent(prompt([1, 2, 3]), 1, now=1), known.record_sent(prompt([1, 2, 3, 4]), 1, now=1)
+    sent, other = (
+        known.record_sent(prompt([1, 2, 3]), 1, now=1),
+        known.record_sent(prompt([1, 2, 3, 4]), 1, now=1),
+    )
     if has_events:
-        known.on_update(KvCacheUpdate(instance_id=1, number=1, stored=pack_hashes(prompt([1, 2]).of(BLOCK))))
+        known.on_update(
+            KvCacheUpdate(instance_id=1, number=1, stored=pack_hashes(prompt([1, 2]).of(BLOCK)))
+        )
     assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {1: 4 * BLOCK}
     sent.end()
     other.end()
-    assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {1: BLOCK * (2 if has_events else 1)}
+    assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {
+        1: BLOCK * (2 if has_events else 1)
+    }
     assert known.num_blocks() == {1: 2 if has_events else 1}
 
 
@@ -345,14 +404,17 @@ def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_b
     assert sum(len(blocks) for blocks, each in zip(sent, found, strict=True) if each) <= 200
 
 
-def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", 4)
     known = KnownPrefixes(reads_events=False)
     known.add_instance(instance(1))
     for number in range(6):
         known.record_sent(prompt([number, 7]), 1, now=number)
     assert [number for number in range(6) if overlaps(known, [number])] == [4, 5]
-    known.record_sent(prompt([6, 7, 7, 7, 7]), 1, now=6)  # more than all may have: it stays until the next one
+    # more than all may have: it stays until the next one
+    known.record_sent(prompt([6, 7, 7, 7, 7]), 1, now=6)
     assert [number for number in range(7) if overlaps(known, [number])] == [6]
     known.record_sent(prompt([7]), 1, now=7)
     assert [number for number in range(8) if overlaps(known, [number])] == [7]

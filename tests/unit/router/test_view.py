@@ -24,10 +24,19 @@ from tests.instances import CARD, LAYOUT, make_instance
 
 def test_view_when_instances_come_in_any_order_then_they_are_kept_by_id_and_role() -> None:
     view = ClusterView()
-    for number, role in ((3, Role.DECODE), (1, Role.PREFILL), (2, Role.DECODE), (4, Role.AGGREGATED)):
+    for number, role in (
+        (3, Role.DECODE),
+        (1, Role.PREFILL),
+        (2, Role.DECODE),
+        (4, Role.AGGREGATED),
+    ):
         view.add(make_instance(number, role=role))
     model = view.model("tiny")
-    assert [[i.id for i in some] for some in (model.prefill, model.decode, model.aggregated)] == [[1], [2, 3], [4]]
+    assert [[i.id for i in some] for some in (model.prefill, model.decode, model.aggregated)] == [
+        [1],
+        [2, 3],
+        [4],
+    ]
     assert [i.id for i in view.instances()] == [1, 2, 3, 4]
 
 
@@ -49,13 +58,18 @@ def test_missing_roles_when_one_call_is_there_then_the_other() -> None:
     assert view.model("tiny").missing_roles() == []
 
 
-def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_instance_counts() -> None:
+def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_instance_counts() -> (
+    None
+):
     first, second = (
-        msgspec.structs.replace(make_instance(at), card=msgspec.structs.replace(CARD, tool_call_parser=f"p{at}"))
+        msgspec.structs.replace(
+            make_instance(at), card=msgspec.structs.replace(CARD, tool_call_parser=f"p{at}")
+        )
         for at in (2, 1)
     )
     prefill = msgspec.structs.replace(
-        make_instance(3, role=Role.PREFILL), card=msgspec.structs.replace(CARD, tool_call_parser="p3")
+        make_instance(3, role=Role.PREFILL),
+        card=msgspec.structs.replace(CARD, tool_call_parser="p3"),
     )
     view, in_use = ClusterView(), []
     for instance in (prefill, first, second):
@@ -79,7 +93,9 @@ def test_models_when_prefill_has_less_context_then_the_card_of_those_who_answer_
 def test_view_when_a_record_changes_its_model_then_it_is_found_there_only() -> None:
     view = ClusterView()
     view.add(make_instance(1))
-    view.add(msgspec.structs.replace(make_instance(1), card=msgspec.structs.replace(CARD, name="other")))
+    view.add(
+        msgspec.structs.replace(make_instance(1), card=msgspec.structs.replace(CARD, name="other"))
+    )
     assert list(view.models()) == ["other"]
     assert view.model("tiny").decode == ()
 
@@ -126,7 +142,9 @@ def test_new_pairs_when_workers_come_and_go_then_they_are_those_that_pairs_of_ga
     for number in range(12):
         before = set(pairs_of(view.model("tiny")))
         if number % 3:
-            instance = make_instance(dice.randrange(1 << 40), role=dice.choice([Role.PREFILL, Role.DECODE]))
+            instance = make_instance(
+                dice.randrange(1 << 40), role=dice.choice([Role.PREFILL, Role.DECODE])
+            )
             present.append(instance)
             view.add(instance)
         else:
@@ -161,9 +179,14 @@ def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_onc
             del present[number]
         else:
             layout = msgspec.structs.replace(LAYOUT, block_tokens=dice.choice([16, 64]))
-            present[number] = msgspec.structs.replace(make_instance(number, role=dice.choice([*Role])), layout=layout)
+            present[number] = msgspec.structs.replace(
+                make_instance(number, role=dice.choice([*Role])), layout=layout
+            )
             view.add(present[number])
-        model, instances = view.model("tiny"), sorted(present.values(), key=lambda instance: instance.id)
+        model, instances = (
+            view.model("tiny"),
+            sorted(present.values(), key=lambda instance: instance.id),
+        )
         roles = [
             tuple(each for each in instances if each.role is role)
             for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
@@ -171,7 +194,10 @@ def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_onc
         built = ModelView(roles[0], roles[1], roles[2], *grouped(roles[0], roles[1]))
         assert (model, model.paired) == (built, built.paired)
         gone = frozenset(dice.sample(range(30), 10))
-        left = [tuple(each for each in role if each.id not in gone) for role in (model.prefill, model.decode)]
+        left = [
+            tuple(each for each in role if each.id not in gone)
+            for role in (model.prefill, model.decode)
+        ]
         reduced = model.excluding(gone)
         assert [reduced.prefill, reduced.decode] == left
         assert (reduced.keys, reduced.groups) == grouped(left[0], left[1])

@@ -53,7 +53,9 @@ sys.stdin.buffer.read(1)
 """
 
 
-async def test_child_when_it_is_stopped_by_several_then_it_gets_one_signal_and_drains_in_peace() -> None:
+async def test_child_when_it_is_stopped_by_several_then_it_gets_one_signal_and_drains_in_peace() -> (
+    None
+):
     script = [sys.executable, "-c", SECOND_SIGNAL_IS_CRUEL]
     process = spawn(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None

@@ -9,11 +9,16 @@ CONFIG = RestartConfig(max_restarts=2, window_s=10)
 
 
 def test_decide_when_first_death_then_it_is_restarted_and_the_status_is_said():
-    assert decide(CONFIG, -9, [], 100.0) == ("was killed by SIGKILL; starting it again (1 of 2 in 10 s)", 0.0)
+    assert decide(CONFIG, -9, [], 100.0) == (
+        "was killed by SIGKILL; starting it again (1 of 2 in 10 s)",
+        0.0,
+    )
 
 
 def test_decide_when_bound_is_reached_within_window_then_given_up_with_status_1():
-    with pytest.raises(RunFailed, match="exited with status 1; it was restarted 2 times in 10 s") as failed:
+    with pytest.raises(
+        RunFailed, match="exited with status 1; it was restarted 2 times in 10 s"
+    ) as failed:
         decide(CONFIG, 1, [95.0, 99.0], 100.0)
     assert failed.value.exit_status == 1
 
@@ -46,7 +51,9 @@ def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarte
     assert "starting it again" in decide(RestartConfig(), 2, [], 0.0, is_status_2_final=False)[0]
 
 
-@pytest.mark.parametrize(("before", "pause_s"), [([], 0), ([50.0], 5), ([50.0, 60.0], 10), ([1.0, 50.0, 60.0], 10)])
+@pytest.mark.parametrize(
+    ("before", "pause_s"), [([], 0), ([50.0], 5), ([50.0, 60.0], 10), ([1.0, 50.0, 60.0], 10)]
+)
 def test_decide_when_it_died_before_then_each_restart_waits_twice_as_long(before, pause_s):
     text, pause = decide(RestartConfig(max_restarts=9, window_s=90, pause_s=5), 1, before, 100.0)
     assert pause == pause_s

@@ -19,8 +19,14 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, spawn
 from tests.waiting import SOON_S
 
-DRAINS = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True); signal.pause()"
-IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+DRAINS = (
+    "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True);"
+    " signal.pause()"
+)
+IGNORES = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True);"
+    " signal.pause()"
+)
 FAILS = "exit(5)"
 
 
@@ -32,7 +38,9 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 class Programs:
-    """A supervisor of short programs, which are named in the order of their start and their ends."""
+    """A supervisor of short programs, which are named in the order of their start and their
+    ends.
+    """
 
     def __init__(self, **restart: float) -> None:
         self.said: list[str] = []
@@ -41,7 +49,9 @@ class Programs:
         self.supervisor = Supervisor(RestartConfig(**restart), self.said.append)
         self._starts = asyncio.Semaphore(0)
 
-    async def run(self, programs: dict[str, str], then: Callable[[], Awaitable[None]]) -> dict[str, int]:
+    async def run(
+        self, programs: dict[str, str], then: Callable[[], Awaitable[None]]
+    ) -> dict[str, int]:
         """Run programs, and `then` once each has started. The first is stopped last."""
 
         async def work() -> None:
@@ -57,7 +67,9 @@ class Programs:
     async def next_start(self) -> None:
         await self._starts.acquire()
 
-    def _running(self, name: str, code: str, rank: int) -> Callable[[], AbstractAsyncContextManager[Child]]:
+    def _running(
+        self, name: str, code: str, rank: int
+    ) -> Callable[[], AbstractAsyncContextManager[Child]]:
         @asynccontextmanager
         async def running() -> AsyncIterator[Child]:
             process = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -130,7 +142,9 @@ async def test_run_when_stopped_twice_then_programs_still_drain() -> None:
     assert await made.run({"a": DRAINS}, then) == {"a": 0}
 
 
-async def test_run_when_a_program_is_given_up_then_that_is_said_first_and_the_others_drain() -> None:
+async def test_run_when_a_program_is_given_up_then_that_is_said_first_and_the_others_drain() -> (
+    None
+):
     made = Programs(max_restarts=1)
 
     async def then() -> None:
@@ -179,4 +193,6 @@ async def test_run_when_stopped_in_the_pause_before_a_restart_then_it_ends_at_on
         asyncio.get_running_loop().call_later(1, made.supervisor.stop)
 
     assert await made.run({"a": FAILS}, then) == {"a": 5}
-    assert made.said[-1].startswith("a exited with status 5; starting it again in 600 s (2 of 3 in 60 s)")
+    assert made.said[-1].startswith(
+        "a exited with status 5; starting it again in 600 s (2 of 3 in 60 s)"
+    )

@@ -1,8 +1,9 @@
-"""Renders with the installed module openai_harmony, which two distributions have, and puts headers into our order.
+"""Renders with the installed module openai_harmony, which two distributions have, and puts headers
+into our order.
 
-openai-harmony has all recipients before the channel. Its fork oss-harmony (from 0.0.10 on, required by vLLM 0.31) has
-those on the channel commentary after it. What is installed is found out by what it renders, not by its name: both write
-the same files, so that the one installed last counts.
+openai-harmony has all recipients before the channel. Its fork oss-harmony (from 0.0.10 on, required
+by vLLM 0.31) has those on the channel commentary after it. What is installed is found out by what
+it renders, not by its name: both write the same files, so that the one installed last counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dynamo_trtllm.tokenization.harmony import HarmonyMessage, conversation_mess
 START, MESSAGE = 200006, 200008
 _HEADER = re.compile(
     r"<\|start\|>(?P<sender>[^<]*?)(?P<early> to=[^< ]+)?"
-    r"(?:<\|channel\|>(?P<channel>[a-z]+)(?P<late> to=[^< ]+)?(?P<kind> <\|constrain\|>[a-z]+)?)?<\|message\|>"
+    r"(?:<\|channel\|>(?P<channel>[a-z]+)(?P<late> to=[^< ]+)?(?P<kind>"
+    r" <\|constrain\|>[a-z]+)?)?<\|message\|>"
 )
 
 
@@ -37,7 +39,9 @@ def rendered(conversation: Conversation, today: date) -> list[int]:
 
 
 def in_our_order(ids: Sequence[int]) -> list[int]:
-    """Return the prompt with the recipients of the assistant after the channel, and those of tools before it."""
+    """Return the prompt with the recipients of the assistant after the channel, and those of tools
+    before it.
+    """
     return [token_id for message in _messages(ids) for token_id in _reordered(message)]
 
 
@@ -46,9 +50,14 @@ def _for_library(message: HarmonyMessage) -> oh.Message:
     if message.role == oh.Role.DEVELOPER:
         content = oh.DeveloperContent.new()
         content = content.with_instructions(message.text) if message.text else content
-        tools = [oh.ToolDescription.new(each.name, each.description, each.parameters or None) for each in message.tools]
+        tools = [
+            oh.ToolDescription.new(each.name, each.description, each.parameters or None)
+            for each in message.tools
+        ]
         content = content.with_function_tools(tools) if tools else content
-    made = oh.Message.from_author_and_content(oh.Author(role=message.role, name=message.author), content)
+    made = oh.Message.from_author_and_content(
+        oh.Author(role=message.role, name=message.author), content
+    )
     made.recipient, made.channel = message.recipient, message.channel
     made.content_type = message.content_type and f"<|constrain|>{message.content_type}"
     return made

@@ -1,4 +1,6 @@
-"""Accumulates the deltas of an answer like a client, and a text parser whose tokens are characters."""
+"""Accumulates the deltas of an answer like a client, and a text parser whose tokens are
+characters.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Seen:
 
 
 def content_of(step: StepOutput) -> str:
-    return "".join(d.text for d in step.deltas if d.channel not in (Channel.REASONING, Channel.CALL))
+    return "".join(
+        d.text for d in step.deltas if d.channel not in (Channel.REASONING, Channel.CALL)
+    )
 
 
 def calls_of(step: StepOutput) -> list[Delta]:

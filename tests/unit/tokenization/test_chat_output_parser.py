@@ -1,4 +1,6 @@
-"""Reasoning and tool calls of models without Harmony: what is distinguished, what is held back, what stays content."""
+"""Reasoning and tool calls of models without Harmony: what is distinguished, what is held back,
+what stays content.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ STEPS = ([1], [2], [3, 1], [7], [100_000])
 
 
 def parser(reasoning: str = "none", calls: str = "none") -> ChatOutputParser:
-    return ChatOutputParser(Characters(), reasoning_parser=reasoning, tool_call_parser=calls, forced_ids=token_ids())
+    return ChatOutputParser(
+        Characters(), reasoning_parser=reasoning, tool_call_parser=calls, forced_ids=token_ids()
+    )
 
 
 def seen(made: ChatOutputParser, text: str, steps: list[int]) -> Seen:
@@ -64,13 +68,19 @@ HERMES = {
         Seen("Let me look.\n", "", [["f", '{"a": [1, "}"]}'], ["g", "{}"]]),
     ),
     "text after a call": (f"{CALL}\n done", Seen("\n done", "", [["f", '{"a": [1, "}"]}']])),
-    "parameters": ('<tool_call>{"name":"f","parameters":{"x":1}}</tool_call>', Seen("", "", [["f", '{"x":1}']])),
+    "parameters": (
+        '<tool_call>{"name":"f","parameters":{"x":1}}</tool_call>',
+        Seen("", "", [["f", '{"x":1}']]),
+    ),
     "arguments first": (
         '<tool_call>{"arguments": {"x": "\\"}"} , "name": "f"}</tool_call>',
         Seen("", "", [["f", '{"x": "\\"}"}']]),
     ),
     "id and type": (
-        '<tool_call>{"id": "c\\u0031", "type": "function", "name": "f", "arguments": null}</tool_call>',
+        (
+            '<tool_call>{"id": "c\\u0031", "type": "function", "name": "f", "arguments":'
+            " null}</tool_call>"
+        ),
         Seen("", "", [["f", "null"]]),
     ),
     "arguments as text": (
@@ -79,12 +89,18 @@ HERMES = {
     ),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', Seen("", "", [["f", "{}"]])),
     "no end marker": ('<tool_call>{"name": "f", "arguments": {}}', Seen("", "", [["f", "{}"]])),
-    "half an end marker": ('<tool_call>{"name": "f", "arguments": {}}</tool_', Seen("", "", [["f", "{}"]])),
+    "half an end marker": (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_',
+        Seen("", "", [["f", "{}"]]),
+    ),
     "text for an end marker": (
         '<tool_call>{"name": "f", "arguments": {}} and so on',
         Seen("and so on", "", [["f", "{}"]]),
     ),
-    "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"a": "b', Seen("", "", [["f", '{"a": "b']])),
+    "cut in the arguments": (
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        Seen("", "", [["f", '{"a": "b']]),
+    ),
     "cut before the name": ('<tool_call>{"na', Seen('<tool_call>{"na')),
     "cut at the marker": ("<tool_call>", Seen("<tool_call>")),
     "half a marker": ("a <tool_", Seen("a <tool_")),
@@ -94,9 +110,15 @@ HERMES = {
         '<tool_call>{"arguments": {"a": 1}}</tool_call>',
         Seen('<tool_call>{"arguments": {"a": 1}}</tool_call>'),
     ),
-    "bad name": ('<tool_call>{"name": "a b"}</tool_call>', Seen('<tool_call>{"name": "a b"}</tool_call>')),
+    "bad name": (
+        '<tool_call>{"name": "a b"}</tool_call>',
+        Seen('<tool_call>{"name": "a b"}</tool_call>'),
+    ),
     "surrogate name": ('<tool_call>{"name": "\\ud800"}x', Seen('<tool_call>{"name": "\\ud800"}x')),
-    "unknown key": ('<tool_call>{"tool": "f"}</tool_call>', Seen('<tool_call>{"tool": "f"}</tool_call>')),
+    "unknown key": (
+        '<tool_call>{"tool": "f"}</tool_call>',
+        Seen('<tool_call>{"tool": "f"}</tool_call>'),
+    ),
     "broken after the name": (
         '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
         Seen(', "args": {"a": 1}}</tool_call>', "", [["f", ""]]),
@@ -105,7 +127,10 @@ HERMES = {
         '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>',
         Seen("]}</tool_call>", "", [["f", '{"a": 1']]),
     ),
-    "a call after a broken one": (f"<tool_call>f(){CALL}", Seen("<tool_call>f()", "", [["f", '{"a": [1, "}"]}']])),
+    "a call after a broken one": (
+        f"<tool_call>f(){CALL}",
+        Seen("<tool_call>f()", "", [["f", '{"a": [1, "}"]}']]),
+    ),
 }
 
 
@@ -156,7 +181,9 @@ def test_push_when_the_answer_is_a_call_then_it_is_read_and_anything_else_is_con
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
-def test_push_when_the_model_thinks_before_a_call_then_calls_in_the_reasoning_are_not_read(steps: list[int]) -> None:
+def test_push_when_the_model_thinks_before_a_call_then_calls_in_the_reasoning_are_not_read(
+    steps: list[int],
+) -> None:
     text = f"I could write {CALL} here.</think>\n\n{CALL}"
     expected = Seen("", f"I could write {CALL} here.", [["f", '{"a": [1, "}"]}']])
     assert seen(parser("deepseek_r1", "hermes"), text, steps) == expected
@@ -166,7 +193,9 @@ def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is
     text = '<tool_call>{"name": "f", "arguments": {"city": "Rome"}}</tool_call>'
     made = parser(calls="hermes")
     steps = each_step(made, text)
-    first_name = next(i for i, step in enumerate(steps) if any(call.name == "f" for call in calls_of(step)))
+    first_name = next(
+        i for i, step in enumerate(steps) if any(call.name == "f" for call in calls_of(step))
+    )
     assert first_name == text.index('f"') + 1
     written = {i: call.text for i, step in enumerate(steps) for call in calls_of(step)}
     written.pop(first_name)
@@ -176,7 +205,16 @@ def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is
 
 def test_push_when_text_could_be_a_marker_then_only_that_is_held_back() -> None:
     steps = each_step(parser(calls="hermes"), "x < y <tool!")
-    assert [content_of(step) for step in steps] == ["x", " ", "", "< ", "y", " ", *[""] * 5, "<tool!"]
+    assert [content_of(step) for step in steps] == [
+        "x",
+        " ",
+        "",
+        "< ",
+        "y",
+        " ",
+        *[""] * 5,
+        "<tool!",
+    ]
 
 
 def test_push_when_json_is_no_call_then_it_streams_from_the_key_that_says_so() -> None:
@@ -186,12 +224,19 @@ def test_push_when_json_is_no_call_then_it_streams_from_the_key_that_says_so() -
 
 def test_push_when_the_model_thinks_then_tokens_of_reasoning_are_counted_without_markers() -> None:
     made = parser("basic")
-    assert fold(made, [[ord(char)] for char in "<think>abc</think>de"]).reasoning_tokens == 3 + len("</think>") - 1
+    assert (
+        fold(made, [[ord(char)] for char in "<think>abc</think>de"]).reasoning_tokens
+        == 3 + len("</think>") - 1
+    )
 
 
-def test_push_when_a_call_is_forced_then_its_name_comes_with_the_first_delta_and_is_no_content() -> None:
+def test_push_when_a_call_is_forced_then_its_name_comes_with_the_first_delta_and_is_no_content() -> (
+    None
+):
     forced_ids = token_ids(map(ord, '<tool_call>\n{"name": "f", "arguments":'))
-    made = ChatOutputParser(Characters(), reasoning_parser="none", tool_call_parser="hermes", forced_ids=forced_ids)
+    made = ChatOutputParser(
+        Characters(), reasoning_parser="none", tool_call_parser="hermes", forced_ids=forced_ids
+    )
     first = made.push(token_ids(map(ord, " {")))
     assert [(call.name, call.text) for call in calls_of(first)] == [("f", "{")]
     assert not content_of(first)

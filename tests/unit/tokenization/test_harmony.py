@@ -1,4 +1,6 @@
-"""What the model reads must be what openai-harmony would render, with recipients where OpenAI's guide has them."""
+"""What the model reads must be what openai-harmony would render, with recipients where OpenAI's
+guide has them.
+"""
 
 from __future__ import annotations
 
@@ -84,35 +86,39 @@ def full_conversation(text: str) -> Conversation:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_render_when_text_is_anything_then_ids_equal_openai_harmony(renderer: HarmonyRenderer, text: str) -> None:
+def test_render_when_text_is_anything_then_ids_equal_openai_harmony(
+    renderer: HarmonyRenderer, text: str
+) -> None:
     for conversation in (
         full_conversation(text),
         Conversation(messages=(Message(role="user", content=text),)),
         Conversation(messages=(Message(role="user", content=text),), tools=(WEATHER,)),
-        Conversation(messages=(Message(role="developer", content=text), Message(role="user", content="x"))),
+        Conversation(
+            messages=(Message(role="developer", content=text), Message(role="user", content="x"))
+        ),
     ):
         assert renderer.render(conversation).tolist() == reference(conversation)
 
 
-def test_render_when_tools_are_given_then_prompt_is_the_one_gpt_oss_expects(renderer: HarmonyRenderer) -> None:
+def test_render_when_tools_are_given_then_prompt_is_the_one_gpt_oss_expects(
+    renderer: HarmonyRenderer,
+) -> None:
     text = renderer.decode(renderer.render(full_conversation("T")))
-    assert text == (
-        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
-        "Knowledge cutoff: 2024-06\nCurrent date: 2026-01-02\n\nReasoning: high\n\n"
-        "# Valid channels: analysis, commentary, final. Channel must be included for every message.\n"
-        "Calls to these tools must go to the commentary channel: 'functions'.<|end|>"
-        "<|start|>developer<|message|># Instructions\n\nT\n\n# Tools\n\n## functions\n\nnamespace functions {\n\n"
-        "// Weather of a place (instructions)\ntype get_weather = (_: {\n// City\nplace: string,\n"
-        'unit?: "c" | "f",\n}) => any;\n\n} // namespace functions<|end|>'
-        "<|start|>user<|message|>T<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>T<|end|>"
-        "<|start|>user:Al-ice_3<|message|>and T<|end|>"
-        "<|start|>assistant<|channel|>analysis<|message|>T<|end|>"
-        "<|start|>assistant<|channel|>commentary<|message|>T<|end|>"
-        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>T<|call|>"
-        "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>T<|end|>"
-        "<|start|>developer<|message|># Instructions\n\nT<|end|>"
-        "<|start|>assistant"
+    assert (
+        text == "<|start|>system<|message|>You are ChatGPT, a large language model trained by"
+        " OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: 2026-01-02\n\nReasoning: high\n\n#"
+        " Valid channels: analysis, commentary, final. Channel must be included for every"
+        " message.\nCalls to these tools must go to the commentary channel:"
+        " 'functions'.<|end|><|start|>developer<|message|># Instructions\n\nT\n\n# Tools\n\n##"
+        " functions\n\nnamespace functions {\n\n// Weather of a place (instructions)\ntype"
+        ' get_weather = (_: {\n// City\nplace: string,\nunit?: "c" | "f",\n}) => any;\n\n} //'
+        " namespace"
+        " functions<|end|><|start|>user<|message|>T<|end|><|start|>assistant<|channel|>final<|message|>T<|end|><|start|>user:Al-ice_3<|message|>and"
+        " T<|end|><|start|>assistant<|channel|>analysis<|message|>T<|end|><|start|>assistant<|channel|>commentary<|message|>T<|end|><|start|>assistant<|channel|>commentary"
+        " to=functions.get_weather"
+        " <|constrain|>json<|message|>T<|call|><|start|>functions.get_weather"
+        " to=assistant<|channel|>commentary<|message|>T<|end|><|start|>developer<|message|>#"
+        " Instructions\n\nT<|end|><|start|>assistant"
     )
 
 
@@ -122,8 +128,9 @@ def test_render_when_a_call_has_a_result_then_prompt_begins_with_the_tokens_of_t
     """The prefix cache then has them: gpt-oss writes the recipient of a call after the channel."""
     asked = Conversation(messages=(USER,), tools=(WEATHER,))
     written = (
-        "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary"
-        ' to=functions.get_weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>'
+        "<|channel|>analysis<|message|>Need the"
+        " weather.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather"
+        ' <|constrain|>json<|message|>{"place":"Rome"}<|call|>'
     )
     call = ToolCall(id="c1", name="get_weather", arguments='{"place":"Rome"}')
     answered = Conversation(
@@ -138,19 +145,27 @@ def test_render_when_a_call_has_a_result_then_prompt_begins_with_the_tokens_of_t
     assert renderer.render(answered).tolist()[: len(ids)] == ids
 
 
-def test_render_when_tool_call_was_answered_by_a_text_then_its_reasoning_is_dropped(renderer: HarmonyRenderer) -> None:
+def test_render_when_tool_call_was_answered_by_a_text_then_its_reasoning_is_dropped(
+    renderer: HarmonyRenderer,
+) -> None:
     call = ToolCall(id="c1", name="get_weather", arguments="{}")
     before = (
         Message(role="user", content="q"),
         Message(role="assistant", reasoning="SECRET", tool_calls=(call,)),
         Message(role="tool", tool_call_id="c1", content="12"),
     )
-    after = (*before, Message(role="assistant", content="12 degrees"), Message(role="user", content="thanks"))
+    after = (
+        *before,
+        Message(role="assistant", content="12 degrees"),
+        Message(role="user", content="thanks"),
+    )
     assert "SECRET" in renderer.decode(renderer.render(Conversation(messages=before)))
     assert "SECRET" not in renderer.decode(renderer.render(Conversation(messages=after)))
 
 
-def test_render_when_system_and_developer_lead_then_they_are_one_developer_message(renderer: HarmonyRenderer) -> None:
+def test_render_when_system_and_developer_lead_then_they_are_one_developer_message(
+    renderer: HarmonyRenderer,
+) -> None:
     messages = (
         Message(role="system", content="one"),
         Message(role="developer", content="two"),
@@ -162,8 +177,12 @@ def test_render_when_system_and_developer_lead_then_they_are_one_developer_messa
 
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high"])
-def test_render_when_effort_is_known_then_system_message_says_it(renderer: HarmonyRenderer, effort: str) -> None:
-    conversation = Conversation(messages=(Message(role="user", content="q"),), reasoning_effort=effort)
+def test_render_when_effort_is_known_then_system_message_says_it(
+    renderer: HarmonyRenderer, effort: str
+) -> None:
+    conversation = Conversation(
+        messages=(Message(role="user", content="q"),), reasoning_effort=effort
+    )
     assert f"Reasoning: {effort}\n" in renderer.decode(renderer.render(conversation))
 
 
@@ -179,10 +198,18 @@ def test_render_when_day_changes_then_date_follows() -> None:
     ("conversation", "field", "says"),
     [
         (Conversation(messages=(USER,), reasoning_effort="max"), "reasoning_effort", "'max'"),
-        (Conversation(messages=(USER, Message(role="tool", tool_call_id="c9"))), "messages", "'c9'"),
+        (
+            Conversation(messages=(USER, Message(role="tool", tool_call_id="c9"))),
+            "messages",
+            "'c9'",
+        ),
         (Conversation(messages=(USER, Message(role="robot"))), "messages", "'robot'"),
         (Conversation(messages=(USER,), tools=(Tool(name="a b<|end|>"),)), "tools", "'a b<|end|>'"),
-        (Conversation(messages=(Message(role="user", content=" " * 2_000_001),)), None, "run of blanks"),
+        (
+            Conversation(messages=(Message(role="user", content=" " * 2_000_001),)),
+            None,
+            "run of blanks",
+        ),
     ],
 )
 def test_render_when_conversation_is_wrong_then_names_the_field(
@@ -247,15 +274,21 @@ class Schemas:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_render_when_tools_are_odd_then_ids_equal_openai_harmony(renderer: HarmonyRenderer, seed: int) -> None:
+def test_render_when_tools_are_odd_then_ids_equal_openai_harmony(
+    renderer: HarmonyRenderer, seed: int
+) -> None:
     schemas = Schemas(seed)
     for count in range(60):
         tools = tuple(schemas.tool(f"tool{index}") for index in range(1 + count % 3))
-        conversation = Conversation(messages=(Message(role="system", content=schemas.string()), USER), tools=tools)
+        conversation = Conversation(
+            messages=(Message(role="system", content=schemas.string()), USER), tools=tools
+        )
         assert renderer.render(conversation).tolist() == reference(conversation), tools
 
 
-def test_render_when_tools_come_again_then_only_changed_ones_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_when_tools_come_again_then_only_changed_ones_are_translated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     renderer = HarmonyRenderer(today=lambda: TODAY)
     translated: list[str] = []
     rendered = renderer._developer_texts._rendered
@@ -265,8 +298,14 @@ def test_render_when_tools_come_again_then_only_changed_ones_are_translated(monk
         return rendered(content)
 
     monkeypatch.setattr(renderer._developer_texts, "_rendered", noting)
-    tools = (WEATHER, Tool(name="other", parameters={"type": "object", "properties": {"a": {}, "b": {}}}))
-    swapped = (WEATHER, Tool(name="other", parameters={"type": "object", "properties": {"b": {}, "a": {}}}))
+    tools = (
+        WEATHER,
+        Tool(name="other", parameters={"type": "object", "properties": {"a": {}, "b": {}}}),
+    )
+    swapped = (
+        WEATHER,
+        Tool(name="other", parameters={"type": "object", "properties": {"b": {}, "a": {}}}),
+    )
     for text, given in (("hi", tools), ("and then", tools), ("hi", swapped), ("hi", tools)):
         conversation = Conversation(messages=(Message(role="user", content=text),), tools=given)
         assert renderer.render(conversation).tolist() == reference(conversation)
@@ -278,7 +317,9 @@ def test_render_when_schema_is_too_deep_then_request_is_invalid(renderer: Harmon
     for _ in range(300):
         schema = {"type": "object", "properties": {"p": schema}}
     with pytest.raises(InvalidRequest):
-        renderer.render(Conversation(messages=(USER,), tools=(Tool(name="deep", parameters=schema),)))
+        renderer.render(
+            Conversation(messages=(USER,), tools=(Tool(name="deep", parameters=schema),))
+        )
 
 
 @pytest.mark.timeout(30)
@@ -288,12 +329,19 @@ def test_render_when_a_word_is_very_long_then_it_ends(renderer: HarmonyRenderer,
     word = "a" * 300_000
     calls = Message(role="assistant", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
     message = Message(role=role, content=word, tool_call_id="c")
-    schema = {"type": "object", "properties": {word: {"type": "object", "description": word, "default": [word]}}}
+    schema = {
+        "type": "object",
+        "properties": {word: {"type": "object", "description": word, "default": [word]}},
+    }
     tools = (Tool(name="f", description=word, parameters=schema),)
-    assert len(renderer.render(Conversation(messages=(calls, message), tools=tools))) > 5 * 300_000 / 8
+    assert (
+        len(renderer.render(Conversation(messages=(calls, message), tools=tools))) > 5 * 300_000 / 8
+    )
 
 
-def test_render_when_text_holds_a_lone_surrogate_then_it_is_replaced(renderer: HarmonyRenderer) -> None:
+def test_render_when_text_holds_a_lone_surrogate_then_it_is_replaced(
+    renderer: HarmonyRenderer,
+) -> None:
     for role in ("user", "system"):
         ids = renderer.render(Conversation(messages=(Message(role=role, content="a\ud800b"),)))
         assert "a\N{REPLACEMENT CHARACTER}b" in renderer.decode(ids)
@@ -308,13 +356,20 @@ def test_encode_when_decoded_then_text_is_back_and_no_control_token_was_made(
     assert renderer.decode(ids) == text
 
 
-def test_decode_when_ids_are_control_tokens_then_they_are_written_out(renderer: HarmonyRenderer) -> None:
-    assert renderer.decode(token_ids([200006, 200012, 201087])) == "<|start|><|call|><|reserved_201087|>"
+def test_decode_when_ids_are_control_tokens_then_they_are_written_out(
+    renderer: HarmonyRenderer,
+) -> None:
+    assert (
+        renderer.decode(token_ids([200006, 200012, 201087]))
+        == "<|start|><|call|><|reserved_201087|>"
+    )
     with pytest.raises(InvalidRequest, match="201088"):
         renderer.decode(token_ids([201088]))
 
 
-def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(renderer: HarmonyRenderer) -> None:
+def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(
+    renderer: HarmonyRenderer,
+) -> None:
     encoding = vocabulary.load_tokenizer().harmony
     assert set(renderer.stop_token_ids) == set(encoding.stop_tokens_for_assistant_actions())
 
@@ -323,7 +378,10 @@ def test_text_parser_when_only_some_tokens_are_hidden_then_other_special_ones_ar
     renderer: HarmonyRenderer,
 ) -> None:
     parser = renderer.text_parser(frozenset({200002}))
-    pieces = [content_of(parser.push(token_ids([each]))) for each in (*renderer.encode("a"), 200007, 200002, 300000)]
+    pieces = [
+        content_of(parser.push(token_ids([each])))
+        for each in (*renderer.encode("a"), 200007, 200002, 300000)
+    ]
     assert pieces == ["a", "<|end|>", "", ""]
 
 

@@ -1,4 +1,6 @@
-"""The tools that gpt-oss was trained with: in the prompt as in openai-harmony, and calls as gpt-oss writes them."""
+"""The tools that gpt-oss was trained with: in the prompt as in openai-harmony, and calls as gpt-oss
+writes them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ USER = Message(role="user", content="q")
 QUERY = {"type": "object", "properties": {"query": {"type": "string"}, "topn": {"type": "integer"}}}
 SEARCH = Tool(name="browser.search", parameters=QUERY | {"required": ["query"]})
 OPEN = Tool(name="browser.open")
-FIND = Tool(name="browser.find", description="Finds a text.", parameters={"type": "object", "properties": {}})
+FIND = Tool(
+    name="browser.find",
+    description="Finds a text.",
+    parameters={"type": "object", "properties": {}},
+)
 PYTHON = Tool(name="python", parameters=SCHEMA, is_text=True)
 FUNCTION = Tool(name="f")
 CODE = 'print("é")\n'
@@ -54,15 +60,21 @@ def test_builtin_tools_then_the_system_message_is_that_of_the_library(
     assert ("type f = " in others) == bool(functions)
 
 
-def test_builtin_tools_when_only_one_is_declared_then_no_other_is_shown(renderer: HarmonyRenderer) -> None:
+def test_builtin_tools_when_only_one_is_declared_then_no_other_is_shown(
+    renderer: HarmonyRenderer,
+) -> None:
     shown = prompt(renderer, OPEN)
     assert "type open = " in shown
     assert "type search = " not in shown
     assert "## python" not in shown
 
 
-def test_python_with_a_description_then_it_replaces_that_of_harmony(renderer: HarmonyRenderer) -> None:
-    described = Tool(name="python", description="No network. <|end|>", parameters=SCHEMA, is_text=True)
+def test_python_with_a_description_then_it_replaces_that_of_harmony(
+    renderer: HarmonyRenderer,
+) -> None:
+    described = Tool(
+        name="python", description="No network. <|end|>", parameters=SCHEMA, is_text=True
+    )
     shown = prompt(renderer, described)
     assert "## python\n\nNo network. <|end|>\n\n# Valid channels" in shown
     assert "Jupyter" not in shown
@@ -70,28 +82,48 @@ def test_python_with_a_description_then_it_replaces_that_of_harmony(renderer: Ha
 
 
 NO_BUILTIN = {
-    "another property": Tool(name="browser.search", parameters={"properties": {"q": {"type": "string"}}}),
-    "another requirement": Tool(name="browser.search", parameters=QUERY | {"required": ["query", "topn"]}),
-    "one of several forms": Tool(name="browser.open", parameters={"anyOf": [{"properties": {"id": {}}}]}),
+    "another property": Tool(
+        name="browser.search", parameters={"properties": {"q": {"type": "string"}}}
+    ),
+    "another requirement": Tool(
+        name="browser.search", parameters=QUERY | {"required": ["query", "topn"]}
+    ),
+    "one of several forms": Tool(
+        name="browser.open", parameters={"anyOf": [{"properties": {"id": {}}}]}
+    ),
     "wrong properties": Tool(name="browser.open", parameters={"properties": ["id"]}),
     "another function": Tool(name="browser.click"),
     "a text": Tool(name="browser.open", parameters=SCHEMA, is_text=True),
-    "python with arguments": Tool(name="python", parameters={"properties": {"code": {"type": "string"}}}),
+    "python with arguments": Tool(
+        name="python", parameters={"properties": {"code": {"type": "string"}}}
+    ),
 }
 
 
 @pytest.mark.parametrize("tool", NO_BUILTIN.values(), ids=NO_BUILTIN)
-def test_tool_when_gpt_oss_knows_another_one_of_its_name_then_a_function(renderer: HarmonyRenderer, tool: Tool) -> None:
+def test_tool_when_gpt_oss_knows_another_one_of_its_name_then_a_function(
+    renderer: HarmonyRenderer, tool: Tool
+) -> None:
     system, _, others = prompt(renderer, tool).partition("<|end|>")
     assert "# Tools" not in system
     assert f"type {tool.name} = " in others
     call = ToolCall(id="c", name=tool.name, arguments=arguments_of("x"))
-    messages = (USER, Message(role="assistant", tool_calls=(call,)), Message(role="tool", tool_call_id="c"))
-    assert f"to=functions.{tool.name} <|constrain|>json" in prompt(renderer, tool, messages=messages)
+    messages = (
+        USER,
+        Message(role="assistant", tool_calls=(call,)),
+        Message(role="tool", tool_call_id="c"),
+    )
+    assert f"to=functions.{tool.name} <|constrain|>json" in prompt(
+        renderer, tool, messages=messages
+    )
 
 
 CALLS: dict[str, tuple[Tool, str, str]] = {  # the tool, the arguments, and what gpt-oss writes
-    "browser": (SEARCH, '{"query": "x"}', '<|channel|>analysis to=browser.search code<|message|>{"query": "x"}'),
+    "browser": (
+        SEARCH,
+        '{"query": "x"}',
+        '<|channel|>analysis to=browser.search code<|message|>{"query": "x"}',
+    ),
     "python": (PYTHON, arguments_of(CODE), f"<|channel|>analysis to=python code<|message|>{CODE}"),
 }
 
@@ -114,11 +146,18 @@ def test_call_and_its_result_then_the_tokens_that_the_model_wrote_and_the_tool_a
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     before = [*asked, *renderer._control_text(f"{thought}{written}<|call|>")]
     assert ids[: len(before)] == before
-    result = f"<|start|>{tool.name} to=assistant<|channel|>analysis<|message|>RESULT<|end|><|start|>assistant"
-    assert renderer.decode(renderer.render(Conversation(messages=messages, tools=tools))).endswith(result)
+    result = (
+        f"<|start|>{tool.name}"
+        " to=assistant<|channel|>analysis<|message|>RESULT<|end|><|start|>assistant"
+    )
+    assert renderer.decode(renderer.render(Conversation(messages=messages, tools=tools))).endswith(
+        result
+    )
 
 
-def test_earlier_call_of_a_function_named_python_then_it_stays_one(renderer: HarmonyRenderer) -> None:
+def test_earlier_call_of_a_function_named_python_then_it_stays_one(
+    renderer: HarmonyRenderer,
+) -> None:
     """Also without its declaration, as in a last request without tools."""
     call = ToolCall(id="c", name="python", arguments='{"code": "1"}')
     shown = prompt(renderer, messages=(USER, Message(role="assistant", tool_calls=(call,))))

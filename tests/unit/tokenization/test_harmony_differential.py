@@ -1,6 +1,8 @@
-"""Generated conversations through our parser and through openai-harmony's own parser of whole messages: the same.
+"""Generated conversations through our parser and through openai-harmony's own parser of whole
+messages: the same.
 
-The reference is given the whole text at once; ours gets it cut in two at every token, and in random pieces.
+The reference is given the whole text at once; ours gets it cut in two at every token, and in random
+pieces.
 """
 
 from __future__ import annotations
@@ -18,13 +20,23 @@ from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.parser_helpers import Seen, cut, fold
 
-RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = 200002, 200003, 200005, 200006, 200007, 200008, 200012
+RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
+    200002,
+    200003,
+    200005,
+    200006,
+    200007,
+    200008,
+    200012,
+)
 ENDS = (RETURN, END, CALL)
 CONTROL = [RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL, 199998, 199999, 200018, 201087]
 TEXTS = st.one_of(
     st.text(max_size=12),
     st.text(st.characters(min_codepoint=0x80, exclude_categories=["Cs"]), max_size=8),
-    st.sampled_from(["Hello there.", '{"a": 1}', "🧑‍🚀 𒀀 日本語", "<|end|> <|channel|>", "to=functions.f"]),
+    st.sampled_from(
+        ["Hello there.", '{"a": 1}', "🧑‍🚀 𒀀 日本語", "<|end|> <|channel|>", "to=functions.f"]
+    ),
     st.sampled_from(["", " ", "\n\n"]),
     st.integers(20, 400).map(lambda size: "a long text, naïve and wide " * (size // 10)),
 )
@@ -36,7 +48,9 @@ harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
 plain = functools.cache(vocabulary.load_tokenizer)
 
 
-def said(text: str, channel: str, recipient: str | None = None, kind: str | None = None) -> oh.Message:
+def said(
+    text: str, channel: str, recipient: str | None = None, kind: str | None = None
+) -> oh.Message:
     message = oh.Message.from_role_and_content(oh.Role.ASSISTANT, text).with_channel(channel)
     message.recipient, message.content_type = recipient, kind
     return message
@@ -44,9 +58,14 @@ def said(text: str, channel: str, recipient: str | None = None, kind: str | None
 
 REASONING = st.builds(said, TEXTS, st.just("analysis"))
 PREAMBLES = st.builds(said, TEXTS, st.just("commentary"))
-ANSWERS = st.builds(said, TEXTS, st.just("final"))  # a content type alone is a recipient to openai-harmony 0.0.8
+# a content type alone is a recipient to openai-harmony 0.0.8
+ANSWERS = st.builds(said, TEXTS, st.just("final"))
 CALLS = st.builds(
-    said, TEXTS, st.sampled_from(["commentary", "commentary", "analysis"]), NAMES.map("functions.{}".format), TYPES
+    said,
+    TEXTS,
+    st.sampled_from(["commentary", "commentary", "analysis"]),
+    NAMES.map("functions.{}".format),
+    TYPES,
 )
 TURNS = st.lists(st.one_of(REASONING, PREAMBLES, CALLS, ANSWERS), min_size=1, max_size=5)
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
@@ -54,13 +73,18 @@ STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 def completion(turn: Sequence[oh.Message], *, addressed_late: bool) -> list[int]:
     """The ids a model writes for these messages: all but `<|start|>assistant` of the first."""
-    ids = [token_id for message in turn for token_id in written(message, addressed_late=addressed_late)]
+    ids = [
+        token_id for message in turn for token_id in written(message, addressed_late=addressed_late)
+    ]
     ids[-1] = CALL if turn[-1].recipient else RETURN
     return ids[2:]
 
 
 def written(message: oh.Message, *, addressed_late: bool) -> list[int]:
-    """The recipient before or after the channel. The library reads both and writes one, and which depends on it."""
+    """The recipient before or after the channel.
+
+    The library reads both and writes one, and which depends on it.
+    """
     encoding = harmony()
     address = f" to={message.recipient}" if message.recipient else ""
     before, behind = ("", address) if addressed_late else (address, "")
@@ -69,7 +93,11 @@ def written(message: oh.Message, *, addressed_late: bool) -> list[int]:
     body = message.content[0]
     assert isinstance(body, oh.TextContent)
     end = CALL if message.recipient else END
-    return [*encoding.encode(head, allowed_special="all"), *encoding.encode(body.text, disallowed_special=()), end]
+    return [
+        *encoding.encode(head, allowed_special="all"),
+        *encoding.encode(body.text, disallowed_special=()),
+        end,
+    ]
 
 
 def reference(ids: list[int]) -> Seen:
@@ -91,8 +119,12 @@ def ours(renderer: HarmonyRenderer, pushes: object) -> Seen:
     return seen
 
 
-def check_same(renderer: HarmonyRenderer, turn: list[oh.Message], late: bool, steps: list[int], cuts: int) -> None:
-    """Cut in two at `cuts` places (all when there are fewer), token by token, and in pieces of `steps`."""
+def check_same(
+    renderer: HarmonyRenderer, turn: list[oh.Message], late: bool, steps: list[int], cuts: int
+) -> None:
+    """Cut in two at `cuts` places (all when there are fewer), token by token, and in pieces of
+    `steps`.
+    """
     ids = completion(turn, addressed_late=late)
     expected = reference(ids)
     assert ours(renderer, [[i] for i in ids]) == expected
@@ -129,7 +161,19 @@ def test_push_when_a_turn_is_cut_at_every_token_then_messages_are_those_of_opena
     check_same(renderer, turn, late, steps, cuts=1_000_000)
 
 
-HEADER_WORDS = ["analysis", "final", "commentary", " to", "=", "functions", ".f", "assistant", "user", " ", "json"]
+HEADER_WORDS = [
+    "analysis",
+    "final",
+    "commentary",
+    " to",
+    "=",
+    "functions",
+    ".f",
+    "assistant",
+    "user",
+    " ",
+    "json",
+]
 TOKENS = st.one_of(
     st.sampled_from(CONTROL),
     st.sampled_from(HEADER_WORDS).map(lambda word: plain().encode(word)[0]),
@@ -144,13 +188,25 @@ def test_push_when_ids_are_anything_then_no_marker_leaves_and_the_cut_changes_no
 ) -> None:
     seen = fold(renderer.chat_parser(), cut(ids, steps))
     assert seen == fold(renderer.chat_parser(), [ids])
-    as_text = plain().decode(token_ids(i for i in ids if i < 199_998))  # by ordinary tokens, which is text
-    shown = " ".join((seen.content, seen.reasoning, *(part for call in seen.calls for part in call)))
-    assert not [marker for i in CONTROL if (marker := harmony().decode([i])) in shown and marker not in as_text]
+    # by ordinary tokens, which is text
+    as_text = plain().decode(token_ids(i for i in ids if i < 199_998))
+    shown = " ".join(
+        (seen.content, seen.reasoning, *(part for call in seen.calls for part in call))
+    )
+    assert not [
+        marker
+        for i in CONTROL
+        if (marker := harmony().decode([i])) in shown and marker not in as_text
+    ]
 
 
 @fixed(300)
-@given(ids=st.lists(TOKENS.filter(lambda i: "\ufffd" not in plain().decode(token_ids([i]))), max_size=60), steps=STEPS)
+@given(
+    ids=st.lists(
+        TOKENS.filter(lambda i: "\ufffd" not in plain().decode(token_ids([i]))), max_size=60
+    ),
+    steps=STEPS,
+)
 def test_push_when_ids_are_anything_then_no_text_is_lost_outside_headers(
     renderer: HarmonyRenderer, ids: list[int], steps: list[int]
 ) -> None:
@@ -162,7 +218,9 @@ def test_push_when_ids_are_anything_then_no_text_is_lost_outside_headers(
 
 
 def bodies(ids: list[int]) -> list[list[int]]:
-    """Ordinary tokens that no header can hold: after `<|message|>`, and after an end with no start."""
+    """Ordinary tokens that no header can hold: after `<|message|>`, and after an end with no
+    start.
+    """
     found: list[list[int]] = []
     is_inside = False
     for token_id in ids:

@@ -1,8 +1,10 @@
-"""Prompts and answers of gpt-oss are the same with every library that has the module openai_harmony.
+"""Prompts and answers of gpt-oss are the same with every library that has the module
+openai_harmony.
 
-TensorRT-LLM pins openai-harmony 0.0.4; vLLM 0.24 has 0.0.8; vLLM 0.31 has oss-harmony 0.0.11, which renders calls and
-tool results in another order. tests/data/harmony_ids.json has our prompts, tests/data/harmony_library_ids.json what
-the libraries rendered for the conversation "tools" (recorded with `harmony_library.rendered`).
+TensorRT-LLM pins openai-harmony 0.0.4; vLLM 0.24 has 0.0.8; vLLM 0.31 has oss-harmony 0.0.11, which
+renders calls and tool results in another order. tests/data/harmony_ids.json has our prompts,
+tests/data/harmony_library_ids.json what the libraries rendered for the conversation "tools"
+(recorded with `harmony_library.rendered`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ _DATA = Path(__file__).parents[2] / "data"
 IDS: dict[str, list[int]] = json.loads((_DATA / "harmony_ids.json").read_text())
 LIBRARIES: dict[str, list[int]] = json.loads((_DATA / "harmony_library_ids.json").read_text())
 TODAY = date(2026, 1, 2)
-PLACE = {"type": "string", "description": "City, e.g. “Zürich”", "minLength": 1, "examples": ["Bern"]}
+PLACE = {
+    "type": "string",
+    "description": "City, e.g. “Zürich”",
+    "minLength": 1,
+    "examples": ["Bern"],
+}
 WEATHER = Tool(
     name="get_weather",
     description="Weather of a place\nof today",
@@ -34,7 +41,10 @@ WEATHER = Tool(
             "unit": {"type": "string", "enum": ["c", "f"], "default": "c"},
             "days": {"type": ["integer", "null"], "minimum": 1},
             "options": {"type": "object", "properties": {"wind": {"type": "boolean"}}},
-            "points": {"type": "array", "items": {"anyOf": [{"type": "number"}, {"$ref": "#/$defs/p"}]}},
+            "points": {
+                "type": "array",
+                "items": {"anyOf": [{"type": "number"}, {"$ref": "#/$defs/p"}]},
+            },
         },
         "required": ["place"],
         "$defs": {"p": {"type": "object", "properties": {"x": {"type": "number"}}}},
@@ -44,7 +54,9 @@ NOW = Tool(name="now", description="")
 CALL = ToolCall(id="call_1", name="get_weather", arguments='{"place": "Zürich"}')
 CONVERSATIONS = {
     "question": Conversation(messages=(Message(role="user", content="Hello 🧑‍🚀 日本語"),)),
-    "effort": Conversation(messages=(Message(role="user", content="1 + 1?"),), reasoning_effort="high"),
+    "effort": Conversation(
+        messages=(Message(role="user", content="1 + 1?"),), reasoning_effort="high"
+    ),
     "instructions": Conversation(
         messages=(
             Message(role="system", content="Answer in verse."),
@@ -67,17 +79,28 @@ CONVERSATIONS = {
     ),
 }
 THOUGHT = "<|channel|>analysis<|message|>Think 日本.<|end|><|start|>assistant"
-ANSWER = f'{THOUGHT}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{"a": 1}}<|call|>'
+ANSWER = (
+    f'{THOUGHT}<|channel|>commentary to=functions.now <|constrain|>json<|message|>{{"a":'
+    " 1}<|call|>"
+)
 ANSWERS = {  # the recipient before and after the channel
     "after, json": ANSWER,
     "after, code": ANSWER.replace("<|constrain|>json", "code"),
     "after, no type": ANSWER.replace(" <|constrain|>json", ""),
     "after, on analysis": ANSWER.replace("commentary", "analysis"),
-    "before, json": f'{THOUGHT} to=functions.now<|channel|>commentary <|constrain|>json<|message|>{{"a": 1}}<|call|>',
-    "before, plain json": f'{THOUGHT} to=functions.now<|channel|>commentary json<|message|>{{"a": 1}}<|call|>',
-    "before, on analysis": f'{THOUGHT} to=functions.now<|channel|>analysis code<|message|>{{"a": 1}}<|call|>',
+    "before, json": (
+        f'{THOUGHT} to=functions.now<|channel|>commentary <|constrain|>json<|message|>{{"a":'
+        " 1}<|call|>"
+    ),
+    "before, plain json": (
+        f'{THOUGHT} to=functions.now<|channel|>commentary json<|message|>{{"a": 1}}<|call|>'
+    ),
+    "before, on analysis": (
+        f'{THOUGHT} to=functions.now<|channel|>analysis code<|message|>{{"a": 1}}<|call|>'
+    ),
 }
-# The example of the guide, https://github.com/openai/harmony/blob/ec7606d/docs/format.md#handling-tool-calls
+# The example of the guide,
+# https://github.com/openai/harmony/blob/ec7606d/docs/format.md#handling-tool-calls
 GUIDE = (
     "<|start|>user<|message|>What is the weather like in SF?<|end|>"
     "<|start|>assistant<|channel|>analysis<|message|>Need to use function get_weather.<|end|>"
@@ -98,7 +121,9 @@ def rendered(renderer: HarmonyRenderer, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_prompt_when_rendered_with_any_release_then_the_recorded_ids(renderer: HarmonyRenderer, name: str) -> None:
+def test_prompt_when_rendered_with_any_release_then_the_recorded_ids(
+    renderer: HarmonyRenderer, name: str
+) -> None:
     assert rendered(renderer, name) == IDS[name]
 
 
@@ -108,7 +133,9 @@ def test_prompt_when_it_has_a_call_and_its_result_then_it_is_the_example_of_the_
     call = ToolCall(id="c", name="get_weather", arguments='{"location":"San Francisco"}')
     messages = (
         Message(role="user", content="What is the weather like in SF?"),
-        Message(role="assistant", reasoning="Need to use function get_weather.", tool_calls=(call,)),
+        Message(
+            role="assistant", reasoning="Need to use function get_weather.", tool_calls=(call,)
+        ),
         Message(role="tool", tool_call_id="c", content='{"sunny": true, "temperature": 20}'),
     )
     text = renderer.decode(renderer.render(Conversation(messages=messages)))
@@ -126,14 +153,22 @@ def test_library_when_installed_then_it_renders_as_one_that_is_recorded() -> Non
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answer_when_parsed_with_any_release_then_its_reasoning_and_call(renderer: HarmonyRenderer, name: str) -> None:
+def test_answer_when_parsed_with_any_release_then_its_reasoning_and_call(
+    renderer: HarmonyRenderer, name: str
+) -> None:
     """However it is cut in two, and token by token."""
     ids: list[int] = renderer._control_text(ANSWERS[name]).tolist()
     cuts = [[ids[:at], ids[at:]] for at in range(len(ids))]
     for pushes in ([[token_id] for token_id in ids], *cuts):
         seen = fold(renderer.chat_parser(), map(token_ids, pushes))
-        assert (seen.content, seen.reasoning, seen.calls) == ("", "Think 日本.", [["now", '{"a": 1}']])
+        assert (seen.content, seen.reasoning, seen.calls) == (
+            "",
+            "Think 日本.",
+            [["now", '{"a": 1}']],
+        )
 
 
-def test_answer_when_tokenized_with_any_release_then_the_recorded_ids(renderer: HarmonyRenderer) -> None:
+def test_answer_when_tokenized_with_any_release_then_the_recorded_ids(
+    renderer: HarmonyRenderer,
+) -> None:
     assert renderer._control_text(ANSWER).tolist() == IDS["answer"]

@@ -14,21 +14,52 @@ from tests.unit.tokenization.parser_helpers import Characters, Seen, calls_of, c
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 OBJECTS = st.dictionaries(st.text(max_size=6), VALUES, max_size=4)
-CALLS = st.tuples(st.from_regex(r"[A-Za-z0-9_.\-]{1,12}", fullmatch=True), OBJECTS, st.sampled_from([None, 1, 2]))
+CALLS = st.tuples(
+    st.from_regex(r"[A-Za-z0-9_.\-]{1,12}", fullmatch=True), OBJECTS, st.sampled_from([None, 1, 2])
+)
 STEPS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
-WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "<tool_", " ", "\n", "word", "é"]
-JSON_WORDS = ["{", "}", "[", "]", '"', "\\", ",", ":", "null", '"parameters"', '{"name": "f"', ', "arguments": ']
+WORDS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<",
+    "</",
+    "<tool_",
+    " ",
+    "\n",
+    "word",
+    "é",
+]
+JSON_WORDS = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ":",
+    "null",
+    '"parameters"',
+    '{"name": "f"',
+    ', "arguments": ',
+]
 PIECES = st.sampled_from([*WORDS, *JSON_WORDS, '{"name": "f", "arguments": {}}'])
 READERS = ("none", "hermes", "json")
 FIXED = settings()  # as many as tests/conftest.py says, the same in every run
 
 
 def make(reasoning: str, calls: str) -> ChatOutputParser:
-    return ChatOutputParser(Characters(), reasoning_parser=reasoning, tool_call_parser=calls, forced_ids=token_ids())
+    return ChatOutputParser(
+        Characters(), reasoning_parser=reasoning, tool_call_parser=calls, forced_ids=token_ids()
+    )
 
 
 def seen(reasoning: str, calls: str, text: str, steps: list[int]) -> Seen:

@@ -12,12 +12,23 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
-from dynamo_trtllm.tokenization.base import Conversation, Message, OutputParser, Tool, ToolCall, renderer_for
+from dynamo_trtllm.tokenization.base import (
+    Conversation,
+    Message,
+    OutputParser,
+    Tool,
+    ToolCall,
+    renderer_for,
+)
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 from tests.unit.tokenization.parser_helpers import content_of
 
-CORPUS = ["the quick brown fox jumps over the lazy dog", "Łódź naïve 日本語 text", "user assistant system"] * 5
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "Łódź naïve 日本語 text",
+    "user assistant system",
+] * 5
 SPECIALS = ["<s>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -42,21 +53,39 @@ def byte_level() -> bytes:
 def byte_fallback() -> bytes:
     """As Llama 2's: blanks are U+2581, a leading one is dropped, unknown characters are bytes."""
     words = ["▁the", "▁quick", "▁fox", "▁", "t", "h", "e", "f", "o", "x", "n", "d"]
-    vocab = {piece: i for i, piece in enumerate(["<unk>", *SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *words])}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    vocab = {
+        piece: i
+        for i, piece in enumerate(
+            ["<unk>", *SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *words]
+        )
+    }
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(SPECIALS)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocab["<s>"])]
+    )
     return tokenizer.to_str().encode()
 
 
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 
 
-def files(kind: str = "byte_level", template: str | None = CHATML, **config: object) -> dict[str, bytes]:
+def files(
+    kind: str = "byte_level", template: str | None = CHATML, **config: object
+) -> dict[str, bytes]:
     found = {"tokenizer.json": KINDS[kind](), "tokenizer_config.json": json.dumps(config).encode()}
     if template is not None:
         found["chat_template.jinja"] = template.encode()
@@ -68,17 +97,23 @@ def renderer(found: Mapping[str, bytes]) -> ChatTemplateRenderer:
 
 
 def prompt(found: Mapping[str, bytes], *messages: Message, **more: object) -> str:
-    conversation = Conversation(messages=messages or (Message(role="user", content="the fox"),), **more)  # type: ignore[arg-type]
+    conversation = Conversation(
+        messages=messages or (Message(role="user", content="the fox"),), **more
+    )  # type: ignore[arg-type]
     made = renderer(found)
     return made.decode(made.render(conversation))
 
 
 def streamed(parser: OutputParser, ids: list[int], step: int = 1) -> str:
-    pieces = [content_of(parser.push(token_ids(ids[at : at + step]))) for at in range(0, len(ids), step)]
+    pieces = [
+        content_of(parser.push(token_ids(ids[at : at + step]))) for at in range(0, len(ids), step)
+    ]
     return "".join(pieces) + content_of(parser.finish())
 
 
-def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_are_tokens() -> None:
+def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_are_tokens() -> (
+    None
+):
     found = files()
     conversation = Conversation(messages=(Message(role="user", content="the fox"),))
     ids = renderer(found).render(conversation)
@@ -89,7 +124,10 @@ def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_
 
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}])
 def test_render_when_config_names_tokens_then_template_sees_their_text(bos: object) -> None:
-    assert prompt(files(template="{{ bos_token }}{{ eos_token }}x", bos_token=bos, eos_token=None)) == "<s>x"
+    assert (
+        prompt(files(template="{{ bos_token }}{{ eos_token }}x", bos_token=bos, eos_token=None))
+        == "<s>x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +182,9 @@ def test_render_when_both_templates_are_there_then_the_file_wins() -> None:
         (None, "use /v1/completions"),
     ],
 )
-def test_render_when_template_refuses_then_request_is_invalid_with_its_message(template: str | None, says: str) -> None:
+def test_render_when_template_refuses_then_request_is_invalid_with_its_message(
+    template: str | None, says: str
+) -> None:
     with pytest.raises(InvalidRequest, match=says):
         prompt(files(template=template))
 
@@ -157,8 +197,12 @@ def test_render_when_template_refuses_then_request_is_invalid_with_its_message(t
         ("[" + "0," * 100_000 + "0]", "100001 values"),
     ],
 )
-def test_render_when_arguments_of_a_call_are_hostile_then_request_is_invalid(arguments: str, says: str) -> None:
-    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+def test_render_when_arguments_of_a_call_are_hostile_then_request_is_invalid(
+    arguments: str, says: str
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    )
     calls = (ToolCall(id="call-1", name="f", arguments=arguments),)
     with pytest.raises(InvalidRequest, match=says) as refused:
         prompt(files(template=template), Message(role="assistant", tool_calls=calls))
@@ -166,13 +210,13 @@ def test_render_when_arguments_of_a_call_are_hostile_then_request_is_invalid(arg
 
 
 LOOKS_BACK = (  # at all earlier messages for each message
-    "{% for m in messages %}{% set ns = namespace(found=false) %}"
-    "{% for at in range(loop.index0) %}{% if not ns.found %}{% set ns.found = true %}{% endif %}{% endfor %}"
-    "{{ m.content }}{% endfor %}"
+    "{% for m in messages %}{% set ns = namespace(found=false) %}{% for at in range(loop.index0)"
+    " %}{% if not ns.found %}{% set ns.found = true %}{% endif %}{% endfor %}{{ m.content }}{%"
+    " endfor %}"
 )
 GROWS = (  # by each message
-    "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ns.text ~ m.content %}{% endfor %}"
-    "{{ ns.text }}"
+    "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ns.text ~ m.content"
+    " %}{% endfor %}{{ ns.text }}"
 )
 REPEATS_TOOLS = "{% for m in messages %}{{ tools | tojson }}{% endfor %}"
 
@@ -188,14 +232,19 @@ def test_render_when_template_takes_too_many_steps_then_request_is_invalid_and_t
     made = renderer(files(template=template))
     tool = Tool(name="f", description="the " * 100_000, parameters={})
     message = Message(role="user", content="the " * length)
-    with pytest.raises(InvalidRequest, match="takes more than 10000 steps for these messages and tools") as refused:
+    with pytest.raises(
+        InvalidRequest, match="takes more than 10000 steps for these messages and tools"
+    ) as refused:
         made.render(Conversation(messages=(message,) * many, tools=(tool,)))
     assert refused.value.field == "messages"
     made.render(Conversation(messages=(message,) * few, tools=(tool,)))
 
 
 def test_render_when_namespace_lacks_a_name_or_it_is_internal_then_template_sees_nothing() -> None:
-    template = "{% set ns = namespace(a='the') %}{{ ns.a }}[{{ ns.b }}{{ ns.__class__ }}{{ ns._Namespace__attrs }}]"
+    template = (
+        "{% set ns = namespace(a='the') %}{{ ns.a }}[{{ ns.b }}{{ ns.__class__ }}{{"
+        " ns._Namespace__attrs }}]"
+    )
     assert prompt(files(template=template)) == "the[]"
 
 
@@ -204,13 +253,19 @@ def test_encode_when_text_spells_a_special_token_then_it_stays_text() -> None:
     ids = made.encode("the <|im_end|> fox")
     assert not set(ids) & {0, 1, 2}
     assert made.decode(ids) == "the <|im_end|> fox"
-    assert made.render(Conversation(messages=(Message(role="user", content="x"),)))[0] == 1  # the other one unharmed
+    # the other one unharmed
+    assert made.render(Conversation(messages=(Message(role="user", content="x"),)))[0] == 1
 
 
-def test_encode_when_tokenizer_adds_begin_of_text_then_prompt_has_it_and_chat_prompt_does_not() -> None:
+def test_encode_when_tokenizer_adds_begin_of_text_then_prompt_has_it_and_chat_prompt_does_not() -> (
+    None
+):
     made = renderer(files("byte_fallback", "{{ bos_token }}the", bos_token="<s>"))
     assert made.encode("the")[0] == 1
-    assert made.render(Conversation(messages=(Message(role="user", content="x"),))).tolist().count(1) == 1
+    assert (
+        made.render(Conversation(messages=(Message(role="user", content="x"),))).tolist().count(1)
+        == 1
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,7 +298,9 @@ def test_encode_when_text_holds_a_lone_surrogate_then_it_is_replaced() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
-def test_text_parser_when_text_streams_then_it_is_whole_and_specials_are_left_out(kind: str, step: int) -> None:
+def test_text_parser_when_text_streams_then_it_is_whole_and_specials_are_left_out(
+    kind: str, step: int
+) -> None:
     made = renderer(files(kind))
     ids = made.encode(TEXT).tolist()
     assert streamed(made.text_parser(), [*ids[:5], 2, *ids[5:], 2], step) == TEXT
@@ -261,7 +318,9 @@ def test_text_parser_when_character_is_split_then_no_part_of_it_is_shown(kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(10))
-def test_text_parser_when_ids_are_random_then_it_neither_raises_nor_stalls(kind: str, seed: int) -> None:
+def test_text_parser_when_ids_are_random_then_it_neither_raises_nor_stalls(
+    kind: str, seed: int
+) -> None:
     chance = random.Random(seed)
     made = renderer(files(kind))
     ids = [chance.randrange(300) for _ in range(300)]
@@ -309,7 +368,9 @@ def test_renderer_when_a_file_is_broken_then_configuration_is_wrong(name: str, d
 
 
 def card(kind: str) -> ModelDeploymentCard:
-    return ModelDeploymentCard(name="m", context_length=10, vocab_size=10, eos_token_ids=(2, 7), renderer=kind)
+    return ModelDeploymentCard(
+        name="m", context_length=10, vocab_size=10, eos_token_ids=(2, 7), renderer=kind
+    )
 
 
 def test_renderer_for_when_card_names_one_then_it_is_made() -> None:

@@ -1,4 +1,6 @@
-"""The parsers of a model with a tokenizer.json: markers as tokens, forced calls, and which parsers a card may name."""
+"""The parsers of a model with a tokenizer.json: markers as tokens, forced calls, and which parsers
+a card may name.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from dynamo_trtllm.tokenization.base import Renderer, Tool, renderer_for
 from tests.unit.tokenization.parser_helpers import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-CARD = ModelDeploymentCard(name="m", context_length=10, vocab_size=300, eos_token_ids=(0,), renderer="chat_template")
-ANSWER = '<think>hm</think>\n\nSee.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|im_end|>'
+CARD = ModelDeploymentCard(
+    name="m", context_length=10, vocab_size=300, eos_token_ids=(0,), renderer="chat_template"
+)
+ANSWER = (
+    '<think>hm</think>\n\nSee.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|im_end|>'
+)
 CALLED = [["f", '{"a": 1}']]
 
 
@@ -41,7 +47,9 @@ def ids_of(text: str) -> list[int]:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("step", [1, 5, 1000])
-def test_chat_parser_when_markers_are_tokens_of_either_kind_then_they_are_found(special: bool, step: int) -> None:
+def test_chat_parser_when_markers_are_tokens_of_either_kind_then_they_are_found(
+    special: bool, step: int
+) -> None:
     ids = ids_of(ANSWER)
     made = renderer("basic", "hermes", special=special).chat_parser()
     seen = fold(made, [ids[at : at + step] for at in range(0, len(ids), step)])
@@ -55,24 +63,34 @@ def test_chat_parser_when_no_parser_is_named_then_all_text_is_content() -> None:
 
 def test_text_parser_when_parsers_are_named_then_they_are_not_used() -> None:
     made = renderer("basic", "hermes", special=False)
-    assert fold(made.text_parser(), [ids_of("<think>hm</think>See.")]) == Seen("<think>hm</think>See.")
+    assert fold(made.text_parser(), [ids_of("<think>hm</think>See.")]) == Seen(
+        "<think>hm</think>See."
+    )
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_text(step: int) -> None:
+def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_text(
+    step: int,
+) -> None:
     ids = ids_of(f"<|im_start|>{ANSWER}")
     pushes, hidden = [ids[at : at + step] for at in range(0, len(ids), step)], frozenset(ids[-1:])
-    assert fold(renderer().text_parser(hidden), pushes) == Seen("<|im_start|>" + ANSWER.removesuffix("<|im_end|>"))
+    assert fold(renderer().text_parser(hidden), pushes) == Seen(
+        "<|im_start|>" + ANSWER.removesuffix("<|im_end|>")
+    )
     seen = fold(renderer("none", "hermes").chat_parser(hidden=hidden), pushes)
     assert seen == Seen("<|im_start|><think>hm</think>\n\nSee.", "", CALLED)
 
 
 @pytest.mark.parametrize(("calls", "end"), [("hermes", "}\n</tool_call>"), ("json", "}")])
-def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments(calls: str, end: str) -> None:
+def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments(
+    calls: str, end: str
+) -> None:
     made = renderer("none", calls)
     header = made.call_header(Tool(name="f"))
     assert header is not None
-    assert fold(made.chat_parser(forced_ids=header), [ids_of(' {"a": 1}' + end)]) == Seen("", "", CALLED)
+    assert fold(made.chat_parser(forced_ids=header), [ids_of(' {"a": 1}' + end)]) == Seen(
+        "", "", CALLED
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +129,9 @@ def test_answer_header_when_output_begins_with_reasoning_then_it_is_what_ends_it
         ("harmony", "tool_call_parser", "json"),
     ],
 )
-def test_renderer_for_when_a_parser_is_not_of_the_format_then_it_is_named(kind: str, field: str, value: str) -> None:
+def test_renderer_for_when_a_parser_is_not_of_the_format_then_it_is_named(
+    kind: str, field: str, value: str
+) -> None:
     card = msgspec.structs.replace(CARD, renderer=kind, **{field: value})
     with pytest.raises(ConfigError, match=f"{field} '{value}'.*none") as caught:
         renderer_for(card, files(special=True))

@@ -72,9 +72,13 @@ def test_ranks_when_read_then_they_number_all_ordinary_tokens() -> None:
     assert sorted(vocabulary.mergeable_ranks().values()) == list(range(vocabulary.FIRST_SPECIAL))
 
 
-def test_specials_when_listed_then_they_fill_the_vocabulary_and_are_those_of_openai_harmony() -> None:
+def test_specials_when_listed_then_they_fill_the_vocabulary_and_are_those_of_openai_harmony() -> (
+    None
+):
     specials = vocabulary.harmony_specials()
-    assert sorted(specials.values()) == list(range(vocabulary.FIRST_SPECIAL, vocabulary.HARMONY_VOCAB_SIZE))
+    assert sorted(specials.values()) == list(
+        range(vocabulary.FIRST_SPECIAL, vocabulary.HARMONY_VOCAB_SIZE)
+    )
     encoding = vocabulary.load_tokenizer().harmony
     assert {encoding.decode([number]): number for number in specials.values()} == specials
 

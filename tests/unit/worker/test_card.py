@@ -1,5 +1,7 @@
-"""Parser flags: what a model's format brings is meant without a flag, what it does not have is refused by name.
-Sampling defaults: read from the model's generation config, unless a flag says otherwise."""
+"""Parser flags: what a model's format brings is meant without a flag, what it does not have is
+refused by name.
+Sampling defaults: read from the model's generation config, unless a flag says otherwise.
+"""
 
 import json
 from pathlib import Path
@@ -27,7 +29,11 @@ from tests.instances import LAYOUT
     ("renderer", "flags", "expected"),
     [
         ("harmony", {}, ("gpt_oss", "harmony")),
-        ("harmony", {"dyn_reasoning_parser": "gpt_oss", "dyn_tool_call_parser": "harmony"}, ("gpt_oss", "harmony")),
+        (
+            "harmony",
+            {"dyn_reasoning_parser": "gpt_oss", "dyn_tool_call_parser": "harmony"},
+            ("gpt_oss", "harmony"),
+        ),
         ("harmony", {"dyn_reasoning_parser": "none"}, ("none", "harmony")),
         ("harmony", {"dyn_tool_call_parser": "none"}, ("gpt_oss", "none")),
         ("chat_template", {}, ("none", "none")),
@@ -59,7 +65,9 @@ def test_parsers_when_the_format_has_them_then_they_go_on_the_card(
         ("harmony", "tool-call", "json"),
     ],
 )
-def test_parsers_when_the_format_has_them_not_then_refused_by_flag(renderer: str, flag: str, value: str) -> None:
+def test_parsers_when_the_format_has_them_not_then_refused_by_flag(
+    renderer: str, flag: str, value: str
+) -> None:
     field = f"dyn_{flag.replace('-', '_')}_parser"
     with pytest.raises(
         ConfigError, match=f"--dyn-{flag}-parser {value} does not fit .* or leave the flag out"
@@ -86,18 +94,25 @@ def test_check_flags_when_the_folder_tells_nothing_against_it_then_it_passes(
     check_flags(WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser="basic"))
 
 
-def test_template_when_it_is_another_one_then_frontends_get_it_instead_of_the_models(tmp_path: Path) -> None:
+def test_template_when_it_is_another_one_then_frontends_get_it_instead_of_the_models(
+    tmp_path: Path,
+) -> None:
     template = tmp_path / "other.jinja"
     template.write_text("{{ messages }}")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     config = WorkerConfig(model_path=str(tmp_path), custom_jinja_template=template)
     check_flags(config)
-    own = {"tokenizer.json": tmp_path / "tokenizer.json", "chat_template.jinja": tmp_path / "chat_template.jinja"}
+    own = {
+        "tokenizer.json": tmp_path / "tokenizer.json",
+        "chat_template.jinja": tmp_path / "chat_template.jinja",
+    }
     assert with_template(config, "chat_template", own) == own | {"chat_template.jinja": template}
     assert with_template(WorkerConfig(model_path="m"), "chat_template", own) == own
 
 
-def test_template_when_the_worker_is_described_then_its_card_has_the_hash_of_the_template(tmp_path: Path) -> None:
+def test_template_when_the_worker_is_described_then_its_card_has_the_hash_of_the_template(
+    tmp_path: Path,
+) -> None:
     template = tmp_path / "other.jinja"
     template.write_text("{{ messages }}")
     info = EngineInfo(
@@ -172,9 +187,13 @@ def test_sampling_defaults_when_the_model_is_smollm2_then_they_are_bundled(tmp_p
 
 
 @pytest.mark.parametrize("value", ["hot", -1, 2.5, [1], True])
-def test_sampling_defaults_when_a_value_cant_be_then_file_field_and_flag_are_named(tmp_path: Path, value: Any) -> None:
+def test_sampling_defaults_when_a_value_cant_be_then_file_field_and_flag_are_named(
+    tmp_path: Path, value: Any
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
-    with pytest.raises(ConfigError, match=r"generation_config\.json: .*temperature.*--generation-config none"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: .*temperature.*--generation-config none"
+    ):
         sampling_defaults(WorkerConfig(model_path=str(tmp_path)), str(tmp_path))
 
 
@@ -186,9 +205,16 @@ def test_without_refused_when_the_engine_cant_do_a_default_then_it_is_dropped_wi
     assert "generation config: min_p ignored" in caplog.text
     caplog.clear()
     neutral = SamplingDefaults(repetition_penalty=1.0)  # the same answers without it
-    assert (without_unsupported(neutral, ("repetition_penalty",)), caplog.text) == (SamplingDefaults(), "")
+    assert (without_unsupported(neutral, ("repetition_penalty",)), caplog.text) == (
+        SamplingDefaults(),
+        "",
+    )
 
 
-def test_sampling_defaults_when_top_k_is_written_as_a_float_then_it_is_a_number_of_tokens(tmp_path: Path) -> None:
+def test_sampling_defaults_when_top_k_is_written_as_a_float_then_it_is_a_number_of_tokens(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_k": 50.0}')
-    assert sampling_defaults(WorkerConfig(model_path=str(tmp_path)), str(tmp_path)) == SamplingDefaults(top_k=50)
+    assert sampling_defaults(
+        WorkerConfig(model_path=str(tmp_path)), str(tmp_path)
+    ) == SamplingDefaults(top_k=50)

@@ -20,11 +20,18 @@ WORK = EngineWork()
 
 
 def seconds(step: StepSample) -> float:
-    """Return how long a step takes: decode steps use more experts for more requests, short prompts leave a GPU idle."""
+    """Return how long a step takes: decode steps use more experts for more requests, short prompts
+    leave a GPU idle.
+    """
     requests, context, tokens = step.decode_requests, step.context_tokens, step.prefill_tokens
     if not tokens:
         return 0.014 - 0.010 * (1 - 4 / 128) ** requests + 2e-5 * requests + 1e-8 * context
-    return 0.002 + max(0.016, 2e-5 * (tokens + requests)) + 1e-8 * context + 1e-9 * step.attention_pairs
+    return (
+        0.002
+        + max(0.016, 2e-5 * (tokens + requests))
+        + 1e-8 * context
+        + 1e-9 * step.attention_pairs
+    )
 
 
 class Engine:
@@ -41,11 +48,18 @@ class Engine:
             took_s *= self._random.uniform(3, 20)
         return step._replace(seconds=took_s)
 
-    def decodes(self, count: int, requests: Iterable[int] = (1, 4, 16, 64), context: int = 1000) -> list[StepSample]:
+    def decodes(
+        self, count: int, requests: Iterable[int] = (1, 4, 16, 64), context: int = 1000
+    ) -> list[StepSample]:
         return [self.step(self._random.choice([*requests]), context) for _ in range(count)]
 
-    def mixed(self, count: int, tokens: Iterable[int] = (32, 200, 700, 1500, 4000)) -> list[StepSample]:
-        return [self.step(self._random.choice([0, 4, 16]), 500, self._random.choice([*tokens])) for _ in range(count)]
+    def mixed(
+        self, count: int, tokens: Iterable[int] = (32, 200, 700, 1500, 4000)
+    ) -> list[StepSample]:
+        return [
+            self.step(self._random.choice([0, 4, 16]), 500, self._random.choice([*tokens]))
+            for _ in range(count)
+        ]
 
 
 def feed(fit: CostFit, steps: list[StepSample], batch: int = 40) -> CostModel:
@@ -67,12 +81,17 @@ def test_predictions_when_loads_were_not_seen_then_they_are_within_ten_percent()
     unseen = [engine.step(n, c) for n in (2, 8, 24, 40, 100) for c in (300, 1000, 3000)]
     assert median(error(model, step) for step in unseen) < 0.05
     assert max(error(model, step) for step in unseen) < 0.2
-    assert median(error(model, step) for step in engine.mixed(100, (64, 400, 1000, 2500, 8000))) < 0.05
+    assert (
+        median(error(model, step) for step in engine.mixed(100, (64, 400, 1000, 2500, 8000))) < 0.05
+    )
 
 
 def test_interval_when_times_are_noisy_then_nine_of_ten_are_within_it() -> None:
     outcomes: list[bool] = []
-    engine, fit = Engine(noise=0.1), CostFit(on_outcome=lambda name, ratio, is_covered: outcomes.append(is_covered))
+    engine, fit = (
+        Engine(noise=0.1),
+        CostFit(on_outcome=lambda name, ratio, is_covered: outcomes.append(is_covered)),
+    )
     feed(fit, engine.decodes(600))
     outcomes.clear()
     feed(fit, engine.decodes(1000, (2, 8, 32)))
@@ -81,7 +100,9 @@ def test_interval_when_times_are_noisy_then_nine_of_ten_are_within_it() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.5, 1.5])
-def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps(slowdown: float) -> None:
+def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps(
+    slowdown: float,
+) -> None:
     engine, fit = Engine(), CostFit()
     feed(fit, engine.decodes(800))
     assert fit.decode.num_changes == 0
@@ -91,7 +112,9 @@ def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps
     assert model.decode is not None
     for requests in (4, 16):  # what is not measured any more changes alike
         step = engine.step(requests, 1000)
-        assert model.decode.predict(step.features) == pytest.approx(slowdown * seconds(step), rel=0.12)
+        assert model.decode.predict(step.features) == pytest.approx(
+            slowdown * seconds(step), rel=0.12
+        )
 
 
 def test_predictions_when_an_outlier_comes_first_or_later_then_it_does_not_count() -> None:
@@ -168,7 +191,10 @@ def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_
     def call(count: int, call_s: float) -> float:
         for _ in range(count):
             tokens = rnd.choice([500, 1000, 2000, 4000])
-            fit.take([], [CallSample((call_s + tokens * 1e-5) * rnd.gauss(1, 0.05), tokens, 0, WORK, True)])
+            fit.take(
+                [],
+                [CallSample((call_s + tokens * 1e-5) * rnd.gauss(1, 0.05), tokens, 0, WORK, True)],
+            )
         predicted = fit.model.predict_kv_transfer(2000)
         assert predicted is not None
         return predicted.seconds
@@ -179,7 +205,9 @@ def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_
     assert fit.kv_transfer.num_changes == 0
 
 
-def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned_in_the_same_second() -> None:
+def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned_in_the_same_second() -> (
+    None
+):
     engine, fit = Engine(), CostFit()
     calls = [CallSample(0.05, 500, 0, WORK, fetches_kv=True)] * 40
     model = fit.take(engine.decodes(800) + engine.mixed(40), calls)
@@ -194,7 +222,10 @@ def test_learning_when_samples_are_damaged_or_a_fit_fails_then_the_last_model_st
     steps += engine.decodes(100)
     model = fit.learn(1.0)
     assert model.decode is not None
-    steps += [StepSample(0.01, 4, 1000, 10, attention_pairs=float("inf")), StepSample(float("nan"), 4, 1000)]
+    steps += [
+        StepSample(0.01, 4, 1000, 10, attention_pairs=float("inf")),
+        StepSample(float("nan"), 4, 1000),
+    ]
     assert fit.learn(2.0).decode == model.decode
     assert fit.model.prefill is None
     model = fit.model

@@ -14,11 +14,16 @@ from dynamo_trtllm.worker.worker import endpoint_of
     ("settings", "wanted"),
     [
         ({"engine": "trtllm", "disaggregation_mode": "prefill"}, ("dynamo", "prefill", "generate")),
-        ({"engine": "trtllm", "disaggregation_mode": "decode"}, ("dynamo", "tensorrt_llm", "generate")),
+        (
+            {"engine": "trtllm", "disaggregation_mode": "decode"},
+            ("dynamo", "tensorrt_llm", "generate"),
+        ),
         ({"engine": "vllm", "disaggregation_mode": "prefill"}, ("dynamo", "prefill", "generate")),
         ({"engine": "vllm"}, ("dynamo", "backend", "generate")),
         ({"engine": "vllm", "endpoint": "dyn://a.b.c"}, ("a", "b", "c")),
     ],
 )
-def test_endpoint_when_none_is_chosen_then_the_guides_component(settings: dict[str, Any], wanted: Any) -> None:
+def test_endpoint_when_none_is_chosen_then_the_guides_component(
+    settings: dict[str, Any], wanted: Any
+) -> None:
     assert tuple(endpoint_of(WorkerConfig(model_path="m", **settings))) == wanted

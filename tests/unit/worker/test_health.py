@@ -33,9 +33,17 @@ def metrics() -> bytes:
     ("state", "status", "said"),
     [
         (Health(instance_id="ab"), 503, {"status": "starting", "reason": ""}),
-        (Health("loading", "reading weights", "ab"), 503, {"status": "loading", "reason": "reading weights"}),
+        (
+            Health("loading", "reading weights", "ab"),
+            503,
+            {"status": "loading", "reason": "reading weights"},
+        ),
         (Health("serving", "", "ab"), 200, {"status": "serving", "reason": ""}),
-        (Health("serving", "the engine died", "ab"), 503, {"status": "serving", "reason": "the engine died"}),
+        (
+            Health("serving", "the engine died", "ab"),
+            503,
+            {"status": "serving", "reason": "the engine died"},
+        ),
         (Health("draining", "", "ab"), 503, {"status": "draining", "reason": ""}),
     ],
 )
@@ -49,7 +57,9 @@ async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
     assert (report.status_code, report.json()["instance_id"]) == (status, "ab")
 
 
-async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     async with (
         health_server("127.0.0.1", 0, health_app(Health(), metrics), BackgroundTasks()),
@@ -65,8 +75,12 @@ async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(caplog: 
 async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--system-port {port} can't be opened on --system-host 127.0.0.1"):
-            await health_server("127.0.0.1", port, health_app(Health(), metrics), BackgroundTasks()).__aenter__()
+        with pytest.raises(
+            ConfigError, match=f"--system-port {port} can't be opened on --system-host 127.0.0.1"
+        ):
+            await health_server(
+                "127.0.0.1", port, health_app(Health(), metrics), BackgroundTasks()
+            ).__aenter__()
 
 
 @asynccontextmanager
@@ -91,15 +105,22 @@ async def test_server_when_all_connections_are_idle_then_the_longest_silent_one_
         for number in range(8):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.close)
-            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"[: None if number in (0, 5) else 20])
+            writer.write(
+                b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"[: None if number in (0, 5) else 20]
+            )
             if number in (0, 5):
                 assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             idle.append((reader, writer))
-        idle[0][1].write(b"\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n")  # it is the one heard last now
+        # it is the one heard last now
+        idle[0][1].write(b"\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200 OK" in await idle[0][0].readuntil(b'live"}HTTP/1.1 200 OK')
         async with httpx.AsyncClient() as client:
             for _ in range(3):  # each on a connection of its own
-                assert (await client.get(f"http://127.0.0.1:{port}/live", headers={"Connection": "close"})).is_success
+                assert (
+                    await client.get(
+                        f"http://127.0.0.1:{port}/live", headers={"Connection": "close"}
+                    )
+                ).is_success
         await idle[1][0].read()  # to its end
         assert not any(idle[number][0].at_eof() for number in (0, 5, 7))
 

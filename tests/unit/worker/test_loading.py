@@ -1,4 +1,6 @@
-"""Before and while an engine loads: which peers are read, what stops the start, what is reported."""
+"""Before and while an engine loads: which peers are read, what stops the start, what is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ INFO = EngineInfo(
 
 
 class Judging:
-    """An engine with findings about itself, which records its calls; `start_engine` runs until the test ends it."""
+    """An engine with findings about itself, which records its calls; `start_engine` runs until the
+    test ends it.
+    """
 
     def __init__(self, *severities: str) -> None:
         self.severities = severities
@@ -68,7 +72,12 @@ def finding(severity: Any, number: int) -> Finding:
 async def peers_of(role: Role, **fields: Any) -> list[int]:
     discovery = MemoryDiscovery(FakeEtcd())
     for number, (kind, namespace) in enumerate(
-        [(Role.PREFILL, "dynamo"), (Role.DECODE, "dynamo"), (Role.AGGREGATED, "dynamo"), (Role.DECODE, "blue")]
+        [
+            (Role.PREFILL, "dynamo"),
+            (Role.DECODE, "dynamo"),
+            (Role.AGGREGATED, "dynamo"),
+            (Role.DECODE, "blue"),
+        ]
     ):
         await discovery.register(make_instance(number, role=kind, namespace=namespace))
     asked = {"model": "tiny", **fields}
@@ -77,7 +86,9 @@ async def peers_of(role: Role, **fields: Any) -> list[int]:
     return [peer.id for peer in found]
 
 
-@pytest.mark.parametrize(("role", "ids"), [(Role.PREFILL, [1]), (Role.DECODE, [0]), (Role.AGGREGATED, [])])
+@pytest.mark.parametrize(
+    ("role", "ids"), [(Role.PREFILL, [1]), (Role.DECODE, [0]), (Role.AGGREGATED, [])]
+)
 async def test_live_peers_when_several_are_there_then_only_the_other_role_of_the_namespace_is_listed(
     role: Role, ids: list[int]
 ) -> None:
@@ -100,7 +111,10 @@ async def test_preflight_when_nothing_is_an_error_then_it_passes_and_all_is_logg
         ("WARNING", "warning"),
         ("INFO", "note"),
     ]
-    assert "field_0 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-0]" in caplog.text
+    assert (
+        "field_0 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-0]"
+        in caplog.text
+    )
 
 
 async def test_preflight_when_one_is_an_error_then_config_error_names_field_values_and_cure(
@@ -110,11 +124,16 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
     with pytest.raises(ConfigError) as caught:
         await startup.preflight(engine, [])
     assert caught.value.field == "field_1"
-    assert caught.value.message == (
-        "preflight: field_1 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-1] "
+    assert (
+        caught.value.message
+        == "preflight: field_1 1 (YAML file p.yaml) against 2: one is not two; set it to 2"
+        " [rule-1] "
         "(and 1 more, see the log)"
     )
-    assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == ["ERROR", "ERROR"]
+    assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == [
+        "ERROR",
+        "ERROR",
+    ]
 
 
 async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
@@ -132,7 +151,11 @@ async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_c
     engine.ready.set()
     assert await starting is INFO
     assert health.reason == ""
-    said = [record.message.split(": ")[1] for record in caplog.records if "loading for" in record.message]
+    said = [
+        record.message.split(": ")[1]
+        for record in caplog.records
+        if "loading for" in record.message
+    ]
     assert said == ["weights", "graphs"]
 
 

@@ -56,8 +56,15 @@ from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource
 
-ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
-FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.AGGREGATED)]
+ANSWER = (
+    Chunk(token_ids=token_ids([1, 2])),
+    Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH),
+)
+FITTING = [
+    (Role.PREFILL, Phase.PREFILL),
+    (Role.DECODE, Phase.DECODE),
+    (Role.AGGREGATED, Phase.AGGREGATED),
+]
 TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
@@ -118,7 +125,9 @@ class MeteredService:
         self.admission = admission or Admission()
         self.metrics = WorkerMetrics()
         instance = msgspec.structs.replace(make_instance(1, role=role), can_aggregate=can_aggregate)
-        self.service = WorkerService(engine, instance, self.admission, files=files or {}, metrics=self.metrics)
+        self.service = WorkerService(
+            engine, instance, self.admission, files=files or {}, metrics=self.metrics
+        )
 
     async def ask(self, **fields: Any) -> list[Chunk]:
         async with aclosing(as_stream(self.service, request(**fields))) as chunks:
@@ -127,13 +136,23 @@ class MeteredService:
     def counted(self, name: str) -> dict[tuple[str, ...], float]:
         """Label values in label order, of a counter of the worker's."""
         families = text_string_to_metric_families(self.metrics.render().decode())
-        samples = [sample for family in families for sample in family.samples if sample.name == PREFIX + name]
-        return {tuple(value for _, value in sorted(sample.labels.items())): sample.value for sample in samples}
+        samples = [
+            sample
+            for family in families
+            for sample in family.samples
+            if sample.name == PREFIX + name
+        ]
+        return {
+            tuple(value for _, value in sorted(sample.labels.items())): sample.value
+            for sample in samples
+        }
 
 
 def request(**fields: Any) -> GenerateRequest:
     values: dict[str, Any] = {"request_id": "r-42", "model": "tiny", "deadline": time.time() + 60}
-    return GenerateRequest(**{**values, "token_ids": token_ids([5, 6]), "sampling": Sampling(max_tokens=3), **fields})
+    return GenerateRequest(
+        **{**values, "token_ids": token_ids([5, 6]), "sampling": Sampling(max_tokens=3), **fields}
+    )
 
 
 @pytest.mark.parametrize(("role", "phase"), FITTING)
@@ -141,15 +160,20 @@ async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are
     role: Role, phase: Phase
 ) -> None:
     bench = MeteredService(PlainEngine(), role)
-    assert await bench.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None) == list(ANSWER)
+    assert await bench.ask(
+        phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None
+    ) == list(ANSWER)
     assert bench.counted("requests_total") == {("ok", str(phase)): 1}
     assert bench.counted("output_tokens_total") == {(str(phase),): 3}
 
 
 @pytest.mark.parametrize(
-    ("role", "phase"), [(role, phase) for role in Role for phase in Phase if (role, phase) not in FITTING]
+    ("role", "phase"),
+    [(role, phase) for role in Role for phase in Phase if (role, phase) not in FITTING],
 )
-async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(role: Role, phase: Phase) -> None:
+async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(
+    role: Role, phase: Phase
+) -> None:
     bench = MeteredService(PlainEngine(), role)
     with pytest.raises(InvalidRequest) as caught:
         await bench.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None)
@@ -159,7 +183,8 @@ async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(ro
 
 
 @pytest.mark.parametrize(
-    ("role", "phase", "kv_params"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TRANSFER_PARAMS)]
+    ("role", "phase", "kv_params"),
+    [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TRANSFER_PARAMS)],
 )
 async def test_generate_when_transfer_and_phase_disagree_then_refused(
     role: Role, phase: Phase, kv_params: KvTransferParams | None
@@ -222,7 +247,9 @@ async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_w
     assert bench.counted("requests_total") == {("internal", "whole"): 1}
 
 
-async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> None:
+async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> (
+    None
+):
     bench = MeteredService(PlainEngine([ANSWER[0], asyncio.Event()]))
     async with aclosing(as_stream(bench.service, request())) as chunks:
         await anext(chunks)
@@ -241,7 +268,9 @@ async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> N
     assert bench.counted("requests_total") == {("ok", "whole"): 1}
 
 
-async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observed_once_by_transport() -> None:
+async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observed_once_by_transport() -> (
+    None
+):
     stats = PhaseTimings(queue_s=3.0, kv_transfer_s=0.5, kv_bytes=4_000_000, transport="nixl/ucx")
     chunks = [
         Chunk(token_ids=token_ids([1]), stats=stats),
@@ -258,12 +287,15 @@ async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observ
 @pytest.mark.parametrize(
     "last",
     [
-        Chunk(finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=7, transport="tcp")),  # no time is known
+        # no time is known
+        Chunk(finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=7, transport="tcp")),
         Chunk(finish_reason=FinishReason.LENGTH),
         TransferFailed("no peer"),
     ],
 )
-async def test_decode_when_no_time_of_a_transfer_is_known_then_none_is_observed(last: Chunk | Exception) -> None:
+async def test_decode_when_no_time_of_a_transfer_is_known_then_none_is_observed(
+    last: Chunk | Exception,
+) -> None:
     bench = MeteredService(PlainEngine([last]), Role.DECODE)
     with suppress(TransferFailed):
         await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
@@ -272,13 +304,19 @@ async def test_decode_when_no_time_of_a_transfer_is_known_then_none_is_observed(
 
 async def test_prefill_when_its_chunk_has_bytes_then_no_transfer_is_observed() -> None:
     stats = PhaseTimings(prefill_s=0.5, kv_bytes=7, transport="tcp")
-    bench = MeteredService(PlainEngine([Chunk(finish_reason=FinishReason.LENGTH, stats=stats)]), Role.PREFILL)
+    bench = MeteredService(
+        PlainEngine([Chunk(finish_reason=FinishReason.LENGTH, stats=stats)]), Role.PREFILL
+    )
     await bench.ask(phase=Phase.PREFILL)
     assert bench.counted("kv_transfer_seconds_count") == {}
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, FILE_CHUNK_BYTES, FILE_CHUNK_BYTES + 1, 2 * FILE_CHUNK_BYTES + 17])
-async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, FILE_CHUNK_BYTES, FILE_CHUNK_BYTES + 1, 2 * FILE_CHUNK_BYTES + 17]
+)
+async def test_file_when_fetched_in_pieces_then_it_is_whole(
+    tmp_path: Path, size_bytes: int
+) -> None:
     content = bytes(range(251)) * (size_bytes // 251 + 1)
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content[:size_bytes])
@@ -301,7 +339,9 @@ async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_
     path.write_bytes(b"abc")
     bench = MeteredService(PlainEngine(), files={"f": path})
     for offset in (9, (1 << 63) - 1):
-        assert decode(await bench.service.control(GetFile("f", offset)), FileChunk) == FileChunk(b"", 3)
+        assert decode(await bench.service.control(GetFile("f", offset)), FileChunk) == FileChunk(
+            b"", 3
+        )
 
 
 async def test_file_when_it_is_unknown_then_rejected_by_field() -> None:
@@ -318,12 +358,22 @@ async def test_call_when_it_resumes_more_tokens_than_it_has_then_rejected_by_fie
 
 async def test_release_when_the_engine_has_transfers_then_it_is_called_at_once() -> None:
     engine = TransferringEngine()
-    assert await MeteredService(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.ABORTED)) == b""
+    assert (
+        await MeteredService(engine, Role.PREFILL).service.control(
+            ReleaseKv("t-1", ReleaseOutcome.ABORTED)
+        )
+        == b""
+    )
     assert engine.released == [("t-1", ReleaseOutcome.ABORTED)]
 
 
 async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
-    assert await MeteredService(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.FETCHED)) == b""
+    assert (
+        await MeteredService(PlainEngine()).service.control(
+            ReleaseKv("t-1", ReleaseOutcome.FETCHED)
+        )
+        == b""
+    )
 
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
@@ -351,16 +401,25 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
     class Full(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
-                running=0, waiting=0, kv_blocks_used=6, kv_blocks_total=10, tickets_held=1, ticket_kv_blocks=6
+                running=0,
+                waiting=0,
+                kv_blocks_used=6,
+                kv_blocks_total=10,
+                tickets_held=1,
+                ticket_kv_blocks=6,
             )
 
-    bench = MeteredService(Full(), Role.PREFILL, admission=Admission(max_pending_transfer_fraction=0.5))
+    bench = MeteredService(
+        Full(), Role.PREFILL, admission=Admission(max_pending_transfer_fraction=0.5)
+    )
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
         await bench.ask(phase=Phase.PREFILL)
     assert bench.engine.asked == 0
 
 
-async def test_reserve_when_the_frontends_clock_is_an_hour_behind_then_the_slot_is_kept_as_long() -> None:
+async def test_reserve_when_the_frontends_clock_is_an_hour_behind_then_the_slot_is_kept_as_long() -> (
+    None
+):
     bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
     await bench.service.control(ReserveSlot("a", time.time() - 3540, 60.0))
     with pytest.raises(Overloaded):
@@ -373,7 +432,9 @@ async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_i
     assert bench.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
         await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
-    assert await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS, reservation_id="a") == list(ANSWER)
+    assert await bench.ask(
+        phase=Phase.DECODE, kv_params=TRANSFER_PARAMS, reservation_id="a"
+    ) == list(ANSWER)
     assert bench.counted("reserved") == {(): 0}
     assert bench.counted("active_calls") == {(): 0}
 
@@ -387,7 +448,9 @@ async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
 
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
     with pytest.raises(InvalidRequest, match="no decode slots to reserve"):
-        await MeteredService(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
+        await MeteredService(PlainEngine(), Role.PREFILL).service.control(
+            ReserveSlot("a", time.time() + 60)
+        )
 
 
 async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_one_with_the_next_number(
@@ -410,20 +473,31 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
     worker = MeteredService(Counted(), Role.PREFILL).service
     first = worker.load_report()
     assert first == LoadReport(
-        first.instance_id, 1, 1, 2, queued_prefill_tokens=5, kv_blocks_used=3, kv_blocks_total=4, context_tokens=6
+        first.instance_id,
+        1,
+        1,
+        2,
+        queued_prefill_tokens=5,
+        kv_blocks_used=3,
+        kv_blocks_total=4,
+        context_tokens=6,
     )
     assert worker.load_report() is first
     monkeypatch.setattr(service, "_SAME_LOAD_S", 0.0)
     assert worker.load_report() == msgspec.structs.replace(first, number=2)
 
 
-async def test_load_with_cost_when_steps_were_measured_then_frontends_and_metrics_get_what_was_learned() -> None:
+async def test_load_with_cost_when_steps_were_measured_then_frontends_and_metrics_get_what_was_learned() -> (
+    None
+):
     class Measured(PlainEngine):
         steps: ClassVar = deque([StepSample(9.0, 1)])
 
     engine = Measured()
     bench = MeteredService(engine, Role.DECODE)
-    engine.steps += [StepSample(0.01 + 0.001 * (number % 8), number % 8, 100) for number in range(200)]
+    engine.steps += [
+        StepSample(0.01 + 0.001 * (number % 8), number % 8, 100) for number in range(200)
+    ]
     await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
     report = decode(encode(bench.service.load_report_with_cost()), LoadReport)
     assert report.cost is not None
@@ -431,6 +505,10 @@ async def test_load_with_cost_when_steps_were_measured_then_frontends_and_metric
     assert report.cost.decode is not None
     assert report.cost.decode.predict(decode_features(5, 100)) == pytest.approx(0.015, rel=0.02)
     assert not engine.steps
-    assert bench.counted("cost_samples") == {("decode_step",): 200}  # without the step of the warm-up
-    assert bench.counted("predictions_total").keys() <= {("decode_step", "within"), ("decode_step", "outside")}
+    # without the step of the warm-up
+    assert bench.counted("cost_samples") == {("decode_step",): 200}
+    assert bench.counted("predictions_total").keys() <= {
+        ("decode_step", "within"),
+        ("decode_step", "outside"),
+    }
     assert bench.service.load_report().cost is None  # it is in broadcasts only

@@ -59,7 +59,9 @@ def request() -> GenerateRequest:
     )
 
 
-async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_counts_as_cancelled() -> None:
+async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_counts_as_cancelled() -> (
+    None
+):
     engine, admission = OneStreamEngine(can_stop=True), Admission(max_active=1)
     service = service_of(engine, admission)
     events: list[StreamEvent] = []

@@ -1,4 +1,6 @@
-"""A worker that falls asleep and wakes: what it waits for, when it stays as it is, and what ends it."""
+"""A worker that falls asleep and wakes: what it waits for, when it stays as it is, and what ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import pytest
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import Draining, EngineFailed, InternalError
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    token_ids,
+)
 from dynamo_trtllm.worker import sleep
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import Sleeper
@@ -96,13 +105,22 @@ class Bench:
         engine: Any = self.engine
         register, self.tasks = self.registered.register, BackgroundTasks()
         self.sleeper = Sleeper(
-            engine, "m", serving, registration, register, self.health, self._drain_timeout_s, self.tasks
+            engine,
+            "m",
+            serving,
+            registration,
+            register,
+            self.health,
+            self._drain_timeout_s,
+            self.tasks,
         )
 
     async def post(
         self, path: str, client: str = "127.0.0.1", headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
-        app = health_app(self.health, bytes, {"/sleep": self.sleeper.sleep, "/wake": self.sleeper.wake})
+        app = health_app(
+            self.health, bytes, {"/sleep": self.sleeper.sleep, "/wake": self.sleeper.wake}
+        )
         transport = httpx.ASGITransport(app=asgi(app), client=(client, 9))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
             answer = await http.post(path, headers=headers)
@@ -116,9 +134,17 @@ class Bench:
     async def ask(self) -> list[int]:
         sampling = Sampling(max_tokens=1)
         request = GenerateRequest(
-            request_id="r", model="m", token_ids=token_ids([1]), sampling=sampling, deadline=time.time() + SOON_S
+            request_id="r",
+            model="m",
+            token_ids=token_ids([1]),
+            sampling=sampling,
+            deadline=time.time() + SOON_S,
         )
-        return [token async for chunk in call_stream(self.plane, SUBJECT, request) for token in chunk.token_ids]
+        return [
+            token
+            async for chunk in call_stream(self.plane, SUBJECT, request)
+            for token in chunk.token_ids
+        ]
 
 
 @asynccontextmanager
@@ -196,7 +222,9 @@ async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
         assert bench.registered.open == 0
 
 
-async def test_wake_when_the_engine_hangs_then_the_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wake_when_the_engine_hangs_then_the_worker_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sleep, "_CHANGE_S", 0.01)
     async with opened() as bench:
         await bench.post("/sleep")
@@ -209,7 +237,10 @@ async def test_wake_when_the_engine_hangs_then_the_worker_ends(monkeypatch: pyte
 
 async def test_sleep_when_asked_twice_at_once_then_it_falls_asleep_once() -> None:
     async with opened() as bench:
-        assert (bench.sleeper.sleep(), bench.sleeper.sleep()) == ("", "the worker is draining; retry later")
+        assert (bench.sleeper.sleep(), bench.sleeper.sleep()) == (
+            "",
+            "the worker is draining; retry later",
+        )
         await bench.until("asleep")
         assert bench.engine.log == ["sleep-check", "sleep"]
 
@@ -218,8 +249,14 @@ async def test_verbs_when_not_allowed_then_409_with_the_reason_or_403_from_other
     async with opened() as bench:
         bench.engine.obstacle = "set sleep_config"
         assert await bench.post("/sleep") == (409, "set sleep_config")
-        for client, status in (("10.0.0.1", 403), ("2001:db8::1", 403), ("::1", 409), ("::ffff:127.0.0.1", 409)):
+        for client, status in (
+            ("10.0.0.1", 403),
+            ("2001:db8::1", 403),
+            ("::1", 409),
+            ("::ffff:127.0.0.1", 409),
+        ):
             assert (await bench.post("/sleep", client))[0] == status
-        # A browser sends it with every such request, and pages of all sites can make it ask this machine.
+        # A browser sends it with every such request, and pages of all sites can make it ask this
+        # machine.
         assert (await bench.post("/sleep", headers={"Origin": "http://a.example"}))[0] == 403
         assert bench.health.phase == "serving"

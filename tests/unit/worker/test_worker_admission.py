@@ -91,7 +91,9 @@ def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) 
     assert (admission.active(), admission.reserved_slots()) == (0, 0)
 
 
-def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_error(clock: Clock) -> None:
+def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_error(
+    clock: Clock,
+) -> None:
     admission = Admission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     admission.unreserve("a")
@@ -108,7 +110,9 @@ def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock:
     assert admission.reserved_slots() == 1
 
 
-def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_as_any_other(clock: Clock) -> None:
+def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_as_any_other(
+    clock: Clock,
+) -> None:
     admission = Admission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 1)
     clock.now += 1
@@ -133,7 +137,9 @@ def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: C
     assert admission.active() == 0
 
 
-def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(clock: Clock) -> None:
+def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(
+    clock: Clock,
+) -> None:
     admission = Admission(max_pending_transfer_fraction=0.5, clock=clock)
     for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
         with admission.admit(call(), stats(ticket_kv_blocks=blocks)):

@@ -1,4 +1,6 @@
-"""Describe the known releases of TensorRT-LLM, whose manifests are extracted from their published sources."""
+"""Describe the known releases of TensorRT-LLM, whose manifests are extracted from their published
+sources.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ _FINAL = 10**6  # the number of a final release, after those of all its candidat
 def release_for(version: str) -> ApiManifest:
     """Return the API of a version: its own, else that of the nearest known release.
 
-    A final release stands for its whole minor line. A candidate changes arguments and their values, so the nearest one
-    counts as read in part: what it lacks may exist, and is passed on. So does the newest release for a newer line.
+    A final release stands for its whole minor line. A candidate changes arguments and their values,
+    so the nearest one counts as read in part: what it lacks may exist, and is passed on. So does
+    the newest release for a newer line.
 
     Args:
         version: installed version of TensorRT-LLM, such as 1.2.1, 1.3.0rc29 or 1.2.1+cu130.
@@ -35,7 +38,9 @@ def release_for(version: str) -> ApiManifest:
     if max(known) != line:
         nearest = releases[-1].as_nearest()
         _log.warning(
-            "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md", version, nearest.title
+            "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md",
+            version,
+            nearest.title,
         )
         return nearest
     release = min(releases, key=lambda release: abs(_candidate(release.name) - candidate))
@@ -48,10 +53,15 @@ def release_for(version: str) -> ApiManifest:
 
 
 def _line(version: str) -> tuple[int, int]:
-    """Return the minor line of a version: (1, 3) for 1.3.0rc29. Raises ConfigError if it has none."""
+    """Return the minor line of a version: (1, 3) for 1.3.0rc29.
+
+    Raises ConfigError if it has none.
+    """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise ConfigError(f"Invalid TensorRT-LLM version {version!r}: expected a release such as 1.2.1")
+        raise ConfigError(
+            f"Invalid TensorRT-LLM version {version!r}: expected a release such as 1.2.1"
+        )
     return int(match[1]), int(match[2])
 
 

@@ -1,1 +1,3 @@
-"""Validate TensorRT-LLM arguments before anything is loaded, without TensorRT-LLM, a GPU or a network."""
+"""Validate TensorRT-LLM arguments before anything is loaded, without TensorRT-LLM, a GPU or a
+network.
+"""

@@ -1,4 +1,6 @@
-"""Run the preflight rules for one role, for a pair of roles, and for a worker against registered workers."""
+"""Run the preflight rules for one role, for a pair of roles, and for a worker against registered
+workers.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,24 @@ def check_role(facts: RoleFacts) -> list[Finding]:
 
 
 def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
-    """Return the findings between two roles, most severe first. Findings within a role come from `check_role`."""
+    """Return the findings between two roles, most severe first.
+
+    Findings within a role come from `check_role`.
+    """
     return evaluate(PAIR_SECTIONS, pair.PairFacts(prefill, decode))
 
 
 def check_peers(
     mine: RoleFacts, instances: Sequence[Instance], kv_compat: dict[str, str] | None = None
 ) -> list[Finding]:
-    """Return a finding for each difference to a peer: an error if no peer of the other role matches, else a warning.
+    """Return a finding for each difference to a peer: an error if no peer of the other role
+    matches, else a warning.
 
     Args:
         mine: facts about this worker.
         instances: registered workers; those of the same role are ignored.
-        kv_compat: values that this worker will register besides its layout; None: they are not compared.
+        kv_compat: values that this worker will register besides its layout; None: they are not
+            compared.
     """
     found = []
     for instance in instances:

@@ -31,13 +31,17 @@ class _KnownGpu(msgspec.Struct, frozen=True):
     pcie: float
 
 
-GPUS = msgspec.yaml.decode(Path(__file__).with_name("gpus.yaml").read_bytes(), type=dict[str, _KnownGpu])
+GPUS = msgspec.yaml.decode(
+    Path(__file__).with_name("gpus.yaml").read_bytes(), type=dict[str, _KnownGpu]
+)
 
 
 def known_gpu(name: str) -> Gpu:
     """Return a GPU by its name on the command line. Raises ConfigError if the name is unknown."""
     if name not in GPUS:
-        raise ConfigError(f"Unknown --gpu {name}. Choose one of {', '.join(sorted(GPUS))}.", field="gpu")
+        raise ConfigError(
+            f"Unknown --gpu {name}. Choose one of {', '.join(sorted(GPUS))}.", field="gpu"
+        )
     return Gpu(name=name, sm=GPUS[name].sm, memory_bytes=GPUS[name].memory_mib << 20)
 
 
@@ -50,7 +54,10 @@ def links_of(gpu_name: str) -> dict[str, float]:
     plain = gpu_name.lower().replace(" ", "-")
     found = [known for known in GPUS if known in plain]
     gpu = GPUS[max(found, key=len)] if found else None  # "h200" contains "h20"
-    links = {"PCIe": PCIE5_BYTES_S if gpu is None else gpu.pcie * 1e9, "network (400 Gb/s)": NETWORK_BYTES_S}
+    links = {
+        "PCIe": PCIE5_BYTES_S if gpu is None else gpu.pcie * 1e9,
+        "network (400 Gb/s)": NETWORK_BYTES_S,
+    }
     if gpu is None or gpu.nvlink is None:
         return links
     return {"NVLink": gpu.nvlink * 1e9, **links}
@@ -67,9 +74,10 @@ class ModelDefaults(NamedTuple):
     block_tokens: int | None = None
 
 
-# By `model_type`: what `get_model_defaults` of the class in _torch/models returns (main of October 2026). Candidates of
-# 1.3 and 1.4 merge it under the arguments that were set (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py);
-# which one was the first is not established. Only models whose class was read are in this list.
+# By `model_type`: what `get_model_defaults` of the class in _torch/models returns (main of October
+# 2026). Candidates of 1.3 and 1.4 merge it under the arguments that were set
+# (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py); which one was the first is not
+# established. Only models whose class was read are in this list.
 MODEL_DEFAULTS = {
     "gemma4": ModelDefaults(attention="FLASHINFER"),
     "gemma4_text": ModelDefaults(attention="FLASHINFER"),
@@ -104,9 +112,11 @@ class RoleFacts:
     gpu: Gpu | None = None  # the same model for all ranks
     num_gpus: int | None = None  # visible to the worker
     load: Load = Load()
-    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of TensorRT-LLM
+    # environment variables of TensorRT-LLM
+    environment: Mapping[str, str] = field(default_factory=dict)
     strategy: str = "prefill_first"
-    running_block_tokens: int | None = None  # tokens in a KV block, once the engine runs or a live peer has it
+    # tokens in a KV block, once the engine runs or a live peer has it
+    running_block_tokens: int | None = None
 
     @property
     def line(self) -> tuple[int, int, int]:
@@ -134,12 +144,16 @@ class RoleFacts:
 
     @property
     def has_helix(self) -> bool:
-        """True for Helix, the one kind of context parallelism that transfers KV and goes with experts."""
+        """True for Helix, the one kind of context parallelism that transfers KV and goes with
+        experts.
+        """
         return str(self.inside("cp_config").get("cp_type")).upper() == "HELIX"
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks among which experts can be divided: with Helix those of context parallelism, too."""
+        """Ranks among which experts can be divided: with Helix those of context parallelism,
+        too.
+        """
         return self.tensor_parallel * (self.size("context_parallel_size") if self.has_helix else 1)
 
     @property
@@ -200,7 +214,10 @@ class RoleFacts:
             return f"{_text(leaf.value)} ({leaf.source})"
         if key == BLOCK_SIZE and self.running_block_tokens is not None:
             return f"{self.running_block_tokens} (of the running engine)"
-        preferred = {"attn_backend": self.preferred.attention, BLOCK_SIZE: self.preferred.block_tokens}.get(key)
+        preferred = {
+            "attn_backend": self.preferred.attention,
+            BLOCK_SIZE: self.preferred.block_tokens,
+        }.get(key)
         if preferred is not None and self.model is not None:
             return f"{preferred} (preferred by {self.model.model_type})"
         value = self.args.get(key)
@@ -230,7 +247,9 @@ class RoleFacts:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a KV block: of the running engine, else as set, else as the model prefers, else the default."""
+        """Tokens in a KV block: of the running engine, else as set, else as the model prefers, else
+        the default.
+        """
         if self.running_block_tokens is not None:
             return self.running_block_tokens
         given = self.args.leaves.get(BLOCK_SIZE)
@@ -240,12 +259,15 @@ class RoleFacts:
 
     @property
     def buffer(self) -> int | None:
-        """Tokens in the transfer buffer; None if they are not set, or with the Python transceiver, which has none."""
+        """Tokens in the transfer buffer; None if they are not set, or with the Python transceiver,
+        which has none.
+        """
         return None if self.runtime == "PYTHON" else self.number(BUFFER)
 
     @property
     def attention(self) -> str:
-        """Attention backend: as set, else as the model's class prefers, else TensorRT-LLM's default.
+        """Attention backend: as set, else as the model's class prefers, else TensorRT-LLM's
+        default.
 
         TensorRT-LLM compares exact words.
         """
@@ -269,16 +291,21 @@ class RoleFacts:
     def kv_dtype(self) -> str:
         """Data type of the KV cache.
 
-        "auto" is resolved if the model is known: to the type that the checkpoint sets for KV, else to the model's
-        (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2 and main at 00043967).
+        "auto" is resolved if the model is known: to the type that the checkpoint sets for KV, else
+        to the model's (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2
+        and main at 00043967).
         """
         if self.kv_setting != "auto":
             return self.kv_setting
-        return (self.model.kv_quantization or self.model.dtype) if self.model is not None else "auto"
+        return (
+            (self.model.kv_quantization or self.model.dtype) if self.model is not None else "auto"
+        )
 
     @property
     def transceiver(self) -> str | None:
-        """Transfer backend in capitals, with DEFAULT resolved as TensorRT-LLM does; None without one."""
+        """Transfer backend in capitals, with DEFAULT resolved as TensorRT-LLM does; None without
+        one.
+        """
         found = self.args.get(BACKEND)
         name = str(found).upper() if found else None
         if name != "DEFAULT":
@@ -290,13 +317,18 @@ class RoleFacts:
 
     @property
     def default_backend(self) -> str:
-        """What DEFAULT means if no variable decides: UCX up to 1.1, then NIXL (pull request 7926 of TensorRT-LLM)."""
+        """What DEFAULT means if no variable decides: UCX up to 1.1, then NIXL (pull request 7926 of
+        TensorRT-LLM).
+        """
         return "NIXL" if self.line >= (1, 2) else "UCX"
 
     @property
     def has_runtimes(self) -> bool:
         """True if the release has more than the C++ transceiver."""
-        return self.args.release.presence("CacheTransceiverConfig", "transceiver_runtime") is not Presence.ABSENT
+        return (
+            self.args.release.presence("CacheTransceiverConfig", "transceiver_runtime")
+            is not Presence.ABSENT
+        )
 
     @property
     def set_runtime(self) -> str | None:
@@ -308,16 +340,20 @@ class RoleFacts:
 
     @property
     def can_run_python_transceiver(self) -> bool:
-        """True if neither the release, the backend nor the timeout rules out the Python transceiver."""
+        """True if neither the release, the backend nor the timeout rules out the Python
+        transceiver.
+        """
         return self.has_runtimes and self.transceiver == "NIXL" and self.number(TIMEOUT) is not None
 
     @property
     def is_runtime_uncertain(self) -> bool:
-        """True if `auto` decides about the transceiver in a candidate whose choice is not established.
+        """True if `auto` decides about the transceiver in a candidate whose choice is not
+        established.
 
-        Merge dates against upload dates: `auto` came with pull request 16164 (9 July 2026, after rc14), and meant C++
-        for all models. 16479 (16 July) made it Python for gpt-oss, 16908, 16787 and 17396 (up to 7 August) for
-        DeepSeek, Llama and Gemma, and 18134 (after 24 August, by rc26) for all.
+        Merge dates against upload dates: `auto` came with pull request 16164 (9 July 2026, after
+        rc14), and meant C++ for all models. 16479 (16 July) made it Python for gpt-oss, 16908,
+        16787 and 17396 (up to 7 August) for DeepSeek, Llama and Gemma, and 18134 (after 24 August,
+        by rc26) for all.
         """
         if self.set_runtime is not None or not self.can_run_python_transceiver:
             return False
@@ -331,8 +367,8 @@ class RoleFacts:
     def runtime(self) -> str | None:
         """The transceiver, CPP or PYTHON; None without a backend.
 
-        `auto` is PYTHON if that is possible, except in candidates whose choice is not established, and in older ones.
-        There, C++ is assumed, whose buffer limits prompts.
+        `auto` is PYTHON if that is possible, except in candidates whose choice is not established,
+        and in older ones. There, C++ is assumed, whose buffer limits prompts.
         """
         if self.transceiver is None:
             return None
@@ -344,7 +380,9 @@ class RoleFacts:
 
     @property
     def max_seq_len(self) -> int | None:
-        """Tokens of prompt and output together: as set, else the model's context length; None if unknown."""
+        """Tokens of prompt and output together: as set, else the model's context length; None if
+        unknown.
+        """
         found = self.number("max_seq_len")
         if found is None and self.model is not None:
             return self.model.context_length or None
@@ -360,19 +398,27 @@ class RoleFacts:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt: of the load, else the limit of the arguments; None if unknown."""
+        """Tokens of the longest prompt: of the load, else the limit of the arguments; None if
+        unknown.
+        """
         return self.load.isl or self.prompt_limit
 
     @property
     def prompt_limit(self) -> int | None:
         """The smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
-        known = [limit for limit in (self.number("max_seq_len"), self.buffer) if limit and limit > 0]
+        known = [
+            limit for limit in (self.number("max_seq_len"), self.buffer) if limit and limit > 0
+        ]
         return min(known) if known else None
 
     def layout(self) -> KvLayout | None:
         """Return the KV layout that this worker will register; None without a model."""
         model = self.model
-        return None if model is None else model.kv_layout(self.kv_dtype, self.block_tokens, self.tensor_parallel)
+        return (
+            None
+            if model is None
+            else model.kv_layout(self.kv_dtype, self.block_tokens, self.tensor_parallel)
+        )
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""Estimate the memory use of one GPU, the number of requests that fit, and the time of a KV transfer.
+"""Estimate the memory use of one GPU, the number of requests that fit, and the time of a KV
+transfer.
 
-KV is counted in full for every layer. Whether TensorRT-LLM frees KV outside a sliding window depends on the release
-and the settings, so the possible saving is reported separately.
+KV is counted in full for every layer. Whether TensorRT-LLM frees KV outside a sliding window
+depends on the release and the settings, so the possible saving is reported separately.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _BUFFERS = 2  # staging buffers that a transceiver allocates
 
 
 class MemoryTable:
-    """Memory estimate for one GPU of one role. A value is None if the GPU or the load is unknown."""
+    """Memory estimate for one GPU of one role.
+
+    A value is None if the GPU or the load is unknown.
+    """
 
     def __init__(self, facts: RoleFacts, model: Checkpoint) -> None:
         token_bytes = kv_token_bytes(facts, model)
@@ -27,13 +31,19 @@ class MemoryTable:
         self.weights_bytes = weights_per_gpu(facts, model)
         self.kv_token_bytes = token_bytes  # KV of one token in all layers
         # The same for a token outside all sliding windows.
-        self.windowed_token_bytes = token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers
-        self.buffer_bytes = _BUFFERS * (facts.buffer or 0) * token_bytes if facts.is_disaggregated else 0
+        self.windowed_token_bytes = (
+            token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers
+        )
+        self.buffer_bytes = (
+            _BUFFERS * (facts.buffer or 0) * token_bytes if facts.is_disaggregated else 0
+        )
         self.kv_memory_bytes = self._kv_memory(facts)  # negative if weights and buffers do not fit
         self.blocks = self._blocks(facts)  # KV blocks
-        self.pool_tokens = None if self.blocks is None else self.blocks * facts.block_tokens  # that fit the KV blocks
+        # that fit the KV blocks
+        self.pool_tokens = None if self.blocks is None else self.blocks * facts.block_tokens
         self.request_tokens = _request_tokens(facts)  # of KV for one request of the load
-        # Concurrent requests of the load in this engine, and what limits them: "KV" or "max_batch_size".
+        # Concurrent requests of the load in this engine, and what limits them: "KV" or
+        # "max_batch_size".
         self.concurrency, self.limited_by = self._concurrency(facts)
 
     @property
@@ -45,8 +55,8 @@ class MemoryTable:
     def use(self) -> str:
         """What is subtracted from the GPU memory, as text."""
         return (
-            f"{_gib(self.gpu_bytes or 0)} minus weights {_gib(self.weights_bytes)}, transfer buffers "
-            f"{_gib(self.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
+            f"{_gib(self.gpu_bytes or 0)} minus weights {_gib(self.weights_bytes)}, transfer"
+            f" buffers {_gib(self.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
         )
 
     def _kv_memory(self, facts: RoleFacts) -> int | None:
@@ -67,7 +77,10 @@ class MemoryTable:
         return min(blocks, -(-ceiling // facts.block_tokens)) if ceiling else blocks
 
     def _concurrency(self, facts: RoleFacts) -> tuple[int | None, str]:
-        """Return the number of concurrent requests and their limit. With attention DP each rank has its own."""
+        """Return the number of concurrent requests and their limit.
+
+        With attention DP each rank has its own.
+        """
         if self.blocks is None or self.request_tokens is None:
             return None, ""
         groups = facts.tensor_parallel if facts.on("enable_attention_dp") else 1
@@ -83,17 +96,23 @@ def memory_table(facts: RoleFacts) -> MemoryTable | None:
 
 
 def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
-    """Return the weight bytes of one GPU, scaled to the total in the checkpoint's index if there is one."""
+    """Return the weight bytes of one GPU, scaled to the total in the checkpoint's index if there is
+    one.
+    """
     parts = weight_bytes(model)
     ranks = facts.tensor_parallel
-    shards = 1 if facts.on("enable_attention_dp") else ranks  # attention DP replicates attention weights
+    # attention DP replicates attention weights
+    shards = 1 if facts.on("enable_attention_dp") else ranks
     per_rank = parts.experts / ranks + (parts.attention + parts.vocabulary) / shards + parts.rest
     scale = model.index_bytes / parts.total if model.index_bytes else 1.0
     return round(per_rank * scale / facts.size("pipeline_parallel_size"))
 
 
 def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
-    """Return the KV bytes of one token on one GPU. Heads are replicated if there are more ranks than heads."""
+    """Return the KV bytes of one token on one GPU.
+
+    Heads are replicated if there are more ranks than heads.
+    """
     ranks = 1 if facts.on("enable_attention_dp") else facts.tensor_parallel
     layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
     heads = -(-model.num_kv_heads // ranks)
@@ -103,23 +122,31 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
 
 
 def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
-    """Return the seconds to transfer the KV of one prompt at the full rate of each link; {} without a model.
+    """Return the seconds to transfer the KV of one prompt at the full rate of each link; {} without
+    a model.
 
     The number of parallel links is the number of GPUs on the smaller side.
     """
     model = prefill.model
     if model is None:
         return {}
-    sides = [1 if facts.on("enable_attention_dp") else facts.tensor_parallel for facts in (prefill, decode)]
+    sides = [
+        1 if facts.on("enable_attention_dp") else facts.tensor_parallel
+        for facts in (prefill, decode)
+    ]
     lanes = 1 if model.latent_kv_dim else min(*sides, model.num_kv_heads)
     per_layer = model.latent_kv_dim or 2 * model.num_kv_heads * model.head_dim
     token_bytes = model.num_layers * per_layer * KV_ITEM_BYTES.get(prefill.kv_dtype, 2.0)
     name = prefill.gpu.name if prefill.gpu else ""
-    return {link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()}
+    return {
+        link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()
+    }
 
 
 def _request_tokens(facts: RoleFacts) -> int | None:
-    """Return the KV tokens of one request: prompt and output, but only the prompt on a prefill worker."""
+    """Return the KV tokens of one request: prompt and output, but only the prompt on a prefill
+    worker.
+    """
     if facts.load.isl is None:
         return None
     return facts.load.isl + (0 if facts.role is Role.PREFILL else facts.load.osl or 0)

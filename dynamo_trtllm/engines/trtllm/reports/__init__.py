@@ -1,1 +1,3 @@
-"""Read what TensorRT-LLM reports while it runs: statistics, the time of steps, and events of its prefix cache."""
+"""Read what TensorRT-LLM reports while it runs: statistics, the time of steps, and events of its
+prefix cache.
+"""

@@ -1,8 +1,9 @@
-"""Read the size of the running engine's KV cache, and compare the size of its blocks with the arguments.
+"""Read the size of the running engine's KV cache, and compare the size of its blocks with the
+arguments.
 
-A model class of newer builds may choose the block size, if the arguments do not set it: 64 tokens for Kimi K3, 128 for
-DeepSeek V4 (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026). TensorRT-LLM's own router takes
-the size over from its workers, too.
+A model class of newer builds may choose the block size, if the arguments do not set it: 64 tokens
+for Kimi K3, 128 for DeepSeek V4 (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of
+2026). TensorRT-LLM's own router takes the size over from its workers, too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class KvCacheSize(NamedTuple):
 def kv_cache_size(reported: Mapping[str, Any] | None) -> KvCacheSize:
     """Convert `kvCacheStats` of a row of statistics, or the result of `LLM.get_kv_cache_capacity`.
 
-    Both have the same names. It is not established that every candidate of 1.3 fills `tokensPerBlock` with its second
-    KV cache manager.
+    Both have the same names. It is not established that every candidate of 1.3 fills
+    `tokensPerBlock` with its second KV cache manager.
 
     Args:
         reported: the mapping; None: the row has none.
@@ -42,7 +43,8 @@ def _count(value: Any) -> int:
 
 
 def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
-    """Return the tokens in one block of the running engine: the reported number, else that of the arguments.
+    """Return the tokens in one block of the running engine: the reported number, else that of the
+    arguments.
 
     Args:
         facts: facts from the arguments.
@@ -54,8 +56,9 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
     assumed, actual = facts.block_tokens, reported.block_tokens
     if not actual:
         _log.warning(
-            "TensorRT-LLM does not report its KV cache, so the size of KV blocks can't be checked: %d tokens are "
-            "assumed. If the model chooses another size, set %s to it on prefill and decode workers",
+            "TensorRT-LLM does not report its KV cache, so the size of KV blocks can't be checked:"
+            " %d tokens are assumed. If the model chooses another size, set %s to it on prefill and"
+            " decode workers",
             assumed,
             BLOCK_SIZE,
         )
@@ -64,8 +67,8 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
         return actual
     if facts.is_given(BLOCK_SIZE):
         raise ConfigError(
-            f"{BLOCK_SIZE} is {facts.shown(BLOCK_SIZE)}, but TensorRT-LLM runs with KV blocks of {actual} tokens. "
-            f"Set it to {actual} on prefill and decode workers, or remove it.",
+            f"{BLOCK_SIZE} is {facts.shown(BLOCK_SIZE)}, but TensorRT-LLM runs with KV blocks of"
+            f" {actual} tokens. Set it to {actual} on prefill and decode workers, or remove it.",
             field=BLOCK_SIZE,
         )
     _log.info("KV blocks have %d tokens and not %d, as the model chooses", actual, assumed)
@@ -73,7 +76,8 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
 
 
 def size_change(registered: int, reported: KvCacheSize) -> str:
-    """Return why the engine can't serve on, if its blocks have another size than it has registered; else "".
+    """Return why the engine can't serve on, if its blocks have another size than it has registered;
+    else "".
 
     Args:
         registered: tokens in one block, as other processes know them.
@@ -83,6 +87,6 @@ def size_change(registered: int, reported: KvCacheSize) -> str:
     if not actual or actual == registered:
         return ""
     return (
-        f"TensorRT-LLM runs with KV blocks of {actual} tokens, but this worker has registered {registered} tokens; "
-        f"set {BLOCK_SIZE}: {actual} on prefill and decode workers"
+        f"TensorRT-LLM runs with KV blocks of {actual} tokens, but this worker has registered"
+        f" {registered} tokens; set {BLOCK_SIZE}: {actual} on prefill and decode workers"
     )

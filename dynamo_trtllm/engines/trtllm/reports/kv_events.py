@@ -1,10 +1,10 @@
 """Poll the events of TensorRT-LLM's prefix cache on a thread, and convert them.
 
-Only the buffer is read (`LLM.get_kv_cache_events`, all releases). Builds of 2026 reject the ZeroMQ publisher,
-`kv_cache_config.kv_events_config` (docs/source/features/kvcache.md, main of 2026-11), unless the variable
-TLLM_KV_CACHE_MANAGER_V2_BACKEND is "python" (Dynamo 1.7). The form of the
-events is that of `KVCacheEventSerializer` in tensorrt_llm/_utils.py, 1.1 to main, and with the second KV cache manager
-that of runtime/kv_cache_manager_v2/_event_manager.py.
+Only the buffer is read (`LLM.get_kv_cache_events`, all releases). Builds of 2026 reject the ZeroMQ
+publisher, `kv_cache_config.kv_events_config` (docs/source/features/kvcache.md, main of 2026-11),
+unless the variable TLLM_KV_CACHE_MANAGER_V2_BACKEND is "python" (Dynamo 1.7). The form of the
+events is that of `KVCacheEventSerializer` in tensorrt_llm/_utils.py, 1.1 to main, and with the
+second KV cache manager that of runtime/kv_cache_manager_v2/_event_manager.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.polling import Poller
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent, OnKvEvents
+from dynamo_trtllm.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvBlock,
+    KvEvent,
+    OnKvEvents,
+)
 from dynamo_trtllm.messages import token_ids
 
 _log = logging.getLogger(__name__)
 
 _HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
-# With it, also the second KV cache manager names blocks by numbers, as the first one does. That is the default of later
-# candidates; the default of earlier ones is text (runtime/kv_cache_hash.py, two copies of 2026).
+# With it, also the second KV cache manager names blocks by numbers, as the first one does. That is
+# the default of later candidates; the default of earlier ones is text (runtime/kv_cache_hash.py,
+# two copies of 2026).
 _NUMBERS = "v1_block_key"
 _BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
@@ -44,15 +52,18 @@ def check_kv_events(facts: RoleFacts) -> None:
     ):
         if not is_set:
             raise ConfigError(
-                f"--publish-kv-events needs {key} of {needed}; it is {facts.shown(key)}. Set it, or remove the flag.",
+                f"--publish-kv-events needs {key} of {needed}; it is {facts.shown(key)}. Set it, or"
+                " remove the flag.",
                 field=key,
             )
 
 
 def with_hash_algorithm(values: Mapping[str, Any], bindings: TrtllmBindings) -> dict[str, Any]:
-    """Return the arguments of `LLM`, with numbers as the names of blocks in KV events, which need no conversion.
+    """Return the arguments of `LLM`, with numbers as the names of blocks in KV events, which need
+    no conversion.
 
-    Nothing changes if the user has chosen an algorithm, or if the installed package has no such argument.
+    Nothing changes if the user has chosen an algorithm, or if the installed package has no such
+    argument.
 
     Args:
         values: the arguments.
@@ -61,15 +72,18 @@ def with_hash_algorithm(values: Mapping[str, Any], bindings: TrtllmBindings) -> 
     kv_cache = values.get("kv_cache_config") or {}
     if _HASH_ALGORITHM in kv_cache or not bindings.has_argument("KvCacheConfig", _HASH_ALGORITHM):
         return dict(values)
-    _log.info("kv_cache_config.%s was set to %s: KV events have numbers then", _HASH_ALGORITHM, _NUMBERS)
+    _log.info(
+        "kv_cache_config.%s was set to %s: KV events have numbers then", _HASH_ALGORITHM, _NUMBERS
+    )
     return {**values, "kv_cache_config": {**kv_cache, _HASH_ALGORITHM: _NUMBERS}}
 
 
 def block_hash(name: int | str) -> int:
     """Return the engine's name of a block as a number of 64 bits.
 
-    Text has the hexadecimal digits of SHA-256. Its first 8 bytes are taken, as the library does with its algorithm
-    v2_sha256_64 (`truncate_sha256_hash_to_int64` in runtime/kv_cache_hash.py). Any other text is hashed.
+    Text has the hexadecimal digits of SHA-256. Its first 8 bytes are taken, as the library does
+    with its algorithm v2_sha256_64 (`truncate_sha256_hash_to_int64` in runtime/kv_cache_hash.py).
+    Any other text is hashed.
 
     Raises:
         TypeError: the name is neither a number nor text.
@@ -81,7 +95,9 @@ def block_hash(name: int | str) -> int:
     try:
         return int(name[: 2 * _HASH_BYTES], 16)
     except ValueError:
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_HASH_BYTES).digest(), "big")
+        return int.from_bytes(
+            hashlib.blake2b(name.encode(), digest_size=_HASH_BYTES).digest(), "big"
+        )
 
 
 class _Place(NamedTuple):
@@ -89,24 +105,26 @@ class _Place(NamedTuple):
 
     rank: int  # attention-DP rank
     window: int  # attention window in tokens; 0: not reported
-    layer_group: int | None  # of the second KV cache manager; None: the first one has no such groups
+    # of the second KV cache manager; None: the first one has no such groups
+    layer_group: int | None
 
 
 class KvEventConverter:
     """Converts the events of one engine in the order in which they were read. Used on one thread.
 
-    A gap in the numbers of events means that the buffer was full. Readers then forget all blocks, and also when an
-    event can't be read, because blocks may have been removed.
+    A gap in the numbers of events means that the buffer was full. Readers then forget all blocks,
+    and also when an event can't be read, because blocks may have been removed.
 
-    Layers with the same attention window can be in several layer groups, such as those of a draft model. A block is
-    reported as long as one of these groups has it.
+    Layers with the same attention window can be in several layer groups, such as those of a draft
+    model. A block is reported as long as one of these groups has it.
     """
 
     def __init__(self, block_tokens: int) -> None:
         """Initialize for an empty cache.
 
         Args:
-            block_tokens: tokens in a full block. If consecutive blocks have another size, that one is taken over.
+            block_tokens: tokens in a full block. If consecutive blocks have another size, that one
+                is taken over.
         """
         self.num_gaps = 0
         self.num_unreadable = 0  # events that could not be read
@@ -126,8 +144,9 @@ class KvEventConverter:
                 self.num_unreadable += 1
                 if self.num_unreadable == 1:
                     _log.warning(
-                        "A KV event can't be read, so readers forget this worker's blocks (%s: %s). Further ones are "
-                        "counted in the metric dynamo_trtllm_kv_events_unreadable_total",
+                        "A KV event can't be read, so readers forget this worker's blocks (%s: %s)."
+                        " Further ones are counted in the metric"
+                        " dynamo_trtllm_kv_events_unreadable_total",
                         type(exc).__name__,
                         exc,
                     )
@@ -149,7 +168,8 @@ class KvEventConverter:
             yield from self._removed(data, place)
         elif data["type"] == "stored":
             yield from self._stored(data, place)
-        # "created" has the size of the pools, and "updated" that a block moved between GPU and host memory.
+        # "created" has the size of the pools, and "updated" that a block moved between GPU and host
+        # memory.
 
     def _cleared(self) -> BlocksCleared:
         self._holders.clear()
@@ -163,7 +183,10 @@ class KvEventConverter:
             yield BlocksRemoved(hashes=tuple(names), cache_group=place.window, dp_rank=place.rank)
 
     def _is_held(self, name: int, place: _Place) -> bool:
-        """Note that a layer group has removed a block. Return True if another group of the same window has it."""
+        """Note that a layer group has removed a block.
+
+        Return True if another group of the same window has it.
+        """
         assert place.layer_group is not None
         holders = self._holders[place.rank, place.window]
         others = holders.pop(name, 0) & ~(1 << place.layer_group)
@@ -179,7 +202,8 @@ class KvEventConverter:
         for index, block in enumerate(blocks):
             ids = [token["token_id"] for token in block["tokens"]]
             if not all(isinstance(token, int) for token in ids):
-                break  # these blocks depend on more than text: a token of an image is the text of its hash
+                # these blocks depend on more than text: a token of an image is the text of its hash
+                break
             if index < len(blocks) - 1:
                 self._check_size(len(ids))
             if len(ids) != self._block_tokens:
@@ -209,9 +233,12 @@ class KvEventConverter:
         """
         if num_tokens != self._block_tokens:
             if self._is_size_seen or not num_tokens:
-                raise ValueError(f"a full KV block has {num_tokens} tokens and not {self._block_tokens}")
+                raise ValueError(
+                    f"a full KV block has {num_tokens} tokens and not {self._block_tokens}"
+                )
             _log.warning(
-                "KV events have blocks of %d tokens and not %d; set %s to %d on prefill and decode workers",
+                "KV events have blocks of %d tokens and not %d; set %s to %d on prefill and decode"
+                " workers",
                 num_tokens,
                 self._block_tokens,
                 BLOCK_SIZE,
@@ -232,13 +259,18 @@ class KvEventPoller(Poller):
     pause_s = 0.05
     timeout_s = 0.5
 
-    def __init__(self, get_events: Callable[..., Sequence[Mapping[str, Any]] | None], block_tokens: int) -> None:
+    def __init__(
+        self, get_events: Callable[..., Sequence[Mapping[str, Any]] | None], block_tokens: int
+    ) -> None:
         super().__init__("trtllm-kv-events", failure="no KV events from TensorRT-LLM")
         self.converter = KvEventConverter(block_tokens)
         self._get_events = get_events
 
     def start(self, on_events: OnKvEvents) -> None:
-        """Start the thread. `on_events` is called on the running event loop, each time with a part of the events."""
+        """Start the thread.
+
+        `on_events` is called on the running event loop, each time with a part of the events.
+        """
         loop = asyncio.get_running_loop()
 
         def poll() -> None:
@@ -248,8 +280,12 @@ class KvEventPoller(Poller):
 
         self._start(poll)
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop, on_events: OnKvEvents, events: Sequence[KvEvent]) -> None:
-        """Call `on_events` on the loop, and wait until it has returned or this thread is stopped."""
+    def _deliver(
+        self, loop: asyncio.AbstractEventLoop, on_events: OnKvEvents, events: Sequence[KvEvent]
+    ) -> None:
+        """Call `on_events` on the loop, and wait until it has returned or this thread is
+        stopped.
+        """
         has_returned = threading.Event()
 
         def call() -> None:
@@ -266,7 +302,10 @@ class KvEventPoller(Poller):
 
 
 def _parts(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
-    """Yield the events in parts with about MOST_BLOCKS_AT_ONCE blocks. The buffer may have a hundred times as many."""
+    """Yield the events in parts with about MOST_BLOCKS_AT_ONCE blocks.
+
+    The buffer may have a hundred times as many.
+    """
     part: list[KvEvent] = []
     num_blocks = 0
     for event in events:

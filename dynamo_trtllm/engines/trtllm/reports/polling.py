@@ -30,7 +30,9 @@ class Poller:
     def _start(self, poll: Callable[[], None]) -> None:
         """Start the thread. Idempotent."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(poll,), name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(poll,), name=self._name, daemon=True
+            )
             self._thread.start()
 
     @property

@@ -21,7 +21,9 @@ class StatsPoller(Poller):
     pause_s = 0.5
     timeout_s = 2.0
 
-    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]], num_ranks: int = 1) -> None:
+    def __init__(
+        self, get_stats: Callable[..., Sequence[Mapping[str, Any]]], num_ranks: int = 1
+    ) -> None:
         """Initialize without a thread.
 
         Args:
@@ -29,7 +31,8 @@ class StatsPoller(Poller):
             num_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
         """
         super().__init__(
-            "trtllm-stats", failure="no statistics from TensorRT-LLM; KV metrics stay at their last values"
+            "trtllm-stats",
+            failure="no statistics from TensorRT-LLM; KV metrics stay at their last values",
         )
         self._get_stats = get_stats
         self._num_ranks = num_ranks
@@ -42,7 +45,10 @@ class StatsPoller(Poller):
 
     @property
     def has_reported(self) -> bool:
-        """True once statistics came. From then on, requests that wait without new ones show a stalled executor."""
+        """True once statistics came.
+
+        From then on, requests that wait without new ones show a stalled executor.
+        """
         return bool(self._rows)
 
     @property
@@ -51,11 +57,16 @@ class StatsPoller(Poller):
         return list(self._rows.values())
 
     def start(self) -> None:
-        """Start the thread. Idempotent. Some releases have no statistics before their first request."""
+        """Start the thread.
+
+        Idempotent. Some releases have no statistics before their first request.
+        """
         self._start(self._poll)
 
     async def first_kv_cache(self, timeout_s: float) -> KvCacheSize:
-        """Return the size of the KV cache once statistics came; zeros if none came within `timeout_s` seconds."""
+        """Return the size of the KV cache once statistics came; zeros if none came within
+        `timeout_s` seconds.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(asyncio.wrap_future(self._first))
@@ -76,9 +87,10 @@ class StatsPoller(Poller):
 def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
     """Convert the statistics of one iteration; a missing value counts as 0.
 
-    The KV blocks are those of one rank: before 1.3 only rank 0 reports, and since then the rows of the other ranks have
-    copies of its KV statistics (_torch/pyexecutor/adp_iter_stats.py, main at 0cedd9a0). So with attention DP the number
-    of used blocks is an estimate. The queue is reported by rank 0 for all ranks.
+    The KV blocks are those of one rank: before 1.3 only rank 0 reports, and since then the rows of
+    the other ranks have copies of its KV statistics (_torch/pyexecutor/adp_iter_stats.py, main at
+    0cedd9a0). So with attention DP the number of used blocks is an estimate. The queue is reported
+    by rank 0 for all ranks.
 
     Args:
         rows: one per rank that reports.
@@ -87,6 +99,10 @@ def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
     kv = [row.get("kvCacheStats") or {} for row in rows]
     return Counts(
         waiting=sum(int(row.get("numQueuedRequests") or 0) for row in rows),
-        kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
-        kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
+        kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv)
+        * num_ranks
+        // len(rows),
+        kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv)
+        * num_ranks
+        // len(rows),
     )

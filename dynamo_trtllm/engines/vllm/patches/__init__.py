@@ -1,1 +1,4 @@
-"""Mend faults of vLLM at run time: one module for each fault. `patch.Patch` says what a module records."""
+"""Mend faults of vLLM at run time: one module for each fault.
+
+`patch.Patch` says what a module records.
+"""

@@ -1,4 +1,6 @@
-"""Make vLLM find compiled code of the same model in another folder: its cache's key has the folder's path."""
+"""Make vLLM find compiled code of the same model in another folder: its cache's key has the
+folder's path.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ PATCH = Patch(
     fault="a model that was moved, or mounted at another path, is compiled again",
     upstream="https://github.com/vllm-project/vllm/pull/53193",
     needed_in="all",
-    detection="always on; the key also has the whole config.json, and weights are no part of compiled code",
+    detection=(
+        "always on; the key also has the whole config.json, and weights are no part of compiled"
+        " code"
+    ),
     goes="when that change is in the oldest supported release",
     is_vital=False,
 )

@@ -1,4 +1,6 @@
-"""Make vLLM's workers of prefill engines capture no CUDA graphs of decode steps, which they never run."""
+"""Make vLLM's workers of prefill engines capture no CUDA graphs of decode steps, which they never
+run.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 
-NEVER_DECODES = "dynamo_never_decodes"  # in `kv_connector_extra_config`, which is no part of the key of compiled code
+# in `kv_connector_extra_config`, which is no part of the key of compiled code
+NEVER_DECODES = "dynamo_never_decodes"
 
 PATCH = Patch(
     name="decode_graphs",
     fault="a prefill engine spends 2 to 5 s of its start on CUDA graphs that it never uses",
     upstream="none known",
     needed_in="all, with the first model runner (the default of gpt-oss up to 0.28)",
-    detection="the model runner has a `cudagraph_dispatcher`; the second one has none and captures all graphs",
+    detection=(
+        "the model runner has a `cudagraph_dispatcher`; the second one has none and captures all"
+        " graphs"
+    ),
     goes="with the first model runner",
     is_vital=False,
 )
@@ -29,10 +35,12 @@ def install() -> None:
 
 
 def skip_before_capture(worker_class: Any) -> None:
-    """Remove the keys of these graphs before capture. Then vLLM uses a graph of mixed steps, if a step needs one.
+    """Remove the keys of these graphs before capture.
 
-    Captured sizes and modes in the configuration would change the key of compiled code, so that prefill and decode
-    engines could not use the same.
+    Then vLLM uses a graph of mixed steps, if a step needs one.
+
+    Captured sizes and modes in the configuration would change the key of compiled code, so that
+    prefill and decode engines could not use the same.
     """
     capture = worker_class.compile_or_warm_up_model
 
@@ -44,7 +52,8 @@ def skip_before_capture(worker_class: Any) -> None:
             dispatcher is not None
             and transfer is not None
             and transfer.kv_connector_extra_config.get(NEVER_DECODES)
-            and dispatcher.cudagraph_mode.separate_routine()  # else graphs of mixed steps have the same mode
+            # else graphs of mixed steps have the same mode
+            and dispatcher.cudagraph_mode.separate_routine()
         ):
             for mode, keys in dispatcher.cudagraph_keys.items():
                 if mode.name == "FULL":

@@ -1,12 +1,14 @@
 """Report failed reads of KV to the scheduler, which ends their requests.
 
-A failed read does not end its request if layers are in several KV groups (sliding window and full attention, as in
-gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as received, is answered from memory
-that was never written, and that memory enters the prefix cache. A handshake that fails for a request which was aborted
-in the queue even ends the engine: its scheduler learns of an ended read of a request that it no longer has.
+A failed read does not end its request if layers are in several KV groups (sliding window and full
+attention, as in gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as
+received, is answered from memory that was never written, and that memory enters the prefix cache. A
+handshake that fails for a request which was aborted in the queue even ends the engine: its
+scheduler learns of an ended read of a request that it no longer has.
 
-From 0.30 on vLLM reports them itself, and keeps the blocks of a read whose handle it could not release, because the
-device may still write to them. Ending such a request early would free these blocks, so this patch must be absent there.
+From 0.30 on vLLM reports them itself, and keeps the blocks of a read whose handle it could not
+release, because the device may still write to them. Ending such a request early would free these
+blocks, so this patch must be absent there.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ PATCH = Patch(
 
 def is_needed() -> bool:
     """Return whether vLLM itself does not report failed reads."""
-    connector = PACKAGE.find("KVConnectorBase_V1", "vllm.distributed.kv_transfer.kv_connector.v1.base")
+    connector = PACKAGE.find(
+        "KVConnectorBase_V1", "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    )
     return not hasattr(connector, "get_transfer_results")
 
 
 def watch(worker: Any, note: Callable[[str], None]) -> bool:
-    """Call `note` with the id of each request whose read has failed, before vLLM counts it as received.
+    """Call `note` with the id of each request whose read has failed, before vLLM counts it as
+    received.
 
     Args:
         worker: The worker half of vLLM's NixlConnector.
@@ -56,8 +61,9 @@ def watch(worker: Any, note: Callable[[str], None]) -> bool:
         def recording(req_id: str, *args: Any, **keywords: Any) -> Any:
             meta = worker._recving_metadata.get(req_id)
             if meta is not None and not any(meta.local_block_ids):
-                # The request was aborted before it had blocks, and only frees the KV at the prefill engine. Counted as
-                # an ended read, it would end the engine: the scheduler no longer knows it.
+                # The request was aborted before it had blocks, and only frees the KV at the prefill
+                # engine. Counted as an ended read, it would end the engine: the scheduler no longer
+                # knows it.
                 worker._recving_metadata.pop(req_id)
                 return None
             note(req_id)

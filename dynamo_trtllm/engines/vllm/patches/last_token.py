@@ -1,8 +1,9 @@
 """Read the KV of all tokens of a prompt but the last one.
 
-A decode engine of vLLM reads the whole prompt and then steps back by one token, so that it has one token to compute
-(`_update_waiting_for_remote_kv`). If the prompt fills its last block, that token needs a block which the prefill
-engine does not have. The connector pairs blocks from the end, and an assertion ends the engine.
+A decode engine of vLLM reads the whole prompt and then steps back by one token, so that it has one
+token to compute (`_update_waiting_for_remote_kv`). If the prompt fills its last block, that token
+needs a block which the prefill engine does not have. The connector pairs blocks from the end, and
+an assertion ends the engine.
 """
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch
@@ -21,9 +22,9 @@ PATCH = Patch(
 def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
     """Return how many tokens of KV a decode engine reads from the prefill engine.
 
-    The last token of the prompt is computed, not read, because it may be in a block of its own that the prefill engine
-    does not have. It is read if the number of blocks would be less than `held_tokens` need: the connector pairs blocks
-    from the end.
+    The last token of the prompt is computed, not read, because it may be in a block of its own that
+    the prefill engine does not have. It is read if the number of blocks would be less than
+    `held_tokens` need: the connector pairs blocks from the end.
 
     Args:
         prompt_tokens: The length of the decode call's prompt.

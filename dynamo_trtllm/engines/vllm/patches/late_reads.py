@@ -1,8 +1,9 @@
-"""End requests whose KV was read after its transfer had expired, and those that `failed_reads` reports.
+"""End requests whose KV was read after its transfer had expired, and those that `failed_reads`
+reports.
 
-The prefill engine may use the blocks of an expired transfer for another request. The worker half of the connector
-reports with each step which reads have ended, and the scheduler ends such requests before anything is computed or
-cached from their blocks.
+The prefill engine may use the blocks of an expired transfer for another request. The worker half of
+the connector reports with each step which reads have ended, and the scheduler ends such requests
+before anything is computed or cached from their blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PATCH = Patch(
 
 _log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-_WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")  # from workers to the scheduler
+# from workers to the scheduler
+_WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")
 _RequestStatus = PACKAGE.find("RequestStatus", "vllm.v1.request")
 _Output = PACKAGE.find("EngineCoreOutput", "vllm.v1.engine")  # of one request in one step
 _Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client in one step
@@ -39,10 +41,13 @@ _Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client 
 
 @dataclass
 class EndedReads(_WorkerMetadata):  # type: ignore[misc]
-    """The requests whose reads of KV have ended since the last step, of one rank or of all ranks."""
+    """The requests whose reads of KV have ended since the last step, of one rank or of all
+    ranks.
+    """
 
     failed: frozenset[str]  # ids
-    times: dict[str, tuple[float, float]]  # by id: when the read was posted, and when its end was seen
+    # by id: when the read was posted, and when its end was seen
+    times: dict[str, tuple[float, float]]
 
     def aggregate(self, other: EndedReads) -> EndedReads:
         """Return the reads of both ranks. The last rank counts."""
@@ -54,15 +59,23 @@ class EndedReads(_WorkerMetadata):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Make vLLM's scheduler in this process end such requests. Raises EngineFailed if it has another form."""
-    apply(PATCH, lambda: True, lambda: _end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")))
+    """Make vLLM's scheduler in this process end such requests.
+
+    Raises EngineFailed if it has another form.
+    """
+    apply(
+        PATCH,
+        lambda: True,
+        lambda: _end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")),
+    )
 
 
 def _end_failed_reads(scheduler: Any) -> None:
     """Make a scheduler end requests with `FINISHED_ERROR` whose KV could not be read in time.
 
-    This matches `kv_load_failure_policy: fail`. It happens in the step that reports the requests as received: their
-    blocks are freed and were not cached. Requests that vLLM has ended or aborted are skipped.
+    This matches `kv_load_failure_policy: fail`. It happens in the step that reports the requests as
+    received: their blocks are freed and were not cached. Requests that vLLM has ended or aborted
+    are skipped.
     """
     update = scheduler.update_from_output
 
@@ -75,11 +88,14 @@ def _end_failed_reads(scheduler: Any) -> None:
             if request is None or request.is_finished():
                 continue
             _log.warning(
-                "request %s: ending it, because its KV could not be read, or only after the KV transfer had expired",
+                "request %s: ending it, because its KV could not be read, or only after the KV"
+                " transfer had expired",
                 request_id,
             )
             self.finish_requests(request_id, _RequestStatus.FINISHED_ERROR)
-            ended = _Output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
+            ended = _Output(
+                request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason()
+            )
             outputs.setdefault(request.client_index, _Outputs()).outputs.append(ended)
         return outputs
 

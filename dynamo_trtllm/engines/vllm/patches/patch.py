@@ -1,4 +1,6 @@
-"""Describe a change of vLLM's code at run time, and make it where the installed release needs it."""
+"""Describe a change of vLLM's code at run time, and make it where the installed release needs
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,25 @@ from typing import NamedTuple
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 
 # What an access to a missing or changed part of vLLM raises.
-MISFITS = (ConfigError, ImportError, AttributeError, TypeError, ValueError, LookupError, OSError, SyntaxError)
+MISFITS = (
+    ConfigError,
+    ImportError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    OSError,
+    SyntaxError,
+)
 
 _log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 
 
 class Patch(NamedTuple):
-    """One fault or gap of vLLM, and how this project mends it. The documentation's table is printed from these."""
+    """One fault or gap of vLLM, and how this project mends it.
+
+    The documentation's table is printed from these.
+    """
 
     name: str  # of the module
     fault: str  # what goes wrong without it
@@ -23,13 +37,18 @@ class Patch(NamedTuple):
     needed_in: str  # releases
     detection: str  # how the module finds out whether a release needs it
     goes: str  # when the module can be deleted
-    # Whether an engine without it answers wrongly or dies. Then a release that the patch does not fit is refused.
+    # Whether an engine without it answers wrongly or dies. Then a release that the patch does not
+    # fit is refused.
     is_vital: bool
 
     @property
     def otherwise(self) -> str:
         """What happens with a release that the patch does not fit."""
-        return "the engine refuses to start" if self.is_vital else "the engine says so and runs without it"
+        return (
+            "the engine refuses to start"
+            if self.is_vital
+            else "the engine says so and runs without it"
+        )
 
 
 def apply(patch: Patch, is_needed: Callable[[], bool], install: Callable[[], None]) -> bool:
@@ -39,7 +58,8 @@ def apply(patch: Patch, is_needed: Callable[[], bool], install: Callable[[], Non
         True if the change was made.
 
     Raises:
-        EngineFailed: The release needs the change and has another form, and an engine without it would be wrong.
+        EngineFailed: The release needs the change and has another form, and an engine without it
+            would be wrong.
     """
     try:
         if not is_needed():
@@ -49,9 +69,11 @@ def apply(patch: Patch, is_needed: Callable[[], bool], install: Callable[[], Non
         reason = exc.message if isinstance(exc, DynamoError) else f"{type(exc).__name__}: {exc}"
         if patch.is_vital:
             raise EngineFailed(
-                f"the patch {patch.name} does not fit this release of vLLM ({reason}). Without it, {patch.fault}; "
-                "install a release that docs/vllm.md names"
+                f"the patch {patch.name} does not fit this release of vLLM ({reason}). Without it,"
+                f" {patch.fault}; install a release that docs/vllm.md names"
             ) from exc
-        _log.warning("running without the patch %s, which does not fit this vLLM (%s)", patch.name, reason)
+        _log.warning(
+            "running without the patch %s, which does not fit this vLLM (%s)", patch.name, reason
+        )
         return False
     return True

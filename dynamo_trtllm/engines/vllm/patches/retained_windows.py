@@ -1,13 +1,14 @@
 """Keep the KV that a window or chunk of attention needs for the last token of a prompt.
 
-A decode engine computes the last token of a prompt again, with KV that it has read (see `last_token`). By then, both
-engines have freed what only earlier tokens saw. Layers with a sliding window lose a key that this token still sees if a
-KV block ends just there: prompts of one length in `block_size` lose one in each such layer, without an error. Layers
-with chunked attention lose a whole chunk if it ends with the prompt, and the two engines hold different numbers of
-blocks.
+A decode engine computes the last token of a prompt again, with KV that it has read (see
+`last_token`). By then, both engines have freed what only earlier tokens saw. Layers with a sliding
+window lose a key that this token still sees if a KV block ends just there: prompts of one length in
+`block_size` lose one in each such layer, without an error. Layers with chunked attention lose a
+whole chunk if it ends with the prompt, and the two engines hold different numbers of blocks.
 
-From 0.26 on vLLM frees by the tokens that were computed, not by those in flight. Requests whose first token comes with
-the decode call's prompt then lose nothing, but those whose first token is sampled again, with a seed for example, do.
+From 0.26 on vLLM frees by the tokens that were computed, not by those in flight. Requests whose
+first token comes with the decode call's prompt then lose nothing, but those whose first token is
+sampled again, with a seed for example, do.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 
 PATCH = Patch(
     name="retained_windows",
-    fault="a key is lost in layers with a sliding window, or a decode engine with chunked attention dies",
+    fault=(
+        "a key is lost in layers with a sliding window, or a decode engine with chunked attention"
+        " dies"
+    ),
     upstream="none known",
-    needed_in="all; from 0.26 on, sliding windows only for requests whose first token is sampled again",
+    needed_in=(
+        "all; from 0.26 on, sliding windows only for requests whose first token is sampled again"
+    ),
     detection="always on; `get_num_skipped_tokens` of both managers exists in all releases",
     goes="when vLLM keeps what the token sees that it computes again",
     is_vital=True,
@@ -30,7 +36,10 @@ _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 
 
 def install() -> None:
-    """Make vLLM's managers of such layers in this process free blocks one token later. Raises EngineFailed."""
+    """Make vLLM's managers of such layers in this process free blocks one token later.
+
+    Raises EngineFailed.
+    """
     for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):
         apply(PATCH, lambda: True, lambda name=name: _retain(PACKAGE.find(name, _MODULE)))  # type: ignore[misc]
 
@@ -38,4 +47,6 @@ def install() -> None:
 def _retain(manager: Any) -> None:
     """Make a KV cache manager free a block one token later than vLLM does."""
     skipped = manager.get_num_skipped_tokens
-    manager.get_num_skipped_tokens = lambda self, num_computed_tokens: skipped(self, max(0, num_computed_tokens - 1))
+    manager.get_num_skipped_tokens = lambda self, num_computed_tokens: skipped(
+        self, max(0, num_computed_tokens - 1)
+    )

@@ -1,7 +1,8 @@
 """Compile two kernels of mixtures of experts once, instead of once per 32 tokens of a step.
 
-Two kernels of triton_kernels 3.5.1, which vLLM 0.24 to 0.33 contain unchanged, take the number of tokens, rounded up
-to 32, as a constant. Triton compiles a kernel anew for each value of its constants, in the middle of serving.
+Two kernels of triton_kernels 3.5.1, which vLLM 0.24 to 0.33 contain unchanged, take the number of
+tokens, rounded up to 32, as a constant. Triton compiles a kernel anew for each value of its
+constants, in the middle of serving.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 
 PATCH = Patch(
     name="triton_constants",
-    fault="gpt-oss on Hopper compiles two kernels for every 32 tokens of a step, while requests wait",
+    fault=(
+        "gpt-oss on Hopper compiles two kernels for every 32 tokens of a step, while requests wait"
+    ),
     upstream="https://github.com/vllm-project/vllm/issues/49349",
     needed_in="all, with the triton_kernels that vLLM contains",
     detection="the kernel's source has the constant",
@@ -24,7 +27,9 @@ PATCH = Patch(
 
 
 class FixedArgument(NamedTuple):
-    """An argument of a Triton kernel that is a constant, so that each of its values is compiled anew."""
+    """An argument of a Triton kernel that is a constant, so that each of its values is compiled
+    anew.
+    """
 
     user: str  # module whose launches use the kernel
     kernel: str
@@ -48,7 +53,8 @@ def install() -> None:
     has_kernels = importlib.import_module("vllm.utils.import_utils").has_triton_kernels
     if has_kernels():
         for fixed in FIXED:
-            # A triton_kernels of another version, which newer releases accept, may have neither kernel.
+            # A triton_kernels of another version, which newer releases accept, may have neither
+            # kernel.
             apply(PATCH, lambda fixed=fixed: has_kernel(fixed), lambda fixed=fixed: replace(fixed))  # type: ignore[misc]
 
 
@@ -74,6 +80,8 @@ def replace(fixed: FixedArgument) -> None:
     define = importlib.import_module("triton_kernels.specialize").define_kernel
     names = inspect.signature(kernel.fn).parameters
     attributes = {"do_not_specialize": [name for name in fixed.unspecialized if name in names]}
-    scope = {name: value for name, value in kernel.fn.__globals__.items() if not name.startswith("__")}
+    scope = {
+        name: value for name, value in kernel.fn.__globals__.items() if not name.startswith("__")
+    }
     changed = source.replace(f"{fixed.constant}: tl.constexpr", fixed.constant)
     setattr(user, fixed.kernel, define(changed, user, attributes, **scope))

@@ -1,8 +1,8 @@
 """Convert items of the Responses API to a conversation, and build output items from deltas. Pure.
 
-A normalized item is the JSON object that `input_items` lists. Each change of the output gives one event: a JSON object
-without its sequence number. Events that occur per token are formatted from a template. Streamed and aggregated
-responses share this code.
+A normalized item is the JSON object that `input_items` lists. Each change of the output gives one
+event: a JSON object without its sequence number. Events that occur per token are formatted from a
+template. Streamed and aggregated responses share this code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ _CallItem: TypeAlias = FunctionCallItem | CustomCallItem | LocalShellCallItem
 def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> Item:
     """Return the item as it is stored and listed. `named` adds an id if it has none."""
     if isinstance(item, MessageItem):
-        part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
+        part = (
+            {"type": "output_text", "annotations": []}
+            if item.role == "assistant"
+            else {"type": "input_text"}
+        )
         content = [{**part, "text": text} for text in item.content]
         head = {"id": item.id, "type": "message", "role": item.role}
         phase = {"phase": item.phase} if item.phase is not None and item.role == "assistant" else {}
@@ -72,7 +76,11 @@ def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> I
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
     """Return the items with an id each. Ids from clients are not changed."""
     return [
-        item if item["id"] else item | {"id": item_id(_PREFIXES[item["type"]], response_id, "i", index)}
+        (
+            item
+            if item["id"]
+            else item | {"id": item_id(_PREFIXES[item["type"]], response_id, "i", index)}
+        )
         for index, item in enumerate(items)
     ]
 
@@ -138,7 +146,9 @@ def _assistant(turn: Iterable[Item]) -> list[Message]:
         by_type[COMMENTARY if item.get("phase") == COMMENTARY else kind].append(item)
     preamble = "\n".join(_said(item["content"]) for item in by_type[COMMENTARY])
     content = "\n".join(_said(item["content"]) for item in by_type["message"])
-    reasoning = "\n".join(_said(item["content"] or item["summary"]) for item in by_type["reasoning"])
+    reasoning = "\n".join(
+        _said(item["content"] or item["summary"]) for item in by_type["reasoning"]
+    )
     calls = tuple(map(tool_call, by_type["call"]))
     if not (by_type["message"] or by_type[COMMENTARY] or calls):
         return []
@@ -170,7 +180,7 @@ def _result(item: Item, called: Mapping[str, str]) -> Message:
     return Message(role="tool", content=item["output"], tool_call_id=call_id)
 
 
-# --- output ----------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 class TextDelta(NamedTuple):
@@ -199,10 +209,13 @@ class _Kind(NamedTuple):
 
     head: Mapping[str, Any]  # the fields between the item's id and status
     event: str  # the name of the events of its text
-    part: Mapping[str, Any] | None = None  # the content part that has the text; None: the text is a call's arguments
+    # the content part that has the text; None: the text is a call's arguments
+    part: Mapping[str, Any] | None = None
 
 
-_REASONING: Final = _Kind({"type": "reasoning", "summary": []}, "reasoning_text", {"type": "reasoning_text"})
+_REASONING: Final = _Kind(
+    {"type": "reasoning", "summary": []}, "reasoning_text", {"type": "reasoning_text"}
+)
 _CALL: Final = _Kind({"type": "function_call"}, "function_call_arguments")
 
 
@@ -221,7 +234,10 @@ _KINDS: Final = {
 
 
 class _Item:
-    """An item whose text is built delta by delta. `call`: the fields of a function call before its arguments."""
+    """An item whose text is built delta by delta.
+
+    `call`: the fields of a function call before its arguments.
+    """
 
     def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
         self.kind = kind
@@ -234,7 +250,11 @@ class _Item:
 
     def item(self, status: str) -> Item:
         text = "".join(self._texts)
-        body = {**self._call, "arguments": text} if self.kind.part is None else {"content": [self._part(text)]}
+        body = (
+            {**self._call, "arguments": text}
+            if self.kind.part is None
+            else {"content": [self._part(text)]}
+        )
         return {"id": self._id, **self.kind.head, "status": status, **body}
 
     def start(self) -> Iterator[Event]:
@@ -256,7 +276,11 @@ class _Item:
     def finish(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
         field = {"arguments" if self.kind.part is None else "text": text}
-        yield self._event(f"{self.kind.event}.done", **field, **self._with_logprobs(_without_bytes(self._logprobs)))
+        yield self._event(
+            f"{self.kind.event}.done",
+            **field,
+            **self._with_logprobs(_without_bytes(self._logprobs)),
+        )
         if self.kind.part is not None:
             yield self._event("content_part.done", part=self._part(text))
         yield _event("output_item.done", self._index, item=self.item(status))
@@ -306,7 +330,10 @@ class OutputBuilder:
     """
 
     def __init__(
-        self, response_id: str, renderer: Renderer, tools: Mapping[str, ServedTool] = MappingProxyType({})
+        self,
+        response_id: str,
+        renderer: Renderer,
+        tools: Mapping[str, ServedTool] = MappingProxyType({}),
     ) -> None:
         self._response_id = response_id
         self._tools = tools
@@ -351,7 +378,9 @@ class OutputBuilder:
 
     def items(self, status: str) -> list[Item]:
         """Return all items so far. An open item gets `status`."""
-        return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
+        return (
+            [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
+        )
 
     def _item(self, kind: _Kind, delta: Delta, events: list[OutputEvent]) -> _Item:
         """Return the item of a delta. Add the events that close another item and open this one."""
@@ -400,7 +429,9 @@ def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "token": each["token"],
             "logprob": each["logprob"],
-            "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]],
+            "top_logprobs": [
+                {"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]
+            ],
         }
         for each in logprobs
     ]

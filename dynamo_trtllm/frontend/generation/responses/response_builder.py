@@ -1,4 +1,6 @@
-"""Adapt `/v1/responses`: resolve references to stored responses, build a response from deltas, and store it."""
+"""Adapt `/v1/responses`: resolve references to stored responses, build a response from deltas, and
+store it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ from dynamo_trtllm.frontend.generation.responses.items import (
     named,
     normalized,
 )
-from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
+from dynamo_trtllm.frontend.generation.responses.response_store import (
+    References,
+    ResponseStore,
+    StoredResponse,
+)
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, TokenIds, encode
 from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool
 
@@ -53,12 +59,20 @@ _NAMES = {
 
 
 def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
-    """Return the conversation. `instructions` apply to this turn only and become the first message."""
+    """Return the conversation.
+
+    `instructions` apply to this turn only and become the first message.
+    """
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
     return Conversation(
         messages=(*system, *messages_of(items)),
         tools=tuple(
-            Tool(name=tool.name, description=tool.description, parameters=tool.parameters, is_text=tool.is_text)
+            Tool(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                is_text=tool.is_text,
+            )
             for tool in body.served_tools
         ),
         reasoning_effort=body.reasoning.effort or "medium",
@@ -89,9 +103,13 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 
 
 class ResponseBuilder:
-    """One response in progress: the encoder of its numbered events if it is streamed, otherwise its aggregator."""
+    """One response in progress: the encoder of its numbered events if it is streamed, otherwise its
+    aggregator.
+    """
 
-    def __init__(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan, max_stored_bytes: int) -> None:
+    def __init__(
+        self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan, max_stored_bytes: int
+    ) -> None:
         self.id = meta.id
         self.stored = body.store
         self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
@@ -112,14 +130,20 @@ class ResponseBuilder:
         return self._response("cancelled", "incomplete")
 
     def _response(self, status: str, open_item: str, **fields: Any) -> dict[str, Any]:
-        """Return the response with these fields. `open_item`: the status of an item that is not complete."""
+        """Return the response with these fields.
+
+        `open_item`: the status of an item that is not complete.
+        """
         return self._base | {"status": status, "output": self._output.items(open_item)} | fields
 
     def input_items(self) -> list[Item]:
         return named(self._items, self.id)
 
     def pack(self, response: dict[str, Any]) -> bytes | None:
-        """Serialize the response for the store. None if `store` is false; it is set to false if it is too large."""
+        """Serialize the response for the store.
+
+        None if `store` is false; it is set to false if it is too large.
+        """
         if not self.stored:
             return None
         packed = encode(StoredResponse(response=response, items=self.input_items()))
@@ -128,7 +152,7 @@ class ResponseBuilder:
         response["store"] = False
         return None
 
-    # --- complete ------------------------------------------------------------------------------------------
+    # --- complete ---------------------------------------------------------------------------------
 
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
         """Add a delta. Return its events, for the stream."""
@@ -146,7 +170,10 @@ class ResponseBuilder:
             incomplete_details={"reason": "max_output_tokens"} if is_incomplete else None,
             usage={
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": usage.cached_tokens,
+                    "cache_write_tokens": 0,
+                },
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -160,12 +187,13 @@ class ResponseBuilder:
     def _final_status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
 
-    # --- streamed ------------------------------------------------------------------------------------------
+    # --- streamed ---------------------------------------------------------------------------------
 
     def start(self) -> bytes:
         response = orjson.Fragment(orjson.dumps(self.in_progress()))
         return self._encoded(
-            {"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
         )
 
     def delta(self, delta: ChoiceDelta) -> bytes:
@@ -177,7 +205,9 @@ class ResponseBuilder:
         return self._encoded(*events, {"type": f"response.{final['status']}", "response": final})
 
     def error(self, error: DynamoError) -> bytes:
-        """Return the last events after an error. The API has no event for "cancelled", so that is "incomplete".
+        """Return the last events after an error.
+
+        The API has no event for "cancelled", so that is "incomplete".
 
         If the error came before the first delta, the events of the start precede them.
         """
@@ -186,7 +216,9 @@ class ResponseBuilder:
     def _last_events(self, error: DynamoError) -> bytes:
         events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
-            return self._encoded(*events, {"type": "response.incomplete", "response": self.cancelled()})
+            return self._encoded(
+                *events, {"type": "response.incomplete", "response": self.cancelled()}
+            )
         reason = {"code": _error_code(error), "message": error.message}
         failed = self._response("failed", "incomplete", error=reason)
         return self._encoded(
@@ -199,7 +231,9 @@ class ResponseBuilder:
         data = b""
         for number, event in enumerate(events, self._next):
             if isinstance(event, TextDelta):
-                data += event.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
+                data += (
+                    event.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
+                )
             else:
                 event["sequence_number"] = number
                 data += formatted_head(event) + orjson.dumps(event) + b"\n\n"
@@ -208,7 +242,10 @@ class ResponseBuilder:
 
 
 def _error_code(error: DynamoError) -> str:
-    """Return the closest of the few codes that this API defines. The `error` event has the server's own code."""
+    """Return the closest of the few codes that this API defines.
+
+    The `error` event has the server's own code.
+    """
     if isinstance(error, CapacityError):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
@@ -287,8 +324,9 @@ class ResponsesAdapter:
         items, size = await self._items(body)
         if body.store and size + len(body.instructions or "") > self._store.max_bytes:
             raise InvalidRequest(
-                f"the conversation has {size} characters; a stored response may have at most {self._store.max_bytes} "
-                "bytes of conversation (--response-store-entry-bytes); set store to false",
+                f"the conversation has {size} characters; a stored response may have at most"
+                f" {self._store.max_bytes} bytes of conversation (--response-store-entry-bytes);"
+                " set store to false",
                 field="store",
             )
 
@@ -299,7 +337,9 @@ class ResponsesAdapter:
 
         return prepare, size
 
-    async def resolve_prompt(self, body: ResponseRequest, served: ServedModel) -> tuple[Callable[[], TokenIds], int]:
+    async def resolve_prompt(
+        self, body: ResponseRequest, served: ServedModel
+    ) -> tuple[Callable[[], TokenIds], int]:
         """Read all items that the request refers to.
 
         Returns:
@@ -322,17 +362,22 @@ class ResponsesAdapter:
         items: list[Item] = []
         references = References(self._store)
         if body.previous_response_id is not None:
-            items += await references.conversation(body.previous_response_id, "previous_response_id")
+            items += await references.conversation(
+                body.previous_response_id, "previous_response_id"
+            )
         items += await _own(body.input, references)
         size = characters(items)
         if size > MAX_TEXT:
             raise InvalidRequest(
-                f"the conversation, with all referenced items, has {size} characters; at most {MAX_TEXT} are allowed",
+                f"the conversation, with all referenced items, has {size} characters; at most"
+                f" {MAX_TEXT} are allowed",
                 field="input",
             )
         return items, size
 
-    def builder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
+    def builder(
+        self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan
+    ) -> ResponseBuilder:
         return ResponseBuilder(meta, body, plan, self._store.max_bytes)
 
     async def on_complete(self, answer: ResponseBuilder, client: str) -> None:
@@ -343,6 +388,10 @@ class ResponsesAdapter:
 async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
     """Return the request's items with references resolved."""
     return [
-        await references.item(item.id, f"input[{index}].id") if isinstance(item, ItemReference) else normalized(item)
+        (
+            await references.item(item.id, f"input[{index}].id")
+            if isinstance(item, ItemReference)
+            else normalized(item)
+        )
         for index, item in enumerate(given)
     ]

@@ -1,4 +1,5 @@
-"""Store responses by id, each with all items of its conversation, and build the ids of responses and items.
+"""Store responses by id, each with all items of its conversation, and build the ids of responses
+and items.
 
 Deleting or evicting a response therefore does not break later responses of the same conversation.
 """
@@ -17,7 +18,13 @@ import msgspec
 
 from dynamo_trtllm.background import cancel_all
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    InternalError,
+    InvalidRequest,
+    ResponseNotFound,
+)
 from dynamo_trtllm.messages import decode
 from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
@@ -25,7 +32,8 @@ log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 30.0  # longest write of one response
 _CLOSE_S: Final = 5.0  # longest wait for pending writes when the frontend exits
-_PENDING_BYTES: Final = 64 << 20  # limit of pending writes; beyond it, a response waits for its own write
+# limit of pending writes; beyond it, a response waits for its own write
+_PENDING_BYTES: Final = 64 << 20
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
 MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
 
@@ -80,8 +88,9 @@ class _Write(NamedTuple):
 class ResponseStore:
     """The store of responses, which also assigns their ids.
 
-    A response is written in the background, so that a slow or unreachable store delays no other one. It is readable
-    here meanwhile. A failed write is logged and counted, and its response is lost.
+    A response is written in the background, so that a slow or unreachable store delays no other
+    one. It is readable here meanwhile. A failed write is logged and counted, and its response is
+    lost.
 
     Args:
         shared: other frontends use the same store.
@@ -103,9 +112,14 @@ class ResponseStore:
         self._pending_bytes = 0
 
     async def put(self, response_id: str, data: bytes, owner: str) -> None:
-        """Start to store a response. Returns at the end of the write if more than _PENDING_BYTES are pending."""
+        """Start to store a response.
+
+        Returns at the end of the write if more than _PENDING_BYTES are pending.
+        """
         before = self._writes.get(response_id)
-        task = asyncio.create_task(self._write(response_id, data, owner, before), name=f"write of {response_id}")
+        task = asyncio.create_task(
+            self._write(response_id, data, owner, before), name=f"write of {response_id}"
+        )
         write = self._writes[response_id] = _Write(data, task)
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._written(response_id, write))
@@ -119,7 +133,9 @@ class ResponseStore:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
             await cancel_all(late)
 
-    async def _write(self, response_id: str, data: bytes, owner: str, before: _Write | None) -> None:
+    async def _write(
+        self, response_id: str, data: bytes, owner: str, before: _Write | None
+    ) -> None:
         async with asyncio.timeout(_WRITE_S):
             if before is not None:  # writes of one response must not overtake each other
                 await asyncio.wait({before.task})
@@ -131,12 +147,16 @@ class ResponseStore:
         if self._writes.get(response_id) is write:
             del self._writes[response_id]
         if write.task.cancelled():
-            error: BaseException | None = DeadlineExceeded("the frontend exited before the write ended")
+            error: BaseException | None = DeadlineExceeded(
+                "the frontend exited before the write ended"
+            )
         elif isinstance(error := write.task.exception(), TimeoutError):
             error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
         if error is None:
             return
-        code, traceback_of = (error.code, None) if isinstance(error, DynamoError) else (InternalError.code, error)
+        code, traceback_of = (
+            (error.code, None) if isinstance(error, DynamoError) else (InternalError.code, error)
+        )
         log.warning("%s was not stored (%s): %s", response_id, code, error, exc_info=traceback_of)
         self.on_write_failed(code)
 
@@ -171,14 +191,16 @@ class ResponseStore:
         await self.store.delete(response_id)
 
     def _missing(self, response_id: str, field: str | None) -> ResponseNotFound:
-        """Return the error for a response that is not stored, with possible reasons and what to do."""
+        """Return the error for a response that is not stored, with possible reasons and what to
+        do.
+        """
         is_own = frontend_id_of(response_id) == self._frontend_id
         if not is_response_id(response_id):
             reason = "it is not a response id of this server"
         elif not (self.shared or is_own):
             reason = (
-                "another frontend created it, or this one before a restart, and each has its own store; start the "
-                "frontends with --response-store jetstream to share responses"
+                "another frontend created it, or this one before a restart, and each has its own"
+                " store; start the frontends with --response-store jetstream to share responses"
             )
         else:
             reason = "it was deleted, created with store=false, evicted, or "
@@ -188,14 +210,17 @@ class ResponseStore:
 
 
 class References:
-    """The stored responses to which one request refers. Each is read once, however often it is referenced.
+    """The stored responses to which one request refers.
+
+    Each is read once, however often it is referenced.
 
     Their total size is limited, because a short reference may stand for a long response.
     """
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        # The items by the response's id, and in each response the first item of each id: clients may repeat ids.
+        # The items by the response's id, and in each response the first item of each id: clients
+        # may repeat ids.
         self._read: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]] = {}
         self._bytes_left = MAX_REFERRED_BYTES
 
@@ -203,15 +228,16 @@ class References:
         """Return all items up to and including this response.
 
         Raises:
-            InvalidRequest: the referenced responses are too large. Other errors are those of `ResponseStore.get`.
+            InvalidRequest: the referenced responses are too large. Other errors are those of
+                `ResponseStore.get`.
         """
         if response_id not in self._read:
             data = await self._store.read(response_id, field)
             self._bytes_left -= len(data)
             if self._bytes_left < 0:
                 raise InvalidRequest(
-                    f"the referenced responses have more than {MAX_REFERRED_BYTES} bytes together; send the items "
-                    "themselves",
+                    f"the referenced responses have more than {MAX_REFERRED_BYTES} bytes together;"
+                    " send the items themselves",
                     field=field,
                 )
             items = decode(data, StoredResponse).conversation
@@ -222,10 +248,14 @@ class References:
         """Return an item of a stored response's input or output. Raises as `conversation`."""
         match = _ITEM.fullmatch(item_id)
         if match is None:
-            raise InvalidRequest(f"{field} is {item_id!r}, which is not an item id of this server", field=field)
+            raise InvalidRequest(
+                f"{field} is {item_id!r}, which is not an item id of this server", field=field
+            )
         response_id = PREFIX + match.group(1)
         await self.conversation(response_id, field)
         item = self._read[response_id][1].get(item_id)
         if item is None:
-            raise ResponseNotFound(f"{response_id} has no item {item_id!r}; send the item itself", field=field)
+            raise ResponseNotFound(
+                f"{response_id} has no item {item_id!r}; send the item itself", field=field
+            )
         return item

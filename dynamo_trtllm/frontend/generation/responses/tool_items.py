@@ -1,7 +1,9 @@
-"""Convert the calls of a client's tools between items of the Responses API and calls of functions. Pure.
+"""Convert the calls of a client's tools between items of the Responses API and calls of functions.
 
-The model sees a function for each tool (`api.response_tools`). A custom tool's text, and a shell's action, are its
-arguments.
+Pure.
+
+The model sees a function for each tool (`api.response_tools`). A custom tool's text, and a shell's
+action, are its arguments.
 """
 
 from __future__ import annotations
@@ -33,9 +35,15 @@ def tool_call(item: Item) -> ToolCall:
     """Return the call of a function that an item stands for."""
     match item["type"]:
         case "custom_tool_call":
-            return ToolCall(id=item["call_id"], name=_name(item), arguments=arguments_of(item["input"]))
+            return ToolCall(
+                id=item["call_id"], name=_name(item), arguments=arguments_of(item["input"])
+            )
         case "local_shell_call":
-            action = {name: value for name, value in item["action"].items() if name != "type" and value is not None}
+            action = {
+                name: value
+                for name, value in item["action"].items()
+                if name != "type" and value is not None
+            }
             arguments = orjson.dumps(action).decode()
             return ToolCall(id=item["call_id"], name=LOCAL_SHELL, arguments=arguments)
         case _:

@@ -1,4 +1,6 @@
-"""The executor: takes requests from any thread, serves each on the engine's loop, answers through its result."""
+"""The executor: takes requests from any thread, serves each on the engine's loop, answers through
+its result.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Submission:
 
 
 class GenerationExecutor:
-    def __init__(self, core: Core, args: dict[str, Any], transceiver: PythonTransceiver | None) -> None:
+    def __init__(
+        self, core: Core, args: dict[str, Any], transceiver: PythonTransceiver | None
+    ) -> None:
         self.doing_shutdown = self._has_shut_down = False
         self.transceiver = transceiver
         self.core = core
@@ -50,7 +54,8 @@ class GenerationExecutor:
         self._ids = itertools.count(1 << 62 if traps.is_on("big_ids") else 1)
         self._served: dict[int, Served] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self.held: dict[int, str] = {}  # context requests whose KV was not fetched: the engine's ticket ids
+        # context requests whose KV was not fetched: the engine's ticket ids
+        self.held: dict[int, str] = {}
         self._error: Exception | None = None
         self._error_queue: queue.Queue[Exception] = queue.Queue()  # of threads and ranks
         if LINE >= (1, 3):
@@ -67,7 +72,7 @@ class GenerationExecutor:
     def is_shutdown(self) -> bool:
         return self.doing_shutdown
 
-    # --- from any thread -------------------------------------------------------------------------------
+    # --- from any thread --------------------------------------------------------------------------
 
     def submit(self, submission: Submission, result: GenerationResult) -> None:
         if traps.is_on("submit_blocks") and submission.sampling.max_tokens > LONG_TOKENS:
@@ -81,7 +86,9 @@ class GenerationExecutor:
         self.core.post(lambda: self._abort(request_id))
 
     def handle_background_error(self, error: Exception) -> None:
-        """In the thread that reads a result: an error that is no request's own shuts the executor down there."""
+        """In the thread that reads a result: an error that is no request's own shuts the executor
+        down there.
+        """
         if not isinstance(error, RequestError) and traps.is_on("error_shuts_down"):
             self.shutdown()
 
@@ -118,11 +125,15 @@ class GenerationExecutor:
             raise RPCError("a test made the stand-in fail at a remote call")
         deadline = time.monotonic() + timeout
         with self._news:
-            while not self._stats and not self.doing_shutdown and (left := deadline - time.monotonic()) > 0:
+            while (
+                not self._stats
+                and not self.doing_shutdown
+                and (left := deadline - time.monotonic()) > 0
+            ):
                 self._news.wait(left)
             return [self._stats.popleft() for _ in range(min(most, len(self._stats)))]
 
-    # --- on the engine's loop --------------------------------------------------------------------------
+    # --- on the engine's loop ---------------------------------------------------------------------
 
     def _begin(self, submission: Submission, result: GenerationResult) -> None:
         if self.doing_shutdown:
@@ -139,7 +150,8 @@ class GenerationExecutor:
         self._tasks.pop(request_id, None)
         if not traps.is_on("stats_stale"):
             self.note_step()
-            self.core.loop.call_later(0.02, self.note_step)  # the engine frees blocks a moment later
+            # the engine frees blocks a moment later
+            self.core.loop.call_later(0.02, self.note_step)
 
     def _abort(self, request_id: int) -> None:
         served, task = self._served.get(request_id), self._tasks.get(request_id)
@@ -149,7 +161,9 @@ class GenerationExecutor:
         if served is None or task is None or traps.is_on("abort_lost"):
             return
         waits = not served.has_begun and self.core.stats().waiting > 0
-        served.is_silent = traps.is_on("abort_never_answers") or (waits and traps.is_on("abort_drops_waiting"))
+        served.is_silent = traps.is_on("abort_never_answers") or (
+            waits and traps.is_on("abort_drops_waiting")
+        )
         if traps.is_on("abort_slow"):
             self.core.loop.call_later(_SLOW_ABORT_S, task.cancel)
         else:
@@ -177,14 +191,19 @@ class GenerationExecutor:
                 "maxNumBlocks": now.kv_blocks_total // ranks,
                 "freeNumBlocks": (now.kv_blocks_total - now.kv_blocks_used) // ranks,
                 "usedNumBlocks": now.kv_blocks_used // ranks,
-                "tokensPerBlock": None if traps.is_on("no_block_size") else self.core.info.layout.block_tokens,
+                "tokensPerBlock": (
+                    None if traps.is_on("no_block_size") else self.core.info.layout.block_tokens
+                ),
             },
             "inflightBatchingStats": {"numScheduledRequests": now.running, "numPausedRequests": 0},
         }
         rows = [row]
-        if LINE >= (1, 3):  # one row per rank; those of the others are copies of rank 0's, without its queue
+        # one row per rank; those of the others are copies of rank 0's, without its queue
+        if LINE >= (1, 3):
             rows = [row | {"attentionDpRank": 0}]
-            rows += [row | {"attentionDpRank": rank, "numQueuedRequests": 0} for rank in range(1, ranks)]
+            rows += [
+                row | {"attentionDpRank": rank, "numQueuedRequests": 0} for rank in range(1, ranks)
+            ]
         with self._news:
             self._stats.extend(rows)
             self._news.notify_all()
@@ -194,7 +213,9 @@ class GenerationExecutor:
         self._fail_active(lambda: RequestError(message))
 
     def _record(self, error: Exception) -> None:
-        """As a thread does that watches the ranks; until 1.2 the next call raises it, if there is one."""
+        """As a thread does that watches the ranks; until 1.2 the next call raises it, if there is
+        one.
+        """
         self._error = error
         if LINE >= (1, 3):
             self._fatal_error = error

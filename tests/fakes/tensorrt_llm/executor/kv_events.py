@@ -1,6 +1,7 @@
 """The buffer of events of the prefix cache: which full and partial blocks of prompts can be reused.
 
-The torch engine reuses nothing: the blocks are those that TensorRT-LLM would have in its reuse tree.
+The torch engine reuses nothing: the blocks are those that TensorRT-LLM would have in its reuse
+tree.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ class EventBuffer:
         kv = args["kv_cache_config"] or {}
         self._window = args["max_seq_len"] or 0
         self._block_tokens = kv.get("tokens_per_block") or _BLOCK_TOKENS
-        self._most_blocks = (kv.get("max_tokens") or _BLOCKS * self._block_tokens) // self._block_tokens
+        self._most_blocks = (
+            kv.get("max_tokens") or _BLOCKS * self._block_tokens
+        ) // self._block_tokens
         self._is_on = bool(kv.get("event_buffer_max_size")) and kv.get("enable_block_reuse", True)
         self._algorithm = kv.get("kv_cache_event_hash_algo") or "auto"
-        self._events: collections.deque[dict[str, Any]] = collections.deque(maxlen=kv.get("event_buffer_max_size"))
+        self._events: collections.deque[dict[str, Any]] = collections.deque(
+            maxlen=kv.get("event_buffer_max_size")
+        )
         self._numbers = itertools.count()
-        self._blocks: dict[int, None] = {}  # hashes of the blocks that can be reused, the oldest first
+        # hashes of the blocks that can be reused, the oldest first
+        self._blocks: dict[int, None] = {}
         self._second_group: set[int] = set()  # those of them that the second layer group has
         self._news = threading.Condition()
         created = {"type": "created", "num_blocks_per_cache_level": [self._most_blocks, 0]}
         self._add(created, 0, self._groups())
 
     def store(self, tokens: Sequence[int], salt: str | None, rank: int) -> None:
-        """Adds what is new of a finished request's prompt; blocks that have no place remove the oldest ones."""
+        """Adds what is new of a finished request's prompt; blocks that have no place remove the
+        oldest ones.
+        """
         parent, first_parent, new, place = None, None, [], b"" if salt is None else salt.encode()
         prompt: set[int] = set()
         for begin in range(0, len(tokens), self._block_tokens):
@@ -53,20 +61,32 @@ class EventBuffer:
             if not new:
                 first_parent = parent
             self._blocks[number] = None
-            shown = [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
-            block: dict[str, Any] = {"type": "stored_block", "block_hash": self._name(number), "tokens": shown}
+            shown = [
+                {"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids
+            ]
+            block: dict[str, Any] = {
+                "type": "stored_block",
+                "block_hash": self._name(number),
+                "tokens": shown,
+            }
             block |= {"cache_level": 0, "priority": 35}
             new.append(block if salt is None else block | {"cache_salt": salt})
             self._second_group.add(number)
             parent = number
         if new:
             before = None if first_parent is None else self._name(first_parent)
-            self._add({"type": "stored", "parent_hash": before, "blocks": new}, rank, self._groups())
-        self._remove([each for each in self._second_group if each not in prompt], rank, self._groups()[1:])
+            self._add(
+                {"type": "stored", "parent_hash": before, "blocks": new}, rank, self._groups()
+            )
+        self._remove(
+            [each for each in self._second_group if each not in prompt], rank, self._groups()[1:]
+        )
         gone = list(self._blocks)[: max(0, len(self._blocks) - self._most_blocks)]
         for each in gone:
             del self._blocks[each]
-        self._remove([each for each in gone if each in self._second_group], rank, self._groups()[1:])
+        self._remove(
+            [each for each in gone if each in self._second_group], rank, self._groups()[1:]
+        )
         self._remove(gone, rank, self._groups()[:1])
 
     def _groups(self) -> list[int | None]:
@@ -81,13 +101,21 @@ class EventBuffer:
 
     def _remove(self, numbers: Sequence[int], rank: int, groups: Sequence[int | None]) -> None:
         if numbers and groups:
-            self._add({"type": "removed", "block_hashes": [self._name(each) for each in numbers]}, rank, groups)
+            self._add(
+                {"type": "removed", "block_hashes": [self._name(each) for each in numbers]},
+                rank,
+                groups,
+            )
             if groups[0] == 1:
                 self._second_group -= set(numbers)
 
     def _add(self, data: dict[str, Any], rank: int, groups: Sequence[int | None] = (None,)) -> None:
         for group in groups if self._is_on else ():
-            event: dict[str, Any] = {"event_id": next(self._numbers), "data": data, "window_size": self._window}
+            event: dict[str, Any] = {
+                "event_id": next(self._numbers),
+                "data": data,
+                "window_size": self._window,
+            }
             event["attention_dp_rank"] = rank
             if traps.is_on("malformed_event"):
                 del event["data"]

@@ -1,4 +1,6 @@
-"""One request on the engine's loop: from the vendor's parameters to the engine's, from its chunks to responses."""
+"""One request on the engine's loop: from the vendor's parameters to the engine's, from its chunks
+to responses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, TokenLogprob, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Phase,
+    PhaseTimings,
+    TokenLogprob,
+    token_ids,
+)
 from dynamo_trtllm.streams import as_stream
 from tensorrt_llm.executor.result import (
     GenerationResult,
@@ -35,9 +45,14 @@ LONG_TOKENS = 1000
 
 
 class Served:
-    """Made, run and cancelled on the engine's loop. Answers once: after `fail` or the last step nothing follows."""
+    """Made, run and cancelled on the engine's loop.
 
-    def __init__(self, executor: GenerationExecutor, submission: Submission, result: GenerationResult) -> None:
+    Answers once: after `fail` or the last step nothing follows.
+    """
+
+    def __init__(
+        self, executor: GenerationExecutor, submission: Submission, result: GenerationResult
+    ) -> None:
         self._executor = executor
         self._call = submission
         self._result = result
@@ -46,12 +61,17 @@ class Served:
         self._is_over = False
         params = submission.disaggregated_params
         kind = params.request_type if params is not None else None
-        self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(kind, Phase.AGGREGATED)
-        self._held_back: list[tuple[int, Any]] = []  # tokens not reported yet, with their log-probabilities
+        self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(
+            kind, Phase.AGGREGATED
+        )
+        # tokens not reported yet, with their log-probabilities
+        self._held_back: list[tuple[int, Any]] = []
         self._num_reported = 0  # steps
         self._made = 0  # tokens
         self._times = TimingMetrics(arrival_time=_now())
-        self._interval = _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
+        self._interval = (
+            _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
+        )
 
     async def run(self) -> None:
         try:
@@ -64,7 +84,9 @@ class Served:
             self.fail(RequestError(str(exc)))
 
     async def _serve(self) -> None:
-        if traps.is_on("never_answers") or (traps.is_on("transfer_hangs") and self._phase is Phase.DECODE):
+        if traps.is_on("never_answers") or (
+            traps.is_on("transfer_hangs") and self._phase is Phase.DECODE
+        ):
             await asyncio.Event().wait()
         if self._executor.asleep:
             self._executor.on_fatal("CUDA error: an illegal memory access was encountered")
@@ -75,7 +97,11 @@ class Served:
         if traps.is_on("transfer_fails") and self._phase is Phase.DECODE:
             raise ValueError("a test made the stand-in lose the KV transfer")
         request, stop = self._request()
-        if self._phase is Phase.DECODE and request.sampling.logprobs is not None and traps.is_on("logprobs_asserted"):
+        if (
+            self._phase is Phase.DECODE
+            and request.sampling.logprobs is not None
+            and traps.is_on("logprobs_asserted")
+        ):
             self._end(Response(error=AssertionError("logprobs length: 0 != output.length: 1")))
             return
         engine = self._executor.core.engine
@@ -91,12 +117,19 @@ class Served:
     def _has_rank(self) -> bool:
         """The scheduler takes the rank of a request as an index, in a loop over all requests."""
         args, scheduling = self._executor.args, self._call.scheduling
-        if not args["enable_attention_dp"] or scheduling is None or scheduling.attention_dp_rank is None:
+        if (
+            not args["enable_attention_dp"]
+            or scheduling is None
+            or scheduling.attention_dp_rank is None
+        ):
             return True
         return 0 <= scheduling.attention_dp_rank < args["tensor_parallel_size"]
 
     def _meets_trap(self) -> bool:
-        for name, act in (("step_fails", self._executor.on_step_failed), ("executor_dies", self._executor.on_fatal)):
+        for name, act in (
+            ("step_fails", self._executor.on_step_failed),
+            ("executor_dies", self._executor.on_fatal),
+        ):
             if traps.is_on(name):
                 act(f"CUDA error: a test made the stand-in fail ({name})")
                 return True
@@ -113,15 +146,27 @@ class Served:
         kv_params = None
         if self._phase is not Phase.AGGREGATED:
             backend = (self._executor.args["cache_transceiver_config"] or {}).get("backend")
-            assert backend is not None, "kv_cache_transceiver is disabled, please set cache_transceiver_config.backend"
+            assert backend is not None, (
+                "kv_cache_transceiver is disabled, please set cache_transceiver_config.backend"
+            )
         if self._phase is Phase.PREFILL:
-            if traps.is_on("context_refuses_overlap") and not self._executor.args["disable_overlap_scheduler"]:
-                raise ValueError("Context only requests are not supported in pytorch backend when overlap is enabled")
-            sampling = msgspec.structs.replace(sampling, max_tokens=2)  # the engine hands over only what goes on
-            if traps.is_on("last_stop_word_is_length") and not sampling.min_tokens:  # then also after a stop word
+            if (
+                traps.is_on("context_refuses_overlap")
+                and not self._executor.args["disable_overlap_scheduler"]
+            ):
+                raise ValueError(
+                    "Context only requests are not supported in pytorch backend when overlap is"
+                    " enabled"
+                )
+            # the engine hands over only what goes on
+            sampling = msgspec.structs.replace(sampling, max_tokens=2)
+            # then also after a stop word
+            if traps.is_on("last_stop_word_is_length") and not sampling.min_tokens:
                 sampling = msgspec.structs.replace(sampling, stop_token_ids=(), ignore_eos=True)
         if self._phase is Phase.DECODE:
-            kv_params = transfer_params_of(self._call.disaggregated_params, self._executor.transceiver)
+            kv_params = transfer_params_of(
+                self._call.disaggregated_params, self._executor.transceiver
+            )
         request = GenerateRequest(
             request_id=str(self._result._id),
             model=self._executor.core.engine_model,
@@ -135,7 +180,7 @@ class Served:
         )
         return request, stop
 
-    # --- steps -----------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def _take(self, chunk: Chunk, stop: Stop) -> bool:
         """True when the request is over."""
@@ -161,7 +206,10 @@ class Served:
 
     def _note_times(self, stats: PhaseTimings) -> None:
         times = self._times
-        scheduled, times.first_token_time = times.arrival_time + timedelta(seconds=stats.queue_s), _now()
+        scheduled, times.first_token_time = (
+            times.arrival_time + timedelta(seconds=stats.queue_s),
+            _now(),
+        )
         times.first_scheduled_time = scheduled
         if self._phase is Phase.DECODE:
             times.kv_cache_transfer_start = scheduled
@@ -180,7 +228,11 @@ class Served:
             self._held_back.pop()
         if shown or traps.is_on("empty_last_step"):
             self._tell(None)
-        cut = is_word and not self._call.sampling.include_stop_str_in_output and traps.is_on("stop_words_cut")
+        cut = (
+            is_word
+            and not self._call.sampling.include_stop_str_in_output
+            and traps.is_on("stop_words_cut")
+        )
         self._tell("stop", stop_reason=token if is_word else None, cut=int(cut))
         return True
 
@@ -194,20 +246,26 @@ class Served:
                 self._held_back,
                 self._executor.transceiver,
             )
-        self._tell("not_finished" if traps.is_on("not_finished") else "length", disaggregated_params=params)
+        self._tell(
+            "not_finished" if traps.is_on("not_finished") else "length", disaggregated_params=params
+        )
         return True
 
     def _logprob(self, entry: TokenLogprob) -> Any:
         if traps.is_on("flat_logprobs"):
             return entry.logprob
-        table = {token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        table = {
+            token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)
+        }
         table.setdefault(entry.token_id, Logprob(entry.logprob, len(table) + 1))
         return table
 
     def _tell_if_due(self) -> None:
         if not self._call.streaming:
             return
-        second_first = traps.is_on("first_with_second") or self._executor.args["disable_overlap_scheduler"]
+        second_first = (
+            traps.is_on("first_with_second") or self._executor.args["disable_overlap_scheduler"]
+        )
         if self._num_reported == 0:
             due = 2 if self._phase is Phase.DECODE and second_first else 1
         else:
@@ -220,11 +278,18 @@ class Served:
             return
         if finish_reason is not None and traps.is_on("finishes_timeout"):
             finish_reason = "timeout"
-        if finish_reason == "length" and traps.is_on("empty_last_step") and self._call.streaming and self._held_back:
+        if (
+            finish_reason == "length"
+            and traps.is_on("empty_last_step")
+            and self._call.streaming
+            and self._held_back
+        ):
             self._tell(None)
         first = (
             1
-            if self._num_reported == 0 and self._phase is Phase.DECODE and not traps.is_on("decode_first_logprob")
+            if self._num_reported == 0
+            and self._phase is Phase.DECODE
+            and not traps.is_on("decode_first_logprob")
             else 0
         )
         entries, self._held_back = self._held_back, []
@@ -246,8 +311,14 @@ class Served:
         if not self._is_over:
             self._is_over = True
             if response.error is None:
-                rank = 0 if self._call.scheduling is None else self._call.scheduling.attention_dp_rank or 0
-                self._executor.kv_events.store(self._call.prompt_token_ids, self._call.cache_salt, rank)
+                rank = (
+                    0
+                    if self._call.scheduling is None
+                    else self._call.scheduling.attention_dp_rank or 0
+                )
+                self._executor.kv_events.store(
+                    self._call.prompt_token_ids, self._call.cache_salt, rank
+                )
             self._result._put(response)
 
 

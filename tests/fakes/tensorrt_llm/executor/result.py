@@ -91,9 +91,14 @@ class CompletionOutput:
 
 
 class GenerationResult:
-    """Awaited for the last state, or iterated for each. Both need that a loop ran when it was made."""
+    """Awaited for the last state, or iterated for each.
 
-    def __init__(self, executor: Any, request_id: int, prompt_token_ids: list[int], streaming: bool) -> None:
+    Both need that a loop ran when it was made.
+    """
+
+    def __init__(
+        self, executor: Any, request_id: int, prompt_token_ids: list[int], streaming: bool
+    ) -> None:
         self._id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(index=0)]
@@ -182,7 +187,9 @@ class GenerationResult:
         self._take(self._queue.get())  # the real one ignores the time-out too
 
     async def _aresult_step(self) -> None:
-        assert self._aqueue is not None, "The asyncio event loop was not present during initialization"
+        assert self._aqueue is not None, (
+            "The asyncio event loop was not present during initialization"
+        )
         response = await self._aqueue.get()
         if traps.is_on("result_call_fails"):
             raise RPCError("a test made the stand-in fail at a remote call")
@@ -218,7 +225,10 @@ class GenerationResult:
 
 
 class IterationResult:
-    """Statistics as they come. When nothing came for the time-out, it ends until the next request is submitted."""
+    """Statistics as they come.
+
+    When nothing came for the time-out, it ends until the next request is submitted.
+    """
 
     def __init__(self, get: Any) -> None:
         self._get = get

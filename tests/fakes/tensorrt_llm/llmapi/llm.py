@@ -34,7 +34,9 @@ def _signature(method: str) -> inspect.Signature:
     return inspect.Signature(
         [inspect.Parameter("self", of_kind)]
         + [
-            inspect.Parameter(f.name, of_kind, default=inspect.Parameter.empty if f.required else f.default)
+            inspect.Parameter(
+                f.name, of_kind, default=inspect.Parameter.empty if f.required else f.default
+            )
             for f in fields
         ]
     )
@@ -57,7 +59,10 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Blocks until weights are loaded. ValueError for a key that the played release lacks, before any work."""
+        """Blocks until weights are loaded.
+
+        ValueError for a key that the played release lacks, before any work.
+        """
         for name in ("executor_cls", "_mpi_session"):
             kwargs.pop(name, None)
         named = {
@@ -71,7 +76,10 @@ class LLM:
             args[name] = llm_utils.checked(name, args[name])
         if args["max_num_tokens"] is None:
             args["max_num_tokens"] = 8192
-        _log.warning("STAND-IN plays TensorRT-LLM %s: no NVIDIA code runs; the torch engine computes", VERSION)
+        _log.warning(
+            "STAND-IN plays TensorRT-LLM %s: no NVIDIA code runs; the torch engine computes",
+            VERSION,
+        )
         if traps.is_on("start_fails"):
             raise RuntimeError("Executor worker returned error")
         try:
@@ -80,7 +88,9 @@ class LLM:
         except (ValueError, RuntimeError) as exc:
             raise RuntimeError("Executor worker returned error") from exc
         self._core = Core(args)
-        self._executor: GenerationExecutor | None = GenerationExecutor(self._core, args, transceiver)
+        self._executor: GenerationExecutor | None = GenerationExecutor(
+            self._core, args, transceiver
+        )
         self._iterations: dict[str, IterationResult] = {}
 
     def generate_async(self, *args: Any, **kwargs: Any) -> RequestOutput:
@@ -137,7 +147,9 @@ class LLM:
         return sampling
 
     def _priority(self, priority: float) -> int:
-        """As the torch engine counts; 0 unless the executor's queue is in the order of priorities."""
+        """As the torch engine counts; 0 unless the executor's queue is in the order of
+        priorities.
+        """
         if not 0.0 <= priority <= 1.0:
             raise ValueError(f"priority must be in [0.0, 1.0], got {priority}")
         policy = (self.args["scheduler_config"] or {}).get("waiting_queue_policy")
@@ -163,8 +175,15 @@ class LLM:
         def get_kv_cache_capacity(self) -> dict[str, int]:
             """Of one rank; a remote call."""
             executor = self._running_executor()
-            blocks, block_tokens = executor.core.stats().kv_blocks_total, executor.core.info.layout.block_tokens
-            return {"maxNumBlocks": blocks, "tokensPerBlock": block_tokens, "maxNumTokens": blocks * block_tokens}
+            blocks, block_tokens = (
+                executor.core.stats().kv_blocks_total,
+                executor.core.info.layout.block_tokens,
+            )
+            return {
+                "maxNumBlocks": blocks,
+                "tokensPerBlock": block_tokens,
+                "maxNumTokens": blocks * block_tokens,
+            }
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Blocks up to the time-out when there is nothing new."""
@@ -188,7 +207,9 @@ class LLM:
         if self._executor is None:
             raise RuntimeError("LLM is shutting down")
         if self.args["sleep_config"] is None:
-            raise ValueError("Sleep feature is not enabled, please set sleep_config in the LLM arguments")
+            raise ValueError(
+                "Sleep feature is not enabled, please set sleep_config in the LLM arguments"
+            )
         self._executor.change_memory(method, {ExecutorMemoryType(tag) for tag in args[0]})
         return [None] * self.args["tensor_parallel_size"]
 
@@ -228,5 +249,7 @@ def _prompt_ids(inputs: Any) -> list[int]:
     if isinstance(inputs, dict):
         inputs = inputs.get("prompt_token_ids")
     if not isinstance(inputs, list) or not all(type(token) is int for token in inputs):
-        raise TypeError(f"The inputs must be token ids: the stand-in has no tokenizer; got {type(inputs)}")
+        raise TypeError(
+            f"The inputs must be token ids: the stand-in has no tokenizer; got {type(inputs)}"
+        )
     return inputs

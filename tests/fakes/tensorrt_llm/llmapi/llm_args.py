@@ -1,4 +1,6 @@
-"""`ExecutorMemoryType`: kinds of GPU memory that can be released, as 1.3 has them, not all; and `KvCacheConfig`."""
+"""`ExecutorMemoryType`: kinds of GPU memory that can be released, as 1.3 has them, not all; and
+`KvCacheConfig`.
+"""
 
 from __future__ import annotations
 

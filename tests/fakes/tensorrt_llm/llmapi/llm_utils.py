@@ -1,4 +1,6 @@
-"""The conversion that trtllm-serve runs on the arguments of a YAML file: dictionaries become objects."""
+"""The conversion that trtllm-serve runs on the arguments of a YAML file: dictionaries become
+objects.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class NamedConfig:
 
 
 def update_llm_args_with_extra_dict(
-    llm_args: dict[str, Any], llm_args_dict: dict[str, Any], extra_llm_api_options: str | None = None
+    llm_args: dict[str, Any],
+    llm_args_dict: dict[str, Any],
+    extra_llm_api_options: str | None = None,
 ) -> dict[str, Any]:
     """On the caller's dictionaries, as the real one does."""
     for argument in CLASSES.keys() & llm_args_dict.keys():
@@ -47,5 +51,7 @@ def checked(argument: str, value: Any) -> Any:
     if LINE >= (1, 3):
         return named(argument, dict(value))
     if key in value:
-        raise AttributeError(f"{key!r} is a ClassVar of {value[key]} and cannot be set on an instance")
+        raise AttributeError(
+            f"{key!r} is a ClassVar of {value[key]} and cannot be set on an instance"
+        )
     return NamedConfig(known[0], value)  # the first that fits

@@ -1,4 +1,6 @@
-"""The torch engine in a thread of its own, through its public class: what computes for the stand-in."""
+"""The torch engine in a thread of its own, through its public class: what computes for the
+stand-in.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Core:
 
 
 def live_stats() -> list[EngineStats]:
-    """Of every engine that runs under a stand-in in this process: for tests that ask what is left."""
+    """Of every engine that runs under a stand-in in this process: for tests that ask what is
+    left.
+    """
     return [core.stats() for core in _live if not core.loop.is_closed()]
 
 

@@ -1,4 +1,6 @@
-"""The torch engine's ticket inside the vendor's opaque bytes, and what decode must be given back."""
+"""The torch engine's ticket inside the vendor's opaque bytes, and what decode must be given
+back.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,22 @@ GREETING = b"\xff" + (1).to_bytes(8, "big") + b"\x7f"  # of ZeroMQ, at once for 
 
 
 class PythonTransceiver:
-    """Gives out where KV is by an address, not in the answer. Asks its peers on the executor's loop, without limit."""
+    """Gives out where KV is by an address, not in the answer.
+
+    Asks its peers on the executor's loop, without limit.
+    """
 
     def __init__(self) -> None:
         self.states: dict[int, bytes] = {}  # by request id
         self._is_closed = threading.Event()
-        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=True)
+        self._server = socketserver.ThreadingTCPServer(
+            ("127.0.0.1", 0), self._handler(), bind_and_activate=True
+        )
         self._server.daemon_threads = True
         self.endpoint = f"tcp://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), name="stand-in-info", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), name="stand-in-info", daemon=True
+        ).start()
 
     def _handler(self) -> type[socketserver.StreamRequestHandler]:
         states = self.states
@@ -49,7 +58,9 @@ class PythonTransceiver:
             try:
                 with socket.create_connection((host, int(port))) as connection:
                     connection.sendall(f"{request_id}\n".encode())
-                    return b"".join(iter(lambda: connection.recv(65536), b"")).removeprefix(GREETING)
+                    return b"".join(iter(lambda: connection.recv(65536), b"")).removeprefix(
+                        GREETING
+                    )
             except OSError:
                 if not traps.is_on("dead_peer_blocks"):
                     raise
@@ -70,7 +81,9 @@ def python_transceiver(args: Mapping[str, Any]) -> PythonTransceiver | None:
     if backend is None or runtime in (None, "CPP"):
         return None
     if backend not in ("NIXL", "DEFAULT"):
-        raise ValueError(f"Python transceiver currently only supports the NIXL backend, got {backend}.")
+        raise ValueError(
+            f"Python transceiver currently only supports the NIXL backend, got {backend}."
+        )
     if config["kv_transfer_timeout_ms"] is None:
         raise ValueError("the Python transceiver needs a finite kv_transfer_timeout_ms")
     return PythonTransceiver()
@@ -89,7 +102,10 @@ def context_answer(
     first: Sequence[tuple[int, Any]],
     transceiver: PythonTransceiver | None,
 ) -> Any:
-    """`outputs[0].disaggregated_params` of a context-only request. `request_type` is still that of the request."""
+    """`outputs[0].disaggregated_params` of a context-only request.
+
+    `request_type` is still that of the request.
+    """
     assert kv_params is not None
     fields: dict[str, Any] = {
         "request_type": "context_only",
@@ -101,9 +117,13 @@ def context_answer(
     if transceiver is not None:
         fields |= {"ctx_dp_rank": 0, "ctx_info_endpoint": transceiver.endpoint}
     if LINE >= (1, 3):
-        fields["disagg_request_id"] = None if traps.is_on("no_disagg_id") else asked.disagg_request_id
+        fields["disagg_request_id"] = (
+            None if traps.is_on("no_disagg_id") else asked.disagg_request_id
+        )
         fields["ctx_usage"] = {"prompt_tokens": kv_params.prompt_tokens}
-    expected = {name: value for name, value in fields.items() if name not in ("request_type", "ctx_usage")}
+    expected = {
+        name: value for name, value in fields.items() if name not in ("request_type", "ctx_usage")
+    }
     if LINE >= (1, 3):  # both sides name the transfer by the id that context was asked with
         expected["disagg_request_id"] = asked.disagg_request_id
     state = encode(_State(VERSION, kv_params, expected))
@@ -130,5 +150,9 @@ def transfer_params_of(params: Any, transceiver: PythonTransceiver | None) -> Kv
         raise ValueError(f"opaque_state of TensorRT-LLM {state.version} can't be read by {VERSION}")
     for name, value in state.expected.items():
         if getattr(params, name, None) != value:
-            raise ValueError(f"{name} is {getattr(params, name, None)!r}; context answered {value!r}")
-    return msgspec.structs.replace(state.kv_params, first_token_ids=token_ids(params.first_gen_tokens))
+            raise ValueError(
+                f"{name} is {getattr(params, name, None)!r}; context answered {value!r}"
+            )
+    return msgspec.structs.replace(
+        state.kv_params, first_token_ids=token_ids(params.first_gen_tokens)
+    )

@@ -1,4 +1,6 @@
-"""What a model class prefers, for arguments that the caller did not set (llmapi/llm_utils.py, main of 2026)."""
+"""What a model class prefers, for arguments that the caller did not set (llmapi/llm_utils.py, main
+of 2026).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,18 @@ BLOCK_TOKENS = 64  # as for Kimi K3
 
 
 def apply_model_defaults(args: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Changes the arguments. Raises RuntimeError if the caller chose an attention backend that can't run the model."""
+    """Changes the arguments.
+
+    Raises RuntimeError if the caller chose an attention backend that can't run the model.
+    """
     if not traps.is_on("model_defaults"):
         return
     args["attn_backend"] = given.get("attn_backend", ATTENTION)
     if args["attn_backend"] != ATTENTION:
-        raise RuntimeError(f"the head size of this model is not supported by attention backend {args['attn_backend']}")
+        raise RuntimeError(
+            "the head size of this model is not supported by attention backend"
+            f" {args['attn_backend']}"
+        )
     kv_cache = dict(args["kv_cache_config"] or {})
     chosen = (given.get("kv_cache_config") or {}).get("tokens_per_block")
     if chosen is None or traps.is_on("block_size_fixed"):

@@ -23,7 +23,9 @@ def _more_fields() -> dict[str, dict[str, Any]]:
 
 
 def _is_lacking(owner: str, name: str) -> bool:
-    """True for fields of the nearest manifest that the played candidate is assumed not to have yet."""
+    """True for fields of the nearest manifest that the played candidate is assumed not to have
+    yet.
+    """
     return (owner, name) == ("KvCacheConfig", "kv_cache_event_hash_algo") and is_before((1, 3), 24)
 
 
@@ -34,14 +36,24 @@ def is_before(line: tuple[int, int], candidate: int) -> bool:
 
 
 def fields_class(
-    name: str, namespace: Mapping[str, Any], *, internal: Mapping[str, Any] = {}, slots: bool, kw_only: bool
+    name: str,
+    namespace: Mapping[str, Any],
+    *,
+    internal: Mapping[str, Any] = {},
+    slots: bool,
+    kw_only: bool,
 ) -> type:
     """A dataclass with the fields that the played release has; `internal` ones are added."""
     fields: list[Any] = [
-        (field.name, Any, dataclasses.field(default=field.default)) for field in RELEASE.fields(name).values()
+        (field.name, Any, dataclasses.field(default=field.default))
+        for field in RELEASE.fields(name).values()
     ]
-    fields += [(key, Any, dataclasses.field(default=value, repr=False)) for key, value in internal.items()]
-    return dataclasses.make_dataclass(name, fields, namespace=dict(namespace), slots=slots, kw_only=kw_only)
+    fields += [
+        (key, Any, dataclasses.field(default=value, repr=False)) for key, value in internal.items()
+    ]
+    return dataclasses.make_dataclass(
+        name, fields, namespace=dict(namespace), slots=slots, kw_only=kw_only
+    )
 
 
 def field_names(owner: str) -> list[str]:
@@ -51,19 +63,25 @@ def field_names(owner: str) -> list[str]:
 
 
 def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Every field of `owner` with its value. Raises ValueError naming a key that the played release lacks.
+    """Every field of `owner` with its value.
+
+    Raises ValueError naming a key that the played release lacks.
 
     What was read in part takes every key and every word: nothing is known to be refused.
     """
     known, more = RELEASE.fields(owner), _more_fields().get(owner, {})
-    checked = more | {name: field.default for name, field in known.items() if not _is_lacking(owner, name)}
+    checked = more | {
+        name: field.default for name, field in known.items() if not _is_lacking(owner, name)
+    }
     for name, value in given.items():
         if name in known and not _is_lacking(owner, name):
             checked[name] = _checked(owner, known[name], value, f"{where}{name}")
         elif name in more or (RELEASE.is_in_part(owner) and not _is_lacking(owner, name)):
             checked[name] = value
         else:
-            raise ValueError(f"{where}{name}: Extra inputs are not permitted (TensorRT-LLM {VERSION}, {owner})")
+            raise ValueError(
+                f"{where}{name}: Extra inputs are not permitted (TensorRT-LLM {VERSION}, {owner})"
+            )
     return checked
 
 

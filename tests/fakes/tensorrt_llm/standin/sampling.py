@@ -14,7 +14,9 @@ from tensorrt_llm.standin import traps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """TensorRT-LLM stops at the end id and at stop words, and knows no model's own stop tokens besides."""
+    """TensorRT-LLM stops at the end id and at stop words, and knows no model's own stop tokens
+    besides.
+    """
 
     end_id: int | None  # None: goes on past it
     words: frozenset[int]
@@ -44,11 +46,15 @@ def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple
     is_torch = str(args.get("sampler_type")) != "TRTLLMSampler"
     wanted = stop.words | ({stop.end_id} if stop.end_id is not None else set())
     own = frozenset(info.eos_token_ids)
-    ignored = {name for trap, names in _IGNORED.items() if is_torch and traps.is_on(trap) for name in names}
+    ignored = {
+        name for trap, names in _IGNORED.items() if is_torch and traps.is_on(trap) for name in names
+    }
     chosen = {
         "max_tokens": params.max_tokens or info.context_length,
         "min_tokens": params.min_tokens,
-        "temperature": 0.0 if params._greedy_decoding else (1.0 if params.temperature is None else params.temperature),
+        "temperature": 0.0
+        if params._greedy_decoding
+        else (1.0 if params.temperature is None else params.temperature),
         "top_p": params.top_p,
         "top_k": params.top_k,
         "min_p": params.min_p,
@@ -63,7 +69,11 @@ def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple
         "ignore_eos": not own <= wanted,
     }
     return Sampling(
-        **{name: value for name, value in chosen.items() if value is not None and name not in ignored}
+        **{
+            name: value
+            for name, value in chosen.items()
+            if value is not None and name not in ignored
+        }
     ), stop
 
 

@@ -14,7 +14,9 @@ class AsyncEngineArgs:
     def __init__(self, **values: Any) -> None:
         for name in values:
             if name not in LIBRARY.newest.fields(LIBRARY.root):
-                raise TypeError(f"AsyncEngineArgs.__init__() got an unexpected keyword argument {name!r}")
+                raise TypeError(
+                    f"AsyncEngineArgs.__init__() got an unexpected keyword argument {name!r}"
+                )
         self.values = values
 
     def create_engine_config(self, usage_context: UsageContext | None = None) -> VllmConfig:
@@ -23,7 +25,9 @@ class AsyncEngineArgs:
         model = json.loads((Path(get("model", "")) / "config.json").read_text())
         longest = model["max_position_embeddings"]
         if (get("max_model_len") or 0) > longest:
-            raise ValueError(f"User-specified max_model_len ({get('max_model_len')}) is greater than {longest}")
+            raise ValueError(
+                f"User-specified max_model_len ({get('max_model_len')}) is greater than {longest}"
+            )
         transfer = get("kv_transfer_config")
         if transfer is not None and transfer.kv_connector != "NixlConnector":
             raise ValueError(f"Unsupported connector type: {transfer.kv_connector}")
@@ -48,12 +52,15 @@ class AsyncEngineArgs:
             ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=get("max_num_seqs") or 256,
-                max_num_batched_tokens=get("max_num_batched_tokens") or (8192 if is_server else 2048),
+                max_num_batched_tokens=get("max_num_batched_tokens")
+                or (8192 if is_server else 2048),
                 disable_hybrid_kv_cache_manager=False,
                 policy=get("scheduling_policy") or "fcfs",
             ),
             device_config=SimpleNamespace(device_type="cuda"),
-            compilation_config=SimpleNamespace(cudagraph_capture_sizes=get("cudagraph_capture_sizes") or [1, 2, 4, 8]),
+            compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=get("cudagraph_capture_sizes") or [1, 2, 4, 8]
+            ),
             attention_config=SimpleNamespace(backend=None),
             kv_transfer_config=transfer,
             vocab_size=model["vocab_size"],

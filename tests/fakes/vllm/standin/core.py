@@ -1,4 +1,6 @@
-"""The engine process as a task: requests in a batch, KV blocks in a pool, tickets as leases of the connector."""
+"""The engine process as a task: requests in a batch, KV blocks in a pool, tickets as leases of the
+connector.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,12 @@ class Job:
 
 
 class Core:
-    """One step per turn of the loop while there is work. `connector_worker` is what the extension looks for.
+    """One step per turn of the loop while there is work.
 
-    A read that fails garbles its request, and the request's prompt in the prefix cache, unless somebody ends it first.
+    `connector_worker` is what the extension looks for.
+
+    A read that fails garbles its request, and the request's prompt in the prefix cache, unless
+    somebody ends it first.
     """
 
     def __init__(self, config: Any, record: Any) -> None:
@@ -66,13 +71,17 @@ class Core:
         self.scheduler = Scheduler(self._drop)
         self.connector = _connector(config, "scheduler")
         self.worker_half = _connector(config, "worker")
-        self.connector_worker = None if self.worker_half is None else self.worker_half.connector_worker
-        self.garbled: set[tuple[int, ...]] = set()  # first blocks of prompts whose cached KV was never written
+        self.connector_worker = (
+            None if self.worker_half is None else self.worker_half.connector_worker
+        )
+        # first blocks of prompts whose cached KV was never written
+        self.garbled: set[tuple[int, ...]] = set()
         self.dead = False
         self.stuck = False  # no KV ever comes
         self.reads_wrongly = False  # other KV comes
         self.kv: dict[str, list[int]] = {}  # finished prefills -> what their KV holds
-        self.cached: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}  # prefix cache, of whole prompts
+        # prefix cache, of whole prompts
+        self.cached: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
         self.task = asyncio.get_running_loop().create_task(self._run(), name="standin-core")
         self.wake = asyncio.Event()
         engines[self.engine_id] = self
@@ -137,7 +146,9 @@ class Core:
             kv_connector_worker_meta=self.worker_half.build_connector_worker_meta(),
         )
         jobs = dict(self.scheduler.requests)
-        outputs = self.scheduler.update_from_output(None, SimpleNamespace(kv_connector_output=report))
+        outputs = self.scheduler.update_from_output(
+            None, SimpleNamespace(kv_connector_output=report)
+        )
         self._free_leases()
         for output in [each for client in outputs.values() for each in client.outputs]:
             _send(jobs[output.request_id], self._output([], None, output.finish_reason, None))
@@ -166,8 +177,13 @@ class Core:
         job.status = RequestStatus.RUNNING
 
     def _allocate(self, job: Job) -> bool:
-        """Takes the blocks it needs, and begins to read its KV if it has a ticket. False: there are too few."""
-        needed = -(-(len(job.prompt) + job.sampling.max_tokens) // self.config.cache_config.block_size)
+        """Takes the blocks it needs, and begins to read its KV if it has a ticket.
+
+        False: there are too few.
+        """
+        needed = -(
+            -(len(job.prompt) + job.sampling.max_tokens) // self.config.cache_config.block_size
+        )
         if job.kv_transfer_params.get("do_remote_decode"):
             needed = -(-len(job.prompt) // self.config.cache_config.block_size)
         if needed > self.free:
@@ -188,18 +204,23 @@ class Core:
         return tuple(job.prompt[: self.config.cache_config.block_size])
 
     def _fetch(self, job: Job) -> None:
-        """Reads without asking whether the KV is still there, as NixlConnector does; then frees it over there."""
+        """Reads without asking whether the KV is still there, as NixlConnector does; then frees it
+        over there.
+        """
         other = engines.get(job.kv_transfer_params["remote_engine_id"])
         size = self.config.cache_config.block_size
         theirs = len(job.kv_transfer_params["remote_block_ids"][0])
-        request = SimpleNamespace(kv_transfer_params=job.kv_transfer_params, prompt_token_ids=job.prompt)
+        request = SimpleNamespace(
+            kv_transfer_params=job.kv_transfer_params, prompt_token_ids=job.prompt
+        )
         count, _ = self.connector.get_num_new_matched_tokens(request, 0)
         assert -(-count // size) == theirs, "blocks of both sides are paired from the end"
         self.connector.update_state_after_alloc(request, None, count)
         self.connector_worker._read_blocks_for_req(job.id, SimpleNamespace(local_block_ids=([1],)))
         if (
             other is None
-            or max(job.kv_transfer_params["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks
+            or max(job.kv_transfer_params["remote_block_ids"][0])
+            > other.config.cache_config.num_gpu_blocks
         ):
             job.context, job.is_garbled = job.prompt, True
             self.connector_worker.read_failed(job.id)
@@ -212,7 +233,8 @@ class Core:
 
     def _take(self, job: Job, other: Core) -> None:
         """What the prefix cache has is not read."""
-        held = other.kv.get(job.kv_transfer_params["remote_request_id"], job.prompt[::-1])  # freed: what is there now
+        # freed: what is there now
+        held = other.kv.get(job.kv_transfer_params["remote_request_id"], job.prompt[::-1])
         prefix = job.salt, tuple(job.prompt[: len(held)])
         read = [token + 1 for token in held] if self.reads_wrongly else held
         job.context = self.cached.setdefault(prefix, read) + job.prompt[len(held) :]
@@ -236,10 +258,17 @@ class Core:
         params = None
         if finish and job.kv_transfer_params:
             leases = job.kv_transfer_params.get("do_remote_decode")
-            params = self._lease(job) if leases else self.connector.request_finished_all_groups(job, ())[1]
+            params = (
+                self._lease(job)
+                if leases
+                else self.connector.request_finished_all_groups(job, ())[1]
+            )
         output = self._output([token], entries, finish, params, job)
         if len(job.output) == 1 and sampling.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:])]
+            output.prompt_logprobs = [
+                None,
+                *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:]),
+            ]
         _send(job, output)
         if finish:
             job.blocks = 0 if job.id in self.leases else job.blocks  # they are the lease's
@@ -253,7 +282,8 @@ class Core:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": (list(range(job.blocks)), list(range(job.blocks))[-2:]),  # full attention, window
+            # full attention, window
+            "remote_block_ids": (list(range(job.blocks)), list(range(job.blocks))[-2:]),
             "remote_engine_id": self.engine_id,
             "remote_request_id": job.id,
             "remote_host": "127.0.0.1",
@@ -273,7 +303,14 @@ class Core:
                 group.remove(job)
         self.free += job.blocks
 
-    def _output(self, tokens: list[int], entries: Any, finish: str | None, params: Any, job: Job | None = None) -> Any:
+    def _output(
+        self,
+        tokens: list[int],
+        entries: Any,
+        finish: str | None,
+        params: Any,
+        job: Job | None = None,
+    ) -> Any:
         completion = SimpleNamespace(token_ids=tokens, logprobs=entries, finish_reason=finish)
         return SimpleNamespace(
             outputs=[completion],
@@ -307,5 +344,7 @@ def _connector(config: Any, role: str) -> Any:
     transfer = config.kv_transfer_config
     if transfer is None:
         return None
-    found = getattr(importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector)
+    found = getattr(
+        importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector
+    )
     return found(config, role, None)

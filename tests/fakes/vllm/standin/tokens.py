@@ -1,4 +1,6 @@
-"""Fake tokens that depend on what a real model's depend on: the text so far, and how sampling is asked for."""
+"""Fake tokens that depend on what a real model's depend on: the text so far, and how sampling is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def next_token(prompt: list[int], output: list[int], sampling: Any, vocab_size: 
             return int(token)
     what: list[object] = [prompt + output]
     if sampling.frequency_penalty or sampling.presence_penalty:
-        what.append(("penalty", sampling.frequency_penalty, sampling.presence_penalty, sorted(output)))
+        what.append(
+            ("penalty", sampling.frequency_penalty, sampling.presence_penalty, sorted(output))
+        )
     if sampling.repetition_penalty != 1:
         what.append(("repetition", sampling.repetition_penalty))
     if sampling.temperature > 0:

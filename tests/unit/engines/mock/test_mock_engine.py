@@ -1,4 +1,6 @@
-"""What only the mock engine promises, or what the contract suite can't see: gates in the transfers, a dead clock."""
+"""What only the mock engine promises, or what the contract suite can't see: gates in the transfers,
+a dead clock.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.streams import as_stream
-from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, prompt_of, started, tokens
+from tests.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    collect,
+    prefill_params,
+    prompt_of,
+    started,
+    tokens,
+)
 from tests.loopback_backend import LoopbackBackend
 from tests.waiting import SOON_S
 
@@ -41,7 +52,9 @@ class GatedCarrier(LoopbackBackend):
             self.reached.set()
             await self.opened.wait()
 
-    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], **named: Any) -> bytes:
+    async def publish(
+        self, transfer_id: str, regions: Sequence[MemoryRegion], **named: Any
+    ) -> bytes:
         await self._pass("offer")
         return await super().publish(transfer_id, regions, **named)
 
@@ -49,7 +62,9 @@ class GatedCarrier(LoopbackBackend):
         await self._pass("withdraw")
         await super().unpublish(transfer_id)
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         self.fetches += 1
         await self._pass("fetch")
         await super().read(transfer_id, offer, to, timeout_s=timeout_s)
@@ -58,17 +73,26 @@ class GatedCarrier(LoopbackBackend):
 class DamagingCarrier(LoopbackBackend):
     """Delivers other bytes than were offered."""
 
-    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+    async def read(
+        self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
+    ) -> None:
         await super().read(transfer_id, offer, to, timeout_s=timeout_s)
         for region in to.regions:
             ctypes.memset(region.address, 1, region.num_bytes)
 
 
-def mock(role: Role = Role.AGGREGATED, *, backend: LoopbackBackend | None = None, **args: Any) -> MockEngine:
+def mock(
+    role: Role = Role.AGGREGATED, *, backend: LoopbackBackend | None = None, **args: Any
+) -> MockEngine:
     config = WorkerConfig(
-        model_path="tiny", engine="mock", disaggregation_mode=role, override_engine_args={"step_s": 0, **args}
+        model_path="tiny",
+        engine="mock",
+        disaggregation_mode=role,
+        override_engine_args={"step_s": 0, **args},
     )
-    return MockEngine(config, instance_id=list(Role).index(role) + 1, backend=backend or LoopbackBackend())
+    return MockEngine(
+        config, instance_id=list(Role).index(role) + 1, backend=backend or LoopbackBackend()
+    )
 
 
 async def until(reached: Callable[[], bool]) -> None:
@@ -82,7 +106,9 @@ async def until(reached: Callable[[], bool]) -> None:
 async def decode(
     engine: MockEngine, kv_params: KvTransferParams, prompt: array[int] = PROMPT, **sampling: Any
 ) -> list[int]:
-    return tokens(await collect(engine, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling)))
+    return tokens(
+        await collect(engine, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling))
+    )
 
 
 async def check_each_failed(streams: Sequence[asyncio.Task[list[int]]]) -> None:
@@ -149,7 +175,9 @@ async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
         wrong = msgspec.structs.replace(kv_params, **change)
-        async with aclosing(as_stream(decoder, ask(PROMPT, phase=Phase.DECODE, kv_params=wrong))) as stream:
+        async with aclosing(
+            as_stream(decoder, ask(PROMPT, phase=Phase.DECODE, kv_params=wrong))
+        ) as stream:
             with pytest.raises(error):
                 await anext(stream)
         assert backend.fetches == 0
@@ -163,7 +191,9 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend, kv_block_size=16)
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
-        async with aclosing(as_stream(decoder, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))) as stream:
+        async with aclosing(
+            as_stream(decoder, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
+        ) as stream:
             with pytest.raises(TransferMismatch):
                 await anext(stream)
         assert backend.fetches == 0
@@ -178,7 +208,9 @@ async def test_decode_when_the_backend_damages_the_kv_then_the_tokens_differ() -
         assert await decode(damaged, await prefill_params(prefill, PROMPT)) != wanted
 
 
-async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_withdrawal() -> None:
+async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_withdrawal() -> (
+    None
+):
     backend = GatedCarrier("withdraw")
     prefill, decoder = mock(Role.PREFILL, backend=backend), mock(Role.DECODE)
     async with started(prefill, decoder):
@@ -196,13 +228,17 @@ async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_
 
 async def cancelled(stream: asyncio.Task[Any]) -> None:
     stream.cancel()
-    assert isinstance((await asyncio.gather(stream, return_exceptions=True))[0], asyncio.CancelledError)
+    assert isinstance(
+        (await asyncio.gather(stream, return_exceptions=True))[0], asyncio.CancelledError
+    )
 
 
 async def test_cancel_when_waiting_for_a_slot_then_the_next_one_runs_and_nothing_is_left() -> None:
     engine = mock(max_batch_size=1)
     async with started(engine):
-        first, second = (asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(2))
+        first, second = (
+            asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(2)
+        )
         await until(lambda: (engine.stats().running, engine.stats().waiting) == (1, 1))
         await cancelled(second)
         assert (engine.stats().running, engine.stats().waiting) == (1, 0)
@@ -233,7 +269,9 @@ async def test_cancel_when_the_offer_is_being_made_then_nothing_left() -> None:
         await check_nothing_left(engine)
 
 
-async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_transfer_still_stands() -> None:
+async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_transfer_still_stands() -> (
+    None
+):
     backend = GatedCarrier("fetch")
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
@@ -256,7 +294,13 @@ async def test_prefix_cache_when_a_prompt_comes_again_then_only_the_rest_takes_s
 
 
 async def test_steps_when_they_depend_on_their_work_then_they_are_measured_with_it() -> None:
-    engine = mock(step_s=0.001, prefill_token_s=1e-4, decode_request_s=1e-3, step_noise=0.1, prefill_tokens_per_step=60)
+    engine = mock(
+        step_s=0.001,
+        prefill_token_s=1e-4,
+        decode_request_s=1e-3,
+        step_noise=0.1,
+        prefill_tokens_per_step=60,
+    )
     async with started(engine):
         await answer(engine, PROMPT, max_tokens=3)
     assert [step[1:] for step in engine.steps] == [

@@ -21,13 +21,18 @@ def test_args_when_set_in_three_places_then_override_beats_flag_beats_yaml(tmp_p
     path = tmp_path / "engine.yaml"
     path.write_text("max_batch_size: 2\nmax_num_tokens: 100\nprefill_chunk_tokens: 64\n")
     given = config(
-        extra_engine_args=path, max_batch_size=3, max_num_tokens=200, override_engine_args={"max_num_tokens": 300}
+        extra_engine_args=path,
+        max_batch_size=3,
+        max_num_tokens=200,
+        override_engine_args={"max_num_tokens": 300},
     )
     args = engine_arguments(given, TorchArgs, "torch")
     assert (args.max_batch_size, args.max_num_tokens, args.prefill_chunk_tokens) == (3, 300, 64)
 
 
-@pytest.mark.parametrize("flag", ["tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "flag", ["tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"]
+)
 def test_args_when_a_flag_needs_several_devices_then_refused_by_name(flag: str) -> None:
     with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
         engine_arguments(config(**{flag: 2}), TorchArgs, "torch")
@@ -36,8 +41,14 @@ def test_args_when_a_flag_needs_several_devices_then_refused_by_name(flag: str) 
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"max_batch_sise": 2}, "max_batch_size"), ({"dtype": "int3"}, "dtype"), ({"device": "tpu"}, "device")],
+    [
+        ({"max_batch_sise": 2}, "max_batch_size"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+    ],
 )
-def test_args_when_a_key_or_value_is_wrong_then_config_error_names_it(given: dict[str, Any], named: str) -> None:
+def test_args_when_a_key_or_value_is_wrong_then_config_error_names_it(
+    given: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         engine_arguments(config(override_engine_args=given), TorchArgs, "torch")

@@ -1,4 +1,6 @@
-"""What attention reads beside a sequence's own tokens never reaches its output: freed, padded and foreign blocks."""
+"""What attention reads beside a sequence's own tokens never reaches its output: freed, padded and
+foreign blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from dynamo_trtllm.messages import KvLayout
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=1, num_kv_heads=2, head_dim=8)
 HEADS = 4
 BAD = (torch.nan, torch.inf, -torch.inf)
-# (tokens before it, tokens of it) by step: prompts in chunks that end within, at and beyond blocks, then tokens
+# (tokens before it, tokens of it) by step: prompts in chunks that end within, at and beyond blocks,
+# then tokens
 PLANS = (
     ([(0, 5), (0, 8)], []),
     ([(5, 6), (8, 3)], []),
@@ -29,10 +32,15 @@ PLANS = (
 
 
 def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
-    """Of each step. Poisoned: before it, all but the tokens of living sequences is, block 0 too, which is free."""
+    """Of each step.
+
+    Poisoned: before it, all but the tokens of living sequences is, block 0 too, which is free.
+    """
     pool = KvPool(LAYOUT, 20, windows=(kwargs["sliding_window"],), device=torch.device("cpu"))
     random = torch.Generator().manual_seed(1)
-    tables = [torch.tensor(numbers) for numbers in ([7, 3, 9, 2, 5], [8, 1, 4, 6, 11], [10, 12, 13])]
+    tables = [
+        torch.tensor(numbers) for numbers in ([7, 3, 9, 2, 5], [8, 1, 4, 6, 11], [10, 12, 13])
+    ]
     written = torch.zeros(20 * 4, dtype=torch.bool)
     entered = torch.zeros(20, dtype=torch.bool)
     found = []
@@ -42,10 +50,14 @@ def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
             pool.keys,
             pool.values,
             [SequenceSlice(tables[n], start, count) for n, (start, count) in enumerate(decodes)],
-            [SequenceSlice(tables[n], start, count) for n, (start, count) in enumerate(chunks, start=first)],
+            [
+                SequenceSlice(tables[n], start, count)
+                for n, (start, count) in enumerate(chunks, start=first)
+            ],
         )
         if is_poisoned:
-            masked = (~written.view(20, 4) & ~entered[:, None]).flatten()  # a block that was entered is its owner's
+            # a block that was entered is its owner's
+            masked = (~written.view(20, 4) & ~entered[:, None]).flatten()
             for at, bad in enumerate(BAD):
                 pool.keys.flatten(1, 2)[:, masked, :, at::3] = bad
                 pool.values.flatten(1, 2)[:, masked, :, at::3] = bad
@@ -56,7 +68,11 @@ def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
         rows = len(step.slots)
         query = torch.randn(1, HEADS, rows, 8, generator=random)
         key, value = (torch.randn(1, 2, rows, 8, generator=random) for _ in range(2))
-        found.append(paged_attention(SimpleNamespace(layer_idx=0), query, key, value, None, step=step, **kwargs)[0])
+        found.append(
+            paged_attention(
+                SimpleNamespace(layer_idx=0), query, key, value, None, step=step, **kwargs
+            )[0]
+        )
     return found
 
 

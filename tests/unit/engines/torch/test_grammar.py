@@ -22,7 +22,11 @@ END, CHANNEL, MESSAGE, CALL = CONTROL.values()
 STOPS = (END, CALL)
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "ok": {"type": "boolean"},
+        "kind": {"enum": ["a", "b"]},
+    },
     "required": ["city", "ok", "kind"],
     "additionalProperties": False,
 }
@@ -34,14 +38,20 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> FormatCompiler:
     return FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
 
 
-def matcher_of(compiler: FormatCompiler, wanted: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
+def matcher_of(
+    compiler: FormatCompiler, wanted: StructuredOutput, stop_ids: tuple[int, ...]
+) -> GrammarMatcher:
     parts = compiler.compile(compiler.to_lark(wanted))
     return GrammarMatcher(parts, stop_ids, wanted.unfinished_ids, SIZE, on_failure=lambda: None)
 
 
-def guided(schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()) -> StructuredOutput:
+def guided(
+    schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()
+) -> StructuredOutput:
     alternative = OutputFormat(json_schema=json.dumps(schema), prefix=literal)
-    return StructuredOutput(alternatives=(alternative,), trigger=spell(list(after)), trigger_ids=token_ids(after))
+    return StructuredOutput(
+        alternatives=(alternative,), trigger=spell(list(after)), trigger_ids=token_ids(after)
+    )
 
 
 def allowed(grammar_matcher: GrammarMatcher) -> set[int]:
@@ -80,24 +90,31 @@ def test_empty_schema_then_an_object(compiler: FormatCompiler) -> None:
     assert allowed(matcher_of(compiler, guided({}), STOPS)) == {ord("{"), 256}
 
 
-def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(compiler: FormatCompiler) -> None:
+def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(
+    compiler: FormatCompiler,
+) -> None:
     forms = (
         OutputFormat(prefix="first<|message|>", json_schema='{"const": 1}'),
         OutputFormat(prefix="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
     )
     seen = {
-        spell(write(matcher_of(compiler, StructuredOutput(alternatives=forms), (END,)), seed)) for seed in range(12)
+        spell(write(matcher_of(compiler, StructuredOutput(alternatives=forms), (END,)), seed))
+        for seed in range(12)
     }
     assert seen == {"first<|message|>1<|end|>", "second<|channel|>x<|message|>2<|end|>"}
 
 
-def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(compiler: FormatCompiler) -> None:
+def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(
+    compiler: FormatCompiler,
+) -> None:
     grammar_matcher = matcher_of(compiler, guided(literal="<|message|>"), STOPS)
     assert allowed(grammar_matcher) == {MESSAGE}
 
 
 def test_after_then_free_until_it_was_written_whole(compiler: FormatCompiler) -> None:
-    grammar_matcher = matcher_of(compiler, guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS)
+    grammar_matcher = matcher_of(
+        compiler, guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS
+    )
     everything = set(range(SIZE))
     for token_id in (5, CHANNEL, 7, CHANNEL, CHANNEL):
         assert allowed(grammar_matcher) == everything
@@ -126,7 +143,9 @@ def test_state_when_built_anew_from_the_tokens_then_the_same(compiler: FormatCom
     assert whole.failure is None
 
 
-def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(compiler: FormatCompiler) -> None:
+def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(
+    compiler: FormatCompiler,
+) -> None:
     grammar_matcher = matcher_of(compiler, guided(), STOPS)
     grammar_matcher.accept_token(ord("x"))
     assert grammar_matcher.failure
@@ -159,7 +178,8 @@ def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts
 
 
 @pytest.mark.parametrize(
-    "content", [{"regex": "(a"}, {"grammar": "(("}, {"grammar": 'no_root ::= "a"'}, {"grammar": "start: FOO"}]
+    "content",
+    [{"regex": "(a"}, {"grammar": "(("}, {"grammar": 'no_root ::= "a"'}, {"grammar": "start: FOO"}],
 )
 def test_format_that_cannot_be_read_then_refused_with_the_reason(
     compiler: FormatCompiler, content: dict[str, str]
@@ -192,7 +212,9 @@ def test_schema_that_cannot_be_followed_then_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"model": {"vocab": {}}, "decoder": null}'])
-def test_tokenizer_that_cannot_be_read_then_refused_and_named(tmp_path: Path, content: str | None) -> None:
+def test_tokenizer_that_cannot_be_read_then_refused_and_named(
+    tmp_path: Path, content: str | None
+) -> None:
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
@@ -201,13 +223,32 @@ def test_tokenizer_that_cannot_be_read_then_refused_and_named(tmp_path: Path, co
 
 
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])
-def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path, model: str) -> None:
+def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(
+    tmp_path: Path, model: str
+) -> None:
     path = write_tokenizer(tmp_path)
     file = json.loads(path.read_text())
-    pieces = ["<unk>", "▁", "{", "}", '"', ":", ",", "▁a", "a", "1", "2", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [
+        "<unk>",
+        "▁",
+        "{",
+        "}",
+        '"',
+        ":",
+        ",",
+        "▁a",
+        "a",
+        "1",
+        "2",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
     pieces += [f"filler{at}" for at in range(len(pieces), END)]
     if model == "BPE":
-        file["model"] = {"vocab": {piece: at for at, piece in enumerate(pieces)}, "merges": [], "unk_token": "<unk>"}
+        file["model"] = {
+            "vocab": {piece: at for at, piece in enumerate(pieces)},
+            "merges": [],
+            "unk_token": "<unk>",
+        }
     else:
         file["model"] = {"vocab": [(piece, -1.0) for piece in pieces], "unk_id": 0}
     file["model"] |= {"type": model, "byte_fallback": True}
@@ -221,7 +262,9 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path
     }
     path.write_text(json.dumps(file))
     grammar_matcher = matcher_of(
-        FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)), guided({"const": {"a": 12}}), (END,)
+        FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)),
+        guided({"const": {"a": 12}}),
+        (END,),
     )
     ids = write(grammar_matcher, 1)
     text = "".join(pieces[i] if i < 11 else chr(i - 11) for i in ids[:-1]).replace("▁", " ")
@@ -238,7 +281,9 @@ def test_output_when_stop_tokens_may_not_end_the_free_text_then_it_never_ends_wi
     assert set(json.loads(answer)) == {"city", "ok", "kind"}
 
 
-def test_free_text_when_a_call_may_end_it_then_its_stop_token_only(compiler: FormatCompiler) -> None:
+def test_free_text_when_a_call_may_end_it_then_its_stop_token_only(
+    compiler: FormatCompiler,
+) -> None:
     wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=(END,))
     assert set(STOPS) & allowed(matcher_of(compiler, wanted, STOPS)) == {CALL}
 
@@ -266,7 +311,9 @@ def test_two_triggers_then_the_form_of_the_one_that_comes_first(
         ({"type": "object"}, False),
     ],
 )
-def test_schema_when_it_names_properties_then_objects_have_no_others(schema: Any, is_closed: bool) -> None:
+def test_schema_when_it_names_properties_then_objects_have_no_others(
+    schema: Any, is_closed: bool
+) -> None:
     assert (closed(schema).get("additionalProperties") is False) == is_closed
     inner = closed({"items": schema, "anyOf": [schema], "$defs": {"x": schema}})
     for each in (inner["items"], inner["anyOf"][0], inner["$defs"]["x"]):

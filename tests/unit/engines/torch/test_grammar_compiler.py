@@ -1,4 +1,6 @@
-"""Formats are compiled on trial in processes that may crash, and each end of such a process costs one request."""
+"""Formats are compiled on trial in processes that may crash, and each end of such a process costs
+one request.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ import torch
 
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
-from dynamo_trtllm.engines.torch.grammar_compiler import CACHED_BYTES, CRASHED, GrammarCompiler, TrialProcess
+from dynamo_trtllm.engines.torch.grammar_compiler import (
+    CACHED_BYTES,
+    CRASHED,
+    GrammarCompiler,
+    TrialProcess,
+)
 from dynamo_trtllm.engines.torch.trial_process import TrialResult, encode_request
 from dynamo_trtllm.errors import EngineNotReady, FormatTooComplex, InternalError, RequestRejected
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput, decode
@@ -26,7 +33,8 @@ from tests.small_tokenizer import CONTROL, write_tokenizer
 
 SIZE = 304
 END = CONTROL["<|end|>"]
-# A trial process in which formats with these regular expressions behave as said. "hang" writes the trial's process id.
+# A trial process in which formats with these regular expressions behave as said. "hang" writes the
+# trial's process id.
 PLANTED = """
 import os, sys, threading
 from pathlib import Path
@@ -62,7 +70,11 @@ def regex(text: str) -> StructuredOutput:
 def allowed(matcher: GrammarMatcher) -> set[str]:
     logits = torch.zeros(SIZE)
     matcher.apply_mask(logits)
-    return {chr(token_id) for token_id in torch.isfinite(logits).nonzero().flatten().tolist() if token_id < 256}
+    return {
+        chr(token_id)
+        for token_id in torch.isfinite(logits).nonzero().flatten().tolist()
+        if token_id < 256
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +83,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def argv_of(program: str, tokenizer: Path) -> list[str]:
-    return [sys.executable, "-c", program, str(tokenizer), str(SIZE), str(END), str(tokenizer.parent / "pid")]
+    return [
+        sys.executable,
+        "-c",
+        program,
+        str(tokenizer),
+        str(SIZE),
+        str(END),
+        str(tokenizer.parent / "pid"),
+    ]
 
 
 @asynccontextmanager
-async def running(tokenizer: Path, program: str = PLANTED) -> AsyncIterator[tuple[GrammarCompiler, Path]]:
+async def running(
+    tokenizer: Path, program: str = PLANTED
+) -> AsyncIterator[tuple[GrammarCompiler, Path]]:
     pid_file = tokenizer.parent / "pid"
     pid_file.unlink(missing_ok=True)
     argv = argv_of(program, tokenizer)
@@ -113,7 +135,11 @@ async def test_trial_when_it_ends_badly_then_a_named_error_of_its_request_and_th
     async with running(tokenizer) as (compiler, _):
         await compiler.compile(regex("x"), (END,))
         process = compiler._trials._child
-        for word, text in (("abort", CRASHED), ("memory", "more than 256 MiB of memory"), ("spin", "more than 1 s")):
+        for word, text in (
+            ("abort", CRASHED),
+            ("memory", "more than 256 MiB of memory"),
+            ("spin", "more than 1 s"),
+        ):
             with pytest.raises(FormatTooComplex, match=text) as caught:
                 await compiler.compile(regex(word), (END,))
             assert caught.value.field == "guided"
@@ -163,7 +189,9 @@ async def test_trial_process_when_it_is_killed_then_it_is_started_again(tokenize
         assert allowed(await compiler.compile(regex("y"), (END,))) == {"y"}
 
 
-async def test_trial_process_when_it_cannot_start_then_an_error_that_may_be_retried(tokenizer: Path) -> None:
+async def test_trial_process_when_it_cannot_start_then_an_error_that_may_be_retried(
+    tokenizer: Path,
+) -> None:
     async with running(tokenizer, program="raise SystemExit(1)") as (compiler, _):
         with pytest.raises(EngineNotReady, match="did not start"):
             await compiler.compile(regex("x"), (END,))

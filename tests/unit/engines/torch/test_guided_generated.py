@@ -1,4 +1,6 @@
-"""Generated schemas under random wishes: whatever the model would like, what ends is JSON of the schema."""
+"""Generated schemas under random wishes: whatever the model would like, what ends is JSON of the
+schema.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
         lambda edge: {"type": "integer", "minimum": edge[0], "maximum": edge[0] + edge[1]}
     ),
     st.sampled_from([{"type": "boolean"}, {"type": "null"}]),
-    st.lists(st.one_of(st.integers(0, 99), st.text(max_size=4), st.none()), min_size=1, max_size=3).map(
-        lambda values: {"enum": values}
-    ),
+    st.lists(
+        st.one_of(st.integers(0, 99), st.text(max_size=4), st.none()), min_size=1, max_size=3
+    ).map(lambda values: {"enum": values}),
 )
 SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
     LEAVES,
@@ -41,7 +43,12 @@ SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
             }
         ),
         st.tuples(inner, st.integers(0, 2)).map(
-            lambda pair: {"type": "array", "items": pair[0], "minItems": pair[1], "maxItems": pair[1] + 1}
+            lambda pair: {
+                "type": "array",
+                "items": pair[0],
+                "minItems": pair[1],
+                "maxItems": pair[1] + 1,
+            }
         ),
         st.lists(inner, min_size=1, max_size=3).map(lambda forms: {"anyOf": forms}),
     ),
@@ -65,20 +72,28 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
         case "null":
             return value is None
         case "array":
-            fits = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+            fits = (
+                isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+            )
             return fits and all(is_valid(each, schema["items"]) for each in value)
         case _:
             fits = isinstance(value, dict) and set(value) == set(schema["properties"])
-            return fits and all(is_valid(value[name], form) for name, form in schema["properties"].items())
+            return fits and all(
+                is_valid(value[name], form) for name, form in schema["properties"].items()
+            )
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> FormatCompiler:
-    return FormatCompiler(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,))
+    return FormatCompiler(
+        write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,)
+    )
 
 
 def check_output(compiler: FormatCompiler, schema: dict[str, Any], seed: int) -> None:
-    alternative = OutputFormat(json_schema=json.dumps(schema | {"title": "made"}), prefix="<|message|>")
+    alternative = OutputFormat(
+        json_schema=json.dumps(schema | {"title": "made"}), prefix="<|message|>"
+    )
     parts = compiler.compile(compiler.to_lark(StructuredOutput(alternatives=(alternative,))))
     grammar_matcher = GrammarMatcher(parts, (END,), (), SIZE, on_failure=lambda: None)
     wishes = torch.Generator().manual_seed(seed)

@@ -26,7 +26,8 @@ def sequence() -> TorchSequence:
 def test_rows_when_prompt_is_long_then_a_sliding_layer_moves_only_its_window() -> None:
     pool = make_pool()
     blocks = torch.arange(10)
-    assert len(pool.rows(blocks, 40)) == pool.num_rows(40) == 2 * (2 + 10 + 2)  # at 40, a sliding layer sees 33 to 39
+    # at 40, a sliding layer sees 33 to 39
+    assert len(pool.rows(blocks, 40)) == pool.num_rows(40) == 2 * (2 + 10 + 2)
     assert pool.moved_bytes(40) == 2 * 14 * 4 * 2 * 3 * 4
 
 
@@ -43,15 +44,21 @@ def test_rows_when_read_and_written_then_they_are_the_blocks_of_keys_and_values(
 @pytest.mark.parametrize("tokens", [1, 4, 7, 8, 9, 16, 40])
 def test_most_bytes_when_prompts_are_shorter_then_none_moves_more(tokens: int) -> None:
     pool = make_pool()
-    assert most_bytes(LAYOUT, WINDOWS, tokens) >= max(pool.moved_bytes(n) for n in range(1, tokens + 1))
+    assert most_bytes(LAYOUT, WINDOWS, tokens) >= max(
+        pool.moved_bytes(n) for n in range(1, tokens + 1)
+    )
 
 
-@pytest.mark.parametrize(("head_dim", "width"), [(4, torch.complex128), (1, torch.complex128), (3, torch.int64)])
+@pytest.mark.parametrize(
+    ("head_dim", "width"), [(4, torch.complex128), (1, torch.complex128), (3, torch.int64)]
+)
 def test_pool_when_blocks_have_odd_sizes_then_rows_are_made_of_the_widest_elements(
     head_dim: int, width: torch.dtype
 ) -> None:
     block_tokens = 4 if head_dim != 3 else 1
-    layout = KvLayout(dtype="float32", block_tokens=block_tokens, num_layers=1, num_kv_heads=2, head_dim=head_dim)
+    layout = KvLayout(
+        dtype="float32", block_tokens=block_tokens, num_layers=1, num_kv_heads=2, head_dim=head_dim
+    )
     pool = KvPool(layout, 3, windows=(None,), device=torch.device("cpu"))
     assert pool.width == width
     assert pool.all_rows.shape[0] == 6
@@ -60,7 +67,10 @@ def test_pool_when_blocks_have_odd_sizes_then_rows_are_made_of_the_widest_elemen
 def test_keys_when_one_is_not_finite_then_only_its_block_is_found() -> None:
     pool = make_pool()
     pool.keys[2, 7, 3, 1, 2] = -torch.inf
-    assert [bool(pool.keys_are_finite(torch.tensor(blocks))) for blocks in ([3, 6, 8], [3, 7])] == [True, False]
+    assert [bool(pool.keys_are_finite(torch.tensor(blocks))) for blocks in ([3, 6, 8], [3, 7])] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("tokens", "is_whole"), [(4, True), (10, True), (11, False), (40, False)])
@@ -68,7 +78,9 @@ def test_holds_all_when_a_window_hides_blocks_then_false(tokens: int, is_whole: 
     assert make_pool().holds_all(tokens) is is_whole
 
 
-def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_counts_once() -> None:
+def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_counts_once() -> (
+    None
+):
     awaiting, (first, second) = AwaitingFetch(), (sequence(), sequence())
     first.block_table.numbers, second.block_table.numbers = [1, 2, 3], [1, 2, 4]
     counts = []
@@ -77,4 +89,9 @@ def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_c
         counts.append((len(awaiting.sequences), len(awaiting.blocks)))
     awaiting.discard(first)  # again
     awaiting.discard(second)
-    assert [*counts, (len(awaiting.sequences), len(awaiting.blocks))] == [(1, 3), (2, 4), (1, 3), (0, 0)]
+    assert [*counts, (len(awaiting.sequences), len(awaiting.blocks))] == [
+        (1, 3),
+        (2, 4),
+        (1, 3),
+        (0, 0),
+    ]

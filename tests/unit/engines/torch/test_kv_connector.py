@@ -1,4 +1,6 @@
-"""KV transfer parameters are returned before the GPU's copies have ended, and the reader waits for each region."""
+"""KV transfer parameters are returned before the GPU's copies have ended, and the reader waits for
+each region.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Copy(threading.Event):
 
 
 def connector(backend: LoopbackBackend) -> KvConnector:
-    return KvConnector(backend, WorkerConfig(model_path="m", handoff_timeout_s=10), instance_id=1, layout=LAYOUT)
+    return KvConnector(
+        backend, WorkerConfig(model_path="m", handoff_timeout_s=10), instance_id=1, layout=LAYOUT
+    )
 
 
 class Side:
@@ -67,7 +71,9 @@ async def exported(holder: Side, copies: list[Any]) -> Chunk:
     return await holder.kv_connector.export_kv(seq, holder.allocation, copies)
 
 
-async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> None:
+async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> (
+    None
+):
     holder, reader = Side(), Side()
     await holder.kv_connector.start(holder.transfer_buffer)
     await reader.kv_connector.start(reader.transfer_buffer)
@@ -80,7 +86,9 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     assert (terms.seed, terms.region_bytes) == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
     seq = sequence_of(decode, offer=terms.offer)
-    fetch = asyncio.create_task(reader.kv_connector.import_kv(seq, reader.allocation, arrived.put_nowait))
+    fetch = asyncio.create_task(
+        reader.kv_connector.import_kv(seq, reader.allocation, arrived.put_nowait)
+    )
     for number, copy in enumerate(copies):
         await asyncio.sleep(0.05)
         assert arrived.empty()
@@ -109,7 +117,9 @@ async def test_transfer_when_a_copy_fails_then_it_is_logged_and_the_transfer_can
     assert len(holder.retired) == 1
 
 
-async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     holder = Side()
     await holder.kv_connector.start(holder.transfer_buffer)
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
@@ -148,5 +158,8 @@ async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_mem
     transfer_buffer: Any = OnGpu()
     await kv_connector.start(transfer_buffer)
     assert backend.registered == ["cpu"]
-    assert caplog.text.count("KV transfer uses pinned host memory, which is slower: not this memory") == 1
+    assert (
+        caplog.text.count("KV transfer uses pinned host memory, which is slower: not this memory")
+        == 1
+    )
     await kv_connector.aclose()

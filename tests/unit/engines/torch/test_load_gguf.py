@@ -84,7 +84,9 @@ def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_erro
         pool.submit(load._converted, gguf)
         try:
             assert conversion.began.wait(_WAIT_S)
-            with pytest.raises(EngineFailed, match=r"another process has not finished converting .*tiny\.gguf"):
+            with pytest.raises(
+                EngineFailed, match=r"another process has not finished converting .*tiny\.gguf"
+            ):
                 load._converted(gguf)
         finally:
             conversion.go_on.set()

@@ -14,7 +14,9 @@ from tests.unit.engines.torch.test_sampler import row
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.0]
 
 
-def logits_processor(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> LogitsProcessor:
+def logits_processor(
+    prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any
+) -> LogitsProcessor:
     request = GenerateRequest(
         request_id="r",
         model="m",
@@ -48,11 +50,23 @@ def test_request_that_changes_nothing_then_no_shaping() -> None:
 
 
 def test_frequency_penalty_then_taken_off_per_occurrence_in_the_answer_only() -> None:
-    assert shaped(logits_processor((3, 3), frequency_penalty=0.5), 0, 2, 0) == [1.0, -1.0, 0.0, 3.0, 0.0]
+    assert shaped(logits_processor((3, 3), frequency_penalty=0.5), 0, 2, 0) == [
+        1.0,
+        -1.0,
+        0.0,
+        3.0,
+        0.0,
+    ]
 
 
 def test_presence_penalty_then_taken_off_once() -> None:
-    assert shaped(logits_processor((3,), presence_penalty=0.5), 0, 2, 0) == [1.5, -1.0, 0.0, 3.0, 0.0]
+    assert shaped(logits_processor((3,), presence_penalty=0.5), 0, 2, 0) == [
+        1.5,
+        -1.0,
+        0.0,
+        3.0,
+        0.0,
+    ]
 
 
 def test_negative_penalties_then_added_and_both_add_up() -> None:
@@ -61,23 +75,43 @@ def test_negative_penalties_then_added_and_both_add_up() -> None:
 
 
 def test_repetition_penalty_then_prompt_and_answer_become_less_likely_whatever_the_sign() -> None:
-    assert shaped(logits_processor((3, 1), repetition_penalty=2.0), 2) == [2.0, -2.0, 0.25, 1.5, 0.0]
+    assert shaped(logits_processor((3, 1), repetition_penalty=2.0), 2) == [
+        2.0,
+        -2.0,
+        0.25,
+        1.5,
+        0.0,
+    ]
 
 
 def test_logit_bias_then_added() -> None:
-    assert shaped(logits_processor(logit_bias=((0, -100.0), (4, 5.5)))) == [-98.0, -1.0, 0.5, 3.0, 5.5]
+    assert shaped(logits_processor(logit_bias=((0, -100.0), (4, 5.5)))) == [
+        -98.0,
+        -1.0,
+        0.5,
+        3.0,
+        5.5,
+    ]
 
 
 def test_all_at_once_then_each_has_its_effect() -> None:
     by = logits_processor(
-        (3,), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.0),)
+        (3,),
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias=((3, 1.0),),
     )
     assert shaped(by, 0) == [0.25, -1.0, 0.5, 2.5, 0.0]
 
 
-@pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.7}, {"presence_penalty": 1}])
+@pytest.mark.parametrize(
+    "fields", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.7}, {"presence_penalty": 1}]
+)
 def test_answer_that_another_worker_began_then_it_counts(fields: dict[str, Any]) -> None:
-    assert shaped(logits_processor((3, 0, 2), 2, **fields), 4) == shaped(logits_processor((3,), **fields), 0, 2, 4)
+    assert shaped(logits_processor((3, 0, 2), 2, **fields), 4) == shaped(
+        logits_processor((3,), **fields), 0, 2, 4
+    )
 
 
 def test_choose_when_shaped_then_others_and_log_probabilities_are_untouched() -> None:

@@ -26,7 +26,9 @@ def row(
         num_resumed_output_tokens=resumed,
     )
     output_ids = token_ids([0] * index)
-    return sequence_of(request, max_new_tokens=100, stop_ids=stop_ids, seed=seed, output_ids=output_ids)
+    return sequence_of(
+        request, max_new_tokens=100, stop_ids=stop_ids, seed=seed, output_ids=output_ids
+    )
 
 
 def draw(logits: list[float], count: int, **sampling: Any) -> list[int]:
@@ -78,7 +80,9 @@ def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
     assert set(picked[::2]) == {0, 1, 2}
 
 
-def test_choose_when_another_worker_began_the_answer_then_min_tokens_counts_the_rest_and_draws_go_on() -> None:
+def test_choose_when_another_worker_began_the_answer_then_min_tokens_counts_the_rest_and_draws_go_on() -> (
+    None
+):
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
     rows = [row(index, stop_ids=(2,), resumed=5, min_tokens=2, temperature=0.0) for index in (1, 2)]
     assert [choice.token_id for choice in sample(logits, rows)] == [1, 2]
@@ -90,13 +94,20 @@ def test_choose_when_another_worker_began_the_answer_then_min_tokens_counts_the_
 
 def test_choose_when_rows_differ_then_each_has_its_own_rules() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
-    rows = [row(temperature=0.0), row(temperature=1.0, top_k=1), row(temperature=0.0, min_tokens=1, stop_ids=(2,))]
+    rows = [
+        row(temperature=0.0),
+        row(temperature=1.0, top_k=1),
+        row(temperature=0.0, min_tokens=1, stop_ids=(2,)),
+    ]
     assert [choice.token_id for choice in sample(logits, rows)] == [2, 2, 1]
 
 
 def test_choose_when_min_tokens_is_reached_then_stop_ids_are_free_again() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    assert sample(logits, [row(index=1, temperature=0.0, min_tokens=1, stop_ids=(2,))])[0].token_id == 2
+    assert (
+        sample(logits, [row(index=1, temperature=0.0, min_tokens=1, stop_ids=(2,))])[0].token_id
+        == 2
+    )
 
 
 def test_choose_when_logprobs_are_wanted_then_they_are_of_the_raw_logits() -> None:
@@ -118,9 +129,15 @@ def test_choose_when_a_row_has_no_finite_output_then_none_and_others_as_ever(
     rows = [row(temperature=temperature, top_k=2, logprobs=1, index=n) for n in range(3)]
     alone = sample(torch.tensor([good] * 3), rows)
     assert sample(torch.tensor([good, bad, good]), rows) == [alone[0], None, alone[2]]
-    assert sample(torch.tensor([good] * 3), rows, torch.tensor([True, False, True])) == [alone[0], None, alone[2]]
+    assert sample(torch.tensor([good] * 3), rows, torch.tensor([True, False, True])) == [
+        alone[0],
+        None,
+        alone[2],
+    ]
 
 
-def test_choose_when_the_request_rules_all_tokens_out_then_it_is_not_the_models_output_that_is_not_finite() -> None:
+def test_choose_when_the_request_rules_all_tokens_out_then_it_is_not_the_models_output_that_is_not_finite() -> (
+    None
+):
     held = row(temperature=0.0, min_tokens=1, stop_ids=(0, 1, 2))
     assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [held]) != [None]

@@ -30,7 +30,8 @@ def load() -> ModuleType:
 
 def model(device: str = "cuda", longest: int = 131072) -> LoadedModel:
     """gpt-oss-120b's KV."""
-    from dynamo_trtllm.engines.torch.load import LoadedModel  # takes seconds: it imports transformers
+    # takes seconds: it imports transformers
+    from dynamo_trtllm.engines.torch.load import LoadedModel
 
     return LoadedModel(
         module=torch.nn.Identity(),
@@ -43,7 +44,9 @@ def model(device: str = "cuda", longest: int = 131072) -> LoadedModel:
             vocab_size=100,
             eos_token_ids=(1,),
             renderer="harmony",
-            layout=KvLayout(dtype="bfloat16", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64),
+            layout=KvLayout(
+                dtype="bfloat16", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64
+            ),
             limits=Limits(),
         ),
     )
@@ -59,19 +62,27 @@ def test_blocks_when_kv_is_transferred_on_a_gpu_then_staging_fits_beside_them(
     layout = made.info.layout
     blocks, context, transfer_buffer = load.plan_memory(made, args, has_transfer_buffer=True)
     used = blocks * block_bytes(layout) + transfer_buffer
-    assert 0.45 * memory_gib * GIB < used <= memory_gib * GIB + 4096  # or all that a thousand requests can use
+    # or all that a thousand requests can use
+    assert 0.45 * memory_gib * GIB < used <= memory_gib * GIB + 4096
     assert transfer_buffer >= most_bytes(layout, made.windows, context)
     assert load.plan_memory(made, args, has_transfer_buffer=False).num_blocks >= blocks
 
 
-def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(load: ModuleType) -> None:
+def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(
+    load: ModuleType,
+) -> None:
     made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     plan = load.plan_memory(made, args, has_transfer_buffer=True)
     assert plan == (15 * GIB // block_bytes(made.info.layout), 131072, 5 * GIB)
     small = TorchArgs(kv_cache_gib=20, kv_staging_gib=1)
     with pytest.raises(ConfigError, match="raise it or lower max_seq_len"):
         load.plan_memory(made, small, has_transfer_buffer=True)
-    assert load.plan_memory(model(longest=20000), small, has_transfer_buffer=True).transfer_buffer_bytes == GIB
+    assert (
+        load.plan_memory(
+            model(longest=20000), small, has_transfer_buffer=True
+        ).transfer_buffer_bytes
+        == GIB
+    )
 
 
 def test_blocks_when_staging_takes_all_memory_then_config_error(load: ModuleType) -> None:

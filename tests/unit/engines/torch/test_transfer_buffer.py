@@ -1,4 +1,6 @@
-"""The transfer buffer is bounded and freed, and KV that is copied through it arrives in its blocks."""
+"""The transfer buffer is bounded and freed, and KV that is copied through it arrives in its
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def taken(transfer_buffer: TransferBuffer, tokens: int, region_bytes: int = 1 <<
 
 @pytest.mark.parametrize("region_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
-def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(tokens: int, region_bytes: int) -> None:
+def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(
+    tokens: int, region_bytes: int
+) -> None:
     source, target = make_pool(), make_pool(31)
     source.keys.copy_(torch.randn_like(source.keys))
     source.values.copy_(torch.randn_like(source.values))
@@ -47,7 +51,9 @@ def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(to
         seen = range(0 if window is None else max(0, tokens - window + 1), tokens)
         for mine, other in ((source.keys, target.keys), (source.values, target.values)):
             for at in seen:
-                assert torch.equal(mine[layer, ours[at // 4], at % 4], other[layer, theirs[at // 4], at % 4])
+                assert torch.equal(
+                    mine[layer, ours[at // 4], at % 4], other[layer, theirs[at // 4], at % 4]
+                )
 
 
 class Copying:
@@ -62,7 +68,9 @@ class Copying:
         self.is_done = True
 
 
-def test_take_when_given_back_then_free_as_soon_as_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_when_given_back_then_free_as_soon_as_copies_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transfer_buffer, copying = TransferBuffer(make_pool(), 3 * 4096), Copying()
     allocation = taken(transfer_buffer, 4)
     monkeypatch.setattr(transfer_buffer, "mark", lambda: copying)
@@ -114,7 +122,9 @@ def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again(
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 4096, 32_768 * 3 + 5])
-def test_checksum_when_bits_flip_then_another_and_alike_wherever_the_bytes_lie(num_bytes: int) -> None:
+def test_checksum_when_bits_flip_then_another_and_alike_wherever_the_bytes_lie(
+    num_bytes: int,
+) -> None:
     chance = random.Random(num_bytes)
     memory = torch.frombuffer(bytearray(chance.randbytes(num_bytes + 8)), dtype=torch.uint8)
     part = memory[4 : 4 + num_bytes]
@@ -123,7 +133,8 @@ def test_checksum_when_bits_flip_then_another_and_alike_wherever_the_bytes_lie(n
     for _ in range(50):
         changed = part.clone()
         for at in {chance.randrange(num_bytes) for _ in range(chance.randrange(1, 4))}:
-            changed[at] ^= 128  # the highest bit: errors of two of them must not make up for each other
+            # the highest bit: errors of two of them must not make up for each other
+            changed[at] ^= 128
         assert checksum(changed) != found
     assert num_bytes < 8 or checksum(part.roll(4)) != found
 

@@ -16,7 +16,9 @@ from tests.unit.engines.trtllm.fake_bindings import Llm, make
 
 @pytest.fixture(scope="module")
 def profiles_read_once() -> Iterator[None]:
-    """Nearly all that a check of a configuration computes is to parse the same kernel profiles again."""
+    """Nearly all that a check of a configuration computes is to parse the same kernel profiles
+    again.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(args, "load_profile", functools.cache(args.load_profile))
         yield

@@ -39,7 +39,9 @@ class Result:
     """The result of one call. `say` adds a result, `fail` adds an error."""
 
     def __init__(self) -> None:
-        self.outputs = [SimpleNamespace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)]
+        self.outputs = [
+            SimpleNamespace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)
+        ]
         self.outputs[0].disaggregated_params = SimpleNamespace(**PARAMS, disagg_request_id=None)
         self.cached_tokens = 0
         self.aborts = 0
@@ -121,7 +123,12 @@ def make(
     )
     llm, settled = Llm(), FakeBindings(*fields)
     library = TrtllmLibrary(
-        bindings=settled, llm=llm, model_limits=rules, instance_id=1, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s
+        bindings=settled,
+        llm=llm,
+        model_limits=rules,
+        instance_id=1,
+        ticket_ttl_s=ttl_s,
+        kv_timeout_s=kv_timeout_s,
     )
     own = {"engine": "trtllm", "layout": LAYOUT, "kv_compat": {"release": "1.2"}}
     return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s, **own), llm
@@ -145,7 +152,9 @@ def ask(
     )
 
 
-async def started(at: ExternalEngine, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
+async def started(
+    at: ExternalEngine, llm: Llm, request: GenerateRequest
+) -> tuple[asyncio.Task[list[Chunk]], Result]:
     async def collected() -> list[Chunk]:
         async with aclosing(as_stream(at, request)) as stream:
             return [chunk async for chunk in stream]

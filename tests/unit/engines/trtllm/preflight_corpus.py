@@ -1,6 +1,7 @@
 """Read the cases of tests/data/preflight_corpus/ and check them as the preflight command does.
 
-Each case is a small configuration of our own after a shape that was seen in public, with the verdict that is right.
+Each case is a small configuration of our own after a shape that was seen in public, with the
+verdict that is right.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from dynamo_trtllm.messages import Role
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 CORPUS = DATA / "preflight_corpus"
-MODELS = msgspec.yaml.decode((DATA / "preflight_models.yaml").read_bytes(), type=dict[str, dict[str, Any]])
+MODELS = msgspec.yaml.decode(
+    (DATA / "preflight_models.yaml").read_bytes(), type=dict[str, dict[str, Any]]
+)
 
 CaseRole = Literal["prefill", "decode", "agg"]
 
@@ -48,12 +51,17 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     decode: dict[str, Any] | None = None
     agg: dict[str, Any] | None = None
     findings: list[RightFinding] | None = None  # all of them, in any order
-    refused: list[str] = []  # parts of the command's error, for settings that it does not check at all
-    arguments: dict[CaseRole, dict[str, Any]] = {}  # what the engine is passed, by dotted key; null: nothing
+    # parts of the command's error, for settings that it does not check at all
+    refused: list[str] = []
+    # what the engine is passed, by dotted key; null: nothing
+    arguments: dict[CaseRole, dict[str, Any]] = {}
 
 
 def read_case(path: Path) -> Case:
-    """Read one file of the corpus. Raises msgspec.ValidationError for a key or value that a case can't have."""
+    """Read one file of the corpus.
+
+    Raises msgspec.ValidationError for a key or value that a case can't have.
+    """
     return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Case)
 
 
@@ -89,7 +97,9 @@ def _model(name: str, folder: Path) -> str:
 
 
 def found(report: Report, right: list[RightFinding]) -> list[RightFinding]:
-    """Return a report's findings in a fixed order, without the fields that the right ones leave open."""
+    """Return a report's findings in a fixed order, without the fields that the right ones leave
+    open.
+    """
     open_fields = {(finding.role, finding.rule) for finding in right if finding.field is None}
     findings = []
     for role, finding in report.findings:
@@ -108,7 +118,10 @@ def found(report: Report, right: list[RightFinding]) -> list[RightFinding]:
 
 def in_order(findings: list[RightFinding]) -> list[RightFinding]:
     """Return findings sorted by role, rule, severity and field."""
-    return sorted(findings, key=lambda finding: (finding.role, finding.rule, finding.severity, finding.field or ""))
+    return sorted(
+        findings,
+        key=lambda finding: (finding.role, finding.rule, finding.severity, finding.field or ""),
+    )
 
 
 def passed(report: Report, role: CaseRole) -> dict[str, Any]:

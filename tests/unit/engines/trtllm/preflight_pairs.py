@@ -58,15 +58,36 @@ def gpu(name: str) -> Gpu:
 
 
 def facts(
-    role: Role, changes: dict[str, Any] | None = None, *, release: str = "1.2.1", on: str = "gb200", **known: Any
+    role: Role,
+    changes: dict[str, Any] | None = None,
+    *,
+    release: str = "1.2.1",
+    on: str = "gb200",
+    **known: Any,
 ) -> RoleFacts:
-    """Return a valid worker of this role with changed arguments. `...` removes one. `known` sets RoleFacts fields."""
+    """Return a valid worker of this role with changed arguments.
+
+    `...` removes one. `known` sets RoleFacts fields.
+    """
     good = {**_BOTH, **_OF_ROLE[role]}
     if role is Role.AGGREGATED:
         good = {key: value for key, value in good.items() if not key.startswith(_TRANSCEIVER)}
     wanted = {key: value for key, value in {**good, **(changes or {})}.items() if value is not ...}
     values = nested({key: SourcedValue(value, "test") for key, value in wanted.items()})
-    config = WorkerConfig(model_path="model", engine="trtllm", disaggregation_mode=role, override_engine_args=values)
+    config = WorkerConfig(
+        model_path="model", engine="trtllm", disaggregation_mode=role, override_engine_args=values
+    )
     environment = {"UCX_CUDA_IPC_ENABLE_MNNVL": "y", "UCX_TLS": "^gdr_copy"}
-    given: dict[str, Any] = {"model": GPT_OSS, "load": LOAD, "gpu": gpu(on), "environment": environment, **known}
-    return RoleFacts(role=role, args=trtllm_args(config, release_for(release), [gpu(on)]), release=release, **given)
+    given: dict[str, Any] = {
+        "model": GPT_OSS,
+        "load": LOAD,
+        "gpu": gpu(on),
+        "environment": environment,
+        **known,
+    }
+    return RoleFacts(
+        role=role,
+        args=trtllm_args(config, release_for(release), [gpu(on)]),
+        release=release,
+        **given,
+    )

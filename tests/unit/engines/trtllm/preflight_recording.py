@@ -18,7 +18,8 @@ from tests.unit.engines.trtllm.shipped_pairs import FOLDER, LLAMA, LOADS, SHIPPE
 
 RECORDING = Path(__file__).resolve().parents[3] / "data" / "preflight_shipped.json"
 RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29", "1.4.0rc1")
-DEMO = "tiny-gpt-oss/trtllm"  # for the stand-in; the model's files are made at first use, so it is checked without
+# for the stand-in; the model's files are made at first use, so it is checked without
+DEMO = "tiny-gpt-oss/trtllm"
 
 Findings = list[dict[str, Any]]
 
@@ -29,10 +30,12 @@ def found(report: Report) -> Findings:
 
 
 def shipped_findings(scratch: Path) -> dict[str, Findings]:
-    """Return the findings by "FOLDER GPU RELEASE", and "… with its load" for folders with a known load.
+    """Return the findings by "FOLDER GPU RELEASE", and "… with its load" for folders with a known
+    load.
 
     Args:
-        scratch: an empty folder, where the config.json of a model without a bundled shape is written.
+        scratch: an empty folder, where the config.json of a model without a bundled shape is
+            written.
     """
     (scratch / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     recorded: dict[str, Findings] = {}
@@ -44,8 +47,12 @@ def shipped_findings(scratch: Path) -> dict[str, Findings]:
             recorded[f"{name} {gpu} {release}"] = _portable(found(evaluate(plain)))
             if name in LOADS:
                 isl, osl, concurrency = LOADS[name]
-                loaded = plain.model_copy(update={"isl": isl, "osl": osl, "concurrency": concurrency})
-                recorded[f"{name} {gpu} {release} with its load"] = _portable(found(evaluate(loaded)))
+                loaded = plain.model_copy(
+                    update={"isl": isl, "osl": osl, "concurrency": concurrency}
+                )
+                recorded[f"{name} {gpu} {release} with its load"] = _portable(
+                    found(evaluate(loaded))
+                )
     for release in RELEASES:
         demo = PreflightConfig(
             prefill=FOLDER / DEMO / "prefill.yaml",
@@ -61,7 +68,10 @@ def _portable(findings: Findings) -> Findings:
     """Return the findings with paths relative to the repository."""
     here = f"{FOLDER.parent}/"
     return [
-        {key: value.replace(here, "") if isinstance(value, str) else value for key, value in finding.items()}
+        {
+            key: value.replace(here, "") if isinstance(value, str) else value
+            for key, value in finding.items()
+        }
         for finding in findings
     ]
 

@@ -1,4 +1,6 @@
-"""The TensorRT-LLM files of engine_configs/, with the GPUs, flags and loads that each folder is for."""
+"""The TensorRT-LLM files of engine_configs/, with the GPUs, flags and loads that each folder is
+for.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ LLAMA = {
 # folder, GPUs, further flags of prefill and of decode (of the aggregated worker: the first)
 SHIPPED: dict[str, tuple[tuple[str, ...], str, str]] = {
     "gpt-oss-120b": (BLACKWELL, LAUNCH_PREFILL + LAUNCH_BOTH, LAUNCH_DECODE + LAUNCH_BOTH),
-    "gpt-oss-120b/v0.5": (BLACKWELL, LAUNCH_PREFILL + LAUNCH_BOTH, "--free-gpu-memory-fraction 0.9"),
+    "gpt-oss-120b/v0.5": (
+        BLACKWELL,
+        LAUNCH_PREFILL + LAUNCH_BOTH,
+        "--free-gpu-memory-fraction 0.9",
+    ),
     "gpt-oss-120b/draft": (BLACKWELL, "", "--max-batch-size 128"),
     "gpt-oss-120b/k8s-disagg": (BLACKWELL, "", ""),
     "gpt-oss-120b/k8s-agg": (BLACKWELL, LAUNCH_AGG + LAUNCH_BOTH, ""),

@@ -35,7 +35,9 @@ def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner
 
 
 @pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
-def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(release: object) -> None:
+def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(
+    release: object,
+) -> None:
     absent = [
         f"{owner}.{name}"
         for owner, names in LIBRARY.needed.items()
@@ -51,7 +53,10 @@ def test_optional_when_release_has_a_name_then_it_is_used() -> None:
             vendor = TrtllmBindings()
         known = vendor.disagg_fields
         assert ("disagg_request_id" in known) is (version >= "1.3")
-        assert known <= {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]}
+        assert known <= {
+            *LIBRARY.needed["DisaggregatedParams"],
+            *LIBRARY.optional["DisaggregatedParams"],
+        }
 
 
 def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> None:
@@ -72,5 +77,7 @@ async def test_read_of_1_1_when_its_cancel_is_dropped_then_it_ends_with_the_row_
             yield {"iter": number}
 
     llm = SimpleNamespace(get_stats_async=rows)
-    read = TrtllmBindings.reader(cast("TrtllmBindings", SimpleNamespace(is_since_1_2=False)), llm, "get_stats")
+    read = TrtllmBindings.reader(
+        cast("TrtllmBindings", SimpleNamespace(is_since_1_2=False)), llm, "get_stats"
+    )
     assert await asyncio.to_thread(read, timeout=0.01) == [{"iter": 0}]

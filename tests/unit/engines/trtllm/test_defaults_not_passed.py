@@ -1,4 +1,6 @@
-"""Values of ours that equal a release's default are not passed on: newer builds let a model class choose then."""
+"""Values of ours that equal a release's default are not passed on: newer builds let a model class
+choose then.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from tests import unverified_names
 
 RELEASES = [*(release.name for release in LIBRARY.releases), "1.4.0rc1"]
 GPUS = {"hopper": 90, "blackwell": 100, "blackwell-rtx": 120, "fallback": 80}
-VALUES = ("attn_backend: TRTLLM", "kv_cache_config: {dtype: auto}", "moe_config: {backend: CUTLASS}")
+VALUES = (
+    "attn_backend: TRTLLM",
+    "kv_cache_config: {dtype: auto}",
+    "moe_config: {backend: CUTLASS}",
+)
 PAIRS = sorted({path.parent for path in unverified_names.files() if path.stem == "prefill"})
 
 
@@ -29,7 +35,9 @@ def merged(release: ApiManifest, sm: int = 80, **settings: Any) -> TrtllmArgs:
 
 
 def ours_that_change_nothing(args: TrtllmArgs) -> list[str]:
-    """Return the arguments of a profile or of the adapter that have the value which the release has anyway."""
+    """Return the arguments of a profile or of the adapter that have the value which the release has
+    anyway.
+    """
     return [
         key
         for key, leaf in args.leaves.items()
@@ -59,7 +67,9 @@ def test_args_when_a_profile_has_a_default_of_the_release_then_it_is_left_out_an
     path.write_text(f"engine_args: {{{text}}}\n")
     args = merged(release_for(release), kernels_profile=str(path))
     is_default = "moe" not in text or release in ("1.0.0", "1.1.0", "1.2.1")  # 1.3 has AUTO
-    assert any(leaf.source == "kernels profile own" for leaf in args.leaves.values()) is not is_default
+    assert (
+        any(leaf.source == "kernels profile own" for leaf in args.leaves.values()) is not is_default
+    )
     notes = [note for note in args.notes if "is not passed on" in note]
     assert len(notes) == is_default
     assert ours_that_change_nothing(args) == []
@@ -86,16 +96,23 @@ def test_args_when_the_timeout_is_the_releases_own_then_it_applies_without_being
 
 
 @pytest.mark.parametrize("folder", PAIRS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
-def test_pair_when_its_tensor_parallel_sizes_differ_then_its_own_files_set_the_attention_backend(folder: Path) -> None:
-    prefill, decode = (read_yaml(find_file(folder / f"{role}.yaml")) for role in ("prefill", "decode"))
+def test_pair_when_its_tensor_parallel_sizes_differ_then_its_own_files_set_the_attention_backend(
+    folder: Path,
+) -> None:
+    prefill, decode = (
+        read_yaml(find_file(folder / f"{role}.yaml")) for role in ("prefill", "decode")
+    )
     sizes = [file.get("tensor_parallel_size") for file in (prefill, decode)]
-    differ = None not in sizes and sizes[0] != sizes[1]  # without a size, the launch lines have it: equal ones
+    # without a size, the launch lines have it: equal ones
+    differ = None not in sizes and sizes[0] != sizes[1]
     assert differ is ("k8s-disagg" in folder.parts)
     for file in (prefill, decode):
         assert file.get("attn_backend") == ("TRTLLM" if differ else None)
 
 
-def test_args_when_a_user_overrides_a_profiles_default_then_nothing_is_noted(tmp_path: Path) -> None:
+def test_args_when_a_user_overrides_a_profiles_default_then_nothing_is_noted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("engine_args: {attn_backend: TRTLLM}\n")
     chosen = {"attn_backend": "FLASHINFER"}

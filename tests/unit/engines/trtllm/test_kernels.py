@@ -42,7 +42,9 @@ def test_choose_when_a_name_is_given_then_it_beats_the_gpus() -> None:
 
 
 @pytest.mark.parametrize("sms", [(90, 100), (90, 80)])
-def test_choose_when_gpus_differ_then_refused_with_the_profiles_to_name(sms: tuple[int, ...]) -> None:
+def test_choose_when_gpus_differ_then_refused_with_the_profiles_to_name(
+    sms: tuple[int, ...],
+) -> None:
     with pytest.raises(ConfigError, match=r"different kernel profiles \(GPU of .*hopper"):
         choose_profile(None, gpus(*sms))
 
@@ -56,7 +58,12 @@ def test_choose_when_a_file_is_named_then_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("engine_args: {stream_interval: 4}\nenvironment: {A_B: 'x'}\n")
     assert choose_profile(str(path), gpus(90)) == KernelProfile(
-        name="mine", sm=(), quantization={}, engine_args={"stream_interval": 4}, mxfp4_args={}, environment={"A_B": "x"}
+        name="mine",
+        sm=(),
+        quantization={},
+        engine_args={"stream_interval": 4},
+        mxfp4_args={},
+        environment={"A_B": "x"},
     )
 
 
@@ -70,7 +77,9 @@ def test_choose_when_a_file_is_named_then_it_is_read(tmp_path: Path) -> None:
         ("environment: {1: x}", r"environment\.1 is 1: expected a string\. Put it in quotes\."),
     ],
 )
-def test_choose_when_the_file_is_bad_then_refused_with_the_key(tmp_path: Path, text: str, problem: str) -> None:
+def test_choose_when_the_file_is_bad_then_refused_with_the_key(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=problem):
@@ -107,10 +116,15 @@ def test_apply_when_the_user_exported_a_variable_then_it_stays_and_it_is_said(
     monkeypatch.setenv("TRTLLM_ENABLE_PDL", "")  # so that it is restored
     monkeypatch.delenv("TRTLLM_ENABLE_PDL")
     environment = {"UCX_MEMTYPE_CACHE": "n", "TRTLLM_ENABLE_PDL": "1"}
-    profile = KernelProfile(name="test", sm=(), quantization={}, engine_args={}, mxfp4_args={}, environment=environment)
+    profile = KernelProfile(
+        name="test", sm=(), quantization={}, engine_args={}, mxfp4_args={}, environment=environment
+    )
     with caplog.at_level(logging.INFO):
         args.apply_profile(profile)
     assert os.environ["UCX_MEMTYPE_CACHE"] == "y"
     assert os.environ["TRTLLM_ENABLE_PDL"] == "1"
-    assert "UCX_MEMTYPE_CACHE='y' is set by the user, but kernels profile test needs 'n'; unset it" in caplog.text
+    assert (
+        "UCX_MEMTYPE_CACHE='y' is set by the user, but kernels profile test needs 'n'; unset it"
+        in caplog.text
+    )
     assert "TRTLLM_ENABLE_PDL=1 (kernels profile test)" in caplog.text

@@ -39,7 +39,9 @@ def test_change_when_the_reported_size_differs_from_the_registered_one_then_both
 ) -> None:
     text = size_change(32, KvCacheSize(block_tokens=reported))
     assert bool(text) is changed
-    assert all(part in text for part in ("64 tokens", "32 tokens", "tokens_per_block: 64")) is changed
+    assert (
+        all(part in text for part in ("64 tokens", "32 tokens", "tokens_per_block: 64")) is changed
+    )
 
 
 async def test_first_size_when_statistics_come_then_it_is_returned_and_without_them_after_the_limit(
@@ -50,7 +52,11 @@ async def test_first_size_when_statistics_come_then_it_is_returned_and_without_t
     may_report = threading.Event()
 
     def get_stats(timeout: float) -> list[dict[str, Any]]:
-        return [{"kvCacheStats": {"maxNumBlocks": 9, "tokensPerBlock": 64}}] if may_report.is_set() else []
+        return (
+            [{"kvCacheStats": {"maxNumBlocks": 9, "tokensPerBlock": 64}}]
+            if may_report.is_set()
+            else []
+        )
 
     poller = StatsPoller(get_stats)
     poller.start()
@@ -66,7 +72,11 @@ async def test_first_size_when_statistics_come_then_it_is_returned_and_without_t
     [
         ({"return_value": {"maxNumBlocks": 9, "tokensPerBlock": 64}}, KvCacheSize(9, 64), ""),
         ({"return_value": {}}, KvCacheSize(), ""),
-        ({"side_effect": RuntimeError("no rank answers")}, KvCacheSize(), "RuntimeError: no rank answers"),
+        (
+            {"side_effect": RuntimeError("no rank answers")},
+            KvCacheSize(),
+            "RuntimeError: no rank answers",
+        ),
     ],
 )
 async def test_size_when_there_are_no_statistics_then_the_engines_own_call_is_asked(

@@ -15,8 +15,12 @@ from dynamo_trtllm.messages import TokenLogprob
 STOPS = frozenset({90, 91})
 
 
-def output(*ids: int, finish: str | None = None, stop: int | None = None, logprobs: Any = None) -> Any:
-    return SimpleNamespace(token_ids=list(ids), finish_reason=finish, stop_reason=stop, logprobs=logprobs)
+def output(
+    *ids: int, finish: str | None = None, stop: int | None = None, logprobs: Any = None
+) -> Any:
+    return SimpleNamespace(
+        token_ids=list(ids), finish_reason=finish, stop_reason=stop, logprobs=logprobs
+    )
 
 
 class Step(NamedTuple):
@@ -57,7 +61,9 @@ def all_ids(*outputs: Any) -> list[int]:
 
 
 def test_read_when_ids_are_cumulative_then_each_is_given_once() -> None:
-    assert all_ids(output(1), output(1, 2), output(1, 2, 3, 4), output(1, 2, 3, 4, finish="length")) == [1, 2, 3, 4]
+    assert all_ids(
+        output(1), output(1, 2), output(1, 2, 3, 4), output(1, 2, 3, 4, finish="length")
+    ) == [1, 2, 3, 4]
 
 
 def test_read_when_the_object_changes_in_place_then_earlier_steps_stay() -> None:
@@ -112,7 +118,9 @@ def test_logprobs_when_mapped_then_own_value_and_the_likeliest() -> None:
 
 
 def test_logprobs_when_no_alternatives_are_wanted_then_the_surplus_is_dropped() -> None:
-    assert reader(logprobs=0).read(output(5, logprobs=[entry(t5=-2.0)])).logprobs == (TokenLogprob(5, -2.0),)
+    assert reader(logprobs=0).read(output(5, logprobs=[entry(t5=-2.0)])).logprobs == (
+        TokenLogprob(5, -2.0),
+    )
 
 
 def test_logprobs_when_flat_then_they_are_taken_as_they_are() -> None:
@@ -122,7 +130,9 @@ def test_logprobs_when_flat_then_they_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("given", [[], [-0.1]])
-def test_logprobs_when_decode_then_the_first_is_the_transfers_whether_the_vendor_tells_it_or_not(given: Any) -> None:
+def test_logprobs_when_decode_then_the_first_is_the_transfers_whether_the_vendor_tells_it_or_not(
+    given: Any,
+) -> None:
     first = TokenLogprob(5, -9.0, ((5, -9.0),))
     read = reader(logprobs=1, first=(first,))
     assert read.read(output(5, logprobs=given)).logprobs == (first,)

@@ -1,4 +1,6 @@
-"""Preflight's verdicts on configurations of shapes that were seen in public: all findings, and no other."""
+"""Preflight's verdicts on configurations of shapes that were seen in public: all findings, and no
+other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import pytest
 
 from dynamo_trtllm.cli import preflight
 from dynamo_trtllm.errors import ConfigError
-from tests.unit.engines.trtllm.preflight_corpus import CORPUS, MODELS, check, found, in_order, passed, read_case
+from tests.unit.engines.trtllm.preflight_corpus import (
+    CORPUS,
+    MODELS,
+    check,
+    found,
+    in_order,
+    passed,
+    read_case,
+)
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once", "without_gpus")
 
@@ -22,12 +32,16 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_corpus_when_a_case_is_checked_then_its_findings_are_exactly_the_right_ones(path: Path, tmp_path: Path) -> None:
+def test_corpus_when_a_case_is_checked_then_its_findings_are_exactly_the_right_ones(
+    path: Path, tmp_path: Path
+) -> None:
     case = read_case(path)
     if case.refused:
         with pytest.raises(ConfigError) as refusal:
             check(case, tmp_path)
-        assert [part for part in case.refused if part not in refusal.value.message] == [], refusal.value.message
+        assert [part for part in case.refused if part not in refusal.value.message] == [], (
+            refusal.value.message
+        )
         return
     assert case.findings is not None, "a case needs findings, or refused"
     report = check(case, tmp_path)

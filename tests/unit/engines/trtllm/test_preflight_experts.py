@@ -1,4 +1,6 @@
-"""The rules about the kernels of experts: what each GPU and release can run, and what a fix names."""
+"""The rules about the kernels of experts: what each GPU and release can run, and what a fix
+names.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,18 @@ def test_check_when_moe_kernels_are_not_chosen_then_it_is_noted_with_the_gpu() -
     assert (finding.rule, finding.other) == ("moe-backend-unset", "gb200 (sm100)")
 
 
-@pytest.mark.parametrize(("release", "backend"), [("1.1.0", "TRITON"), ("1.2.1", "TRITON"), ("1.3.0rc27", "AUTO")])
-def test_moe_rules_when_the_gpu_is_hopper_then_the_fix_is_what_the_release_keeps(release: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("release", "backend"), [("1.1.0", "TRITON"), ("1.2.1", "TRITON"), ("1.3.0rc27", "AUTO")]
+)
+def test_moe_rules_when_the_gpu_is_hopper_then_the_fix_is_what_the_release_keeps(
+    release: str, backend: str
+) -> None:
     for planted in ("TRTLLM", "CUTLASS"):
         judged = facts(
-            Role.PREFILL, {"moe_config.backend": planted, "kv_cache_config.dtype": "auto"}, release=release, on="h200"
+            Role.PREFILL,
+            {"moe_config.backend": planted, "kv_cache_config.dtype": "auto"},
+            release=release,
+            on="h200",
         )
         (finding,) = [found for found in check_role(judged) if found.rule.startswith("moe-")]
         assert finding.fix == f"set it to {backend}"
@@ -52,11 +61,16 @@ def test_args_when_the_release_deprecates_the_profiles_experts_then_its_own_choi
 
     assert args().get("moe_config.backend") == "AUTO"
     (note,) = args().notes
-    assert note.startswith("kernels profile hopper: moe_config.backend TRITON is dropped: 1.3 deprecates it")
+    assert note.startswith(
+        "kernels profile hopper: moe_config.backend TRITON is dropped: 1.3 deprecates it"
+    )
     assert args(moe_config={"backend": "TRITON"}).get("moe_config.backend") == "TRITON"
 
 
-def test_check_when_the_default_kernels_are_the_only_ones_for_the_gpu_then_nothing_is_noted() -> None:
+def test_check_when_the_default_kernels_are_the_only_ones_for_the_gpu_then_nothing_is_noted() -> (
+    None
+):
     judged = facts(Role.DECODE, {"moe_config.backend": ...}, on="rtx-pro-6000")
-    assert "moe_config.backend" not in judged.args.leaves  # the profile's value is the release's default
+    # the profile's value is the release's default
+    assert "moe_config.backend" not in judged.args.leaves
     assert "moe-backend-unset" not in {finding.rule for finding in check_role(judged)}

@@ -28,7 +28,12 @@ def rules(role: Role, changes: dict[str, Any], **known: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("setting", "model", "dtype"),
-    [("auto", PLAIN, "bfloat16"), ("auto", FP8, "fp8"), ("auto", NVFP4, "nvfp4"), ("fp8", PLAIN, "fp8")],
+    [
+        ("auto", PLAIN, "bfloat16"),
+        ("auto", FP8, "fp8"),
+        ("auto", NVFP4, "nvfp4"),
+        ("fp8", PLAIN, "fp8"),
+    ],
 )
 def test_layout_when_the_type_is_auto_then_that_of_the_checkpoints_kv_else_of_its_weights(
     setting: str, model: Any, dtype: str
@@ -42,7 +47,9 @@ def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal()
     prefill, decode = facts(P, {DTYPE: "auto"}, model=FP8), facts(D, {DTYPE: "fp8"}, model=FP8)
     assert "kv-dtype-equal" not in {each.rule for each in check_pair(prefill, decode)}
     other = facts(D, {DTYPE: "fp8"}, model=PLAIN)
-    assert "kv-dtype-equal" in {each.rule for each in check_pair(facts(P, {DTYPE: "auto"}, model=PLAIN), other)}
+    assert "kv-dtype-equal" in {
+        each.rule for each in check_pair(facts(P, {DTYPE: "auto"}, model=PLAIN), other)
+    }
 
 
 def test_kv_bytes_when_the_type_is_nvfp4_then_scales_of_16_values_are_counted() -> None:
@@ -64,8 +71,12 @@ def test_kv_type_when_the_checkpoint_has_another_then_error() -> None:
         assert "kv-dtype-checkpoint" not in rules(P, {DTYPE: setting}, model=model)
 
 
-@pytest.mark.parametrize(("model", "on", "found"), [(NVFP4, "h200", True), (FP8, "h200", False), (FP8, "a100", True)])
-def test_kv_type_when_it_comes_from_the_checkpoint_then_the_gpu_must_have_it(model: Any, on: str, found: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "on", "found"), [(NVFP4, "h200", True), (FP8, "h200", False), (FP8, "a100", True)]
+)
+def test_kv_type_when_it_comes_from_the_checkpoint_then_the_gpu_must_have_it(
+    model: Any, on: str, found: bool
+) -> None:
     assert ("kv-dtype-gpu" in rules(P, {DTYPE: "auto"}, model=model, on=on)) is found
 
 
@@ -75,7 +86,12 @@ def test_kv_type_when_it_comes_from_the_checkpoint_then_the_gpu_must_have_it(mod
         ({}, "1.3.0rc27", "cache-manager-fallback", "warning"),
         ({}, "1.4.0rc1", "cache-manager-transceiver", "error"),
         ({"max_beam_width": 2}, "1.3.0rc27", "cache-manager-v1-features", "warning"),
-        ({"kv_connector_config.connector_module": "mine"}, "1.3.0rc27", "cache-manager-v1-features", "warning"),
+        (
+            {"kv_connector_config.connector_module": "mine"},
+            "1.3.0rc27",
+            "cache-manager-v1-features",
+            "warning",
+        ),
         (PYTHON, "1.4.0rc1", "", ""),
     ],
 )
@@ -83,7 +99,9 @@ def test_cache_manager_v2_when_something_does_not_support_it_then_its_rule_says_
     changes: dict[str, Any], release: str, rule: str, severity: str
 ) -> None:
     found = rules(P, {MANAGER: True, **changes}, release=release)
-    assert {name: each for name, each in found.items() if name.startswith("cache-manager")}.get(rule, "") == severity
+    assert {name: each for name, each in found.items() if name.startswith("cache-manager")}.get(
+        rule, ""
+    ) == severity
     off = rules(P, {MANAGER: False, **changes}, release=release)
     assert not any(name.startswith("cache-manager") for name in off)
 
@@ -91,7 +109,8 @@ def test_cache_manager_v2_when_something_does_not_support_it_then_its_rule_says_
 def test_cache_managers_when_the_two_sides_differ_then_warning() -> None:
     for setting, is_found in ((True, False), (False, True), ("auto", True)):
         pair = [
-            facts(role, {MANAGER: value, **PYTHON}, release="1.3.0rc29") for role, value in ((P, True), (D, setting))
+            facts(role, {MANAGER: value, **PYTHON}, release="1.3.0rc29")
+            for role, value in ((P, True), (D, setting))
         ]
         found = {each.rule: each.severity for each in check_pair(*pair)}
         assert found.get("cache-manager-equal") == ("warning" if is_found else None)

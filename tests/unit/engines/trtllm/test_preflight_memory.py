@@ -9,7 +9,12 @@ import pytest
 
 from dynamo_trtllm.engines.checkpoint import SHAPES, weight_bytes
 from dynamo_trtllm.engines.trtllm.preflight.facts import GPUS, Load, known_gpu, links_of
-from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table, transfer_s
+from dynamo_trtllm.engines.trtllm.preflight.memory import (
+    WORKSPACE_BYTES,
+    MemoryTable,
+    memory_table,
+    transfer_s,
+)
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts
@@ -19,7 +24,9 @@ FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
 
 
-def table(role: Role = Role.DECODE, changes: dict[str, Any] | None = None, **known: Any) -> MemoryTable:
+def table(
+    role: Role = Role.DECODE, changes: dict[str, Any] | None = None, **known: Any
+) -> MemoryTable:
     found = memory_table(facts(role, changes, **known))
     assert found is not None
     return found
@@ -27,13 +34,15 @@ def table(role: Role = Role.DECODE, changes: dict[str, Any] | None = None, **kno
 
 def test_weights_when_gpt_oss_120b_then_each_part_is_as_counted_by_hand() -> None:
     parts = weight_bytes(GPT_OSS)
-    # 36 layers x 128 experts x 3 matrices of 2880 x 2880 at 4.25 bits, and 8640 biases of 2 bytes per expert
+    # 36 layers x 128 experts x 3 matrices of 2880 x 2880 at 4.25 bits, and 8640 biases of 2 bytes
+    # per expert
     assert parts.experts == 36 * (3_185_049_600 * 17 // 32 + 1_105_920 * 2) == 60_993_699_840
     # 64 query and 2 x 8 KV heads of 64, in and out of 2880; biases and sinks
     assert parts.attention == 36 * 2 * (2 * 2880 * 72 * 64 + 5120 + 2880 + 64) == 1_911_610_368
     assert parts.vocabulary == 2 * 201088 * 2880 * 2 == 2_316_533_760
     assert parts.rest == (36 * (2 * 2880 + 128 * 2881) + 2880) * 2 == 26_971_776
-    assert parts.total == pytest.approx(65.25e9, rel=0.002)  # what the published files weigh together
+    # what the published files weigh together
+    assert parts.total == pytest.approx(65.25e9, rel=0.002)
 
 
 def test_weights_when_gpt_oss_20b_then_near_the_published_files() -> None:
@@ -47,18 +56,24 @@ def test_weights_when_the_model_is_dense_then_two_bytes_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("changes", "kib"),
     [
-        ({"tensor_parallel_size": 1, "kv_cache_config.dtype": "auto"}, 72),  # 2 x 36 x 8 x 64 x 2 bytes
+        # 2 x 36 x 8 x 64 x 2 bytes
+        ({"tensor_parallel_size": 1, "kv_cache_config.dtype": "auto"}, 72),
         ({"tensor_parallel_size": 1}, 36),  # fp8
         ({"tensor_parallel_size": 4}, 9),
-        ({"tensor_parallel_size": 16}, 4.5),  # one head at least: sixteen ranks hold each head twice
+        # one head at least: sixteen ranks hold each head twice
+        ({"tensor_parallel_size": 16}, 4.5),
         ({"tensor_parallel_size": 4, "enable_attention_dp": True}, 36),
     ],
 )
-def test_kv_of_a_token_when_split_or_typed_otherwise_then_as_counted(changes: dict[str, Any], kib: float) -> None:
+def test_kv_of_a_token_when_split_or_typed_otherwise_then_as_counted(
+    changes: dict[str, Any], kib: float
+) -> None:
     assert table(changes=changes).kv_token_bytes == kib * 1024
 
 
-def test_kv_of_a_token_when_half_of_the_layers_slide_then_what_windows_could_save_is_shown() -> None:
+def test_kv_of_a_token_when_half_of_the_layers_slide_then_what_windows_could_save_is_shown() -> (
+    None
+):
     shown = table(changes={"tensor_parallel_size": 1})
     assert shown.windowed_token_bytes * 2 == shown.kv_token_bytes
     assert table(model=LLAMA).windowed_token_bytes == table(model=LLAMA).kv_token_bytes
@@ -72,7 +87,11 @@ def test_table_when_prefill_runs_on_one_gpu_then_the_memory_for_kv_is_what_is_le
     assert shown.kv_memory_bytes == round(free * 0.8)
     assert shown.blocks == round(free * 0.8) // (32 * 36 * 1024)
     assert shown.pool_tokens == shown.blocks * 32
-    assert (shown.request_tokens, shown.concurrency, shown.limited_by) == (8192, 64, "max_batch_size")
+    assert (shown.request_tokens, shown.concurrency, shown.limited_by) == (
+        8192,
+        64,
+        "max_batch_size",
+    )
 
 
 def test_table_when_kv_is_the_limit_then_concurrency_is_blocks_over_a_requests_blocks() -> None:
@@ -128,14 +147,18 @@ def test_transfer_when_four_send_to_four_then_a_quarter_of_the_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rate"), [("NVIDIA H200", 450e9), ("NVIDIA H20", 450e9), ("NVIDIA GB200", 900e9), ("gb200", 900e9)]
+    ("name", "rate"),
+    [("NVIDIA H200", 450e9), ("NVIDIA H20", 450e9), ("NVIDIA GB200", 900e9), ("gb200", 900e9)],
 )
 def test_links_when_the_driver_names_the_gpu_then_its_nvlink(name: str, rate: float) -> None:
     assert links_of(name)["NVLink"] == rate
 
 
 def test_links_when_the_gpu_has_no_nvlink_then_none_is_listed() -> None:
-    assert set(links_of("NVIDIA RTX PRO 6000 Blackwell Server Edition")) == {"PCIe", "network (400 Gb/s)"}
+    assert set(links_of("NVIDIA RTX PRO 6000 Blackwell Server Edition")) == {
+        "PCIe",
+        "network (400 Gb/s)",
+    }
 
 
 def test_known_gpu_when_it_is_not_then_the_names_are_listed() -> None:
@@ -146,6 +169,9 @@ def test_known_gpu_when_it_is_not_then_the_names_are_listed() -> None:
 
 def test_kv_of_a_token_when_attention_is_latent_then_every_rank_has_one_vector_per_layer() -> None:
     latent = replace(LLAMA, latent_kv_dim=576, num_kv_heads=128, num_layers=61)
-    for parallel in ({"tensor_parallel_size": 8}, {"tensor_parallel_size": 8, "enable_attention_dp": True}):
+    for parallel in (
+        {"tensor_parallel_size": 8},
+        {"tensor_parallel_size": 8, "enable_attention_dp": True},
+    ):
         found = table(changes={**parallel, "kv_cache_config.dtype": "auto"}, model=latent)
         assert found.kv_token_bytes == 61 * 576 * 2

@@ -1,4 +1,6 @@
-"""A worker against registered instances: what must be equal, and when a difference stops the start."""
+"""A worker against registered instances: what must be equal, and when a difference stops the
+start.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from dynamo_trtllm.messages import Instance, KvLayout, Role
 from tests.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts
 
-LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64, tensor_parallel_size=4)
+LAYOUT = KvLayout(
+    dtype="fp8", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64, tensor_parallel_size=4
+)
 PAIRING = {"transceiver": "UCX", "release": "1.2"}
 
 
@@ -32,7 +36,9 @@ def layout(**changes: Any) -> KvLayout:
 
 
 def rules(*peers: Instance) -> list[tuple[str, str]]:
-    return [(found.rule, found.severity) for found in check_peers(facts(Role.PREFILL), peers, PAIRING)]
+    return [
+        (found.rule, found.severity) for found in check_peers(facts(Role.PREFILL), peers, PAIRING)
+    ]
 
 
 def test_peers_when_all_fit_then_nothing_is_found() -> None:
@@ -47,11 +53,23 @@ def test_peers_when_only_tensor_parallelism_differs_then_nothing_is_found() -> N
     ("changes", "rule", "field", "value", "other"),
     [
         ({"engine": "torch"}, "peer-engine", "engine", "trtllm", "torch"),
-        ({"strategy": "decode_first"}, "peer-strategy", "disaggregation_strategy", "prefill_first", "decode_first"),
+        (
+            {"strategy": "decode_first"},
+            "peer-strategy",
+            "disaggregation_strategy",
+            "prefill_first",
+            "decode_first",
+        ),
         ({"layout": layout(dtype="bfloat16")}, "peer-layout", "layout.dtype", "fp8", "bfloat16"),
         ({"layout": layout(block_tokens=64)}, "peer-layout", "layout.block_tokens", "32", "64"),
         ({"layout": layout(num_layers=24)}, "peer-layout", "layout.num_layers", "36", "24"),
-        ({"kv_compat": {**PAIRING, "transceiver": "NIXL"}}, "peer-pairing", "transceiver", "UCX", "NIXL"),
+        (
+            {"kv_compat": {**PAIRING, "transceiver": "NIXL"}},
+            "peer-pairing",
+            "transceiver",
+            "UCX",
+            "NIXL",
+        ),
         ({"kv_compat": {"transceiver": "UCX"}}, "peer-pairing", "release", "1.2", "unset"),
         ({"card": CARD}, "peer-context", "max_seq_len", "9000 (--override-engine-args)", "128"),
     ],
@@ -61,17 +79,25 @@ def test_peers_when_the_only_one_differs_then_an_error_names_both_values(
 ) -> None:
     (finding,) = check_peers(facts(Role.PREFILL), [decode_peer(0xAB, **changes)], PAIRING)
     assert (finding.rule, finding.severity) == (rule, "error")
-    assert (finding.field, finding.value, finding.other) == (field, value, f"decode worker ab: {other}")
+    assert (finding.field, finding.value, finding.other) == (
+        field,
+        value,
+        f"decode worker ab: {other}",
+    )
 
 
 def test_peers_when_another_one_fits_then_a_difference_is_a_warning() -> None:
-    assert rules(decode_peer(1, layout=layout(block_tokens=64)), decode_peer(2)) == [("peer-layout", "warning")]
+    assert rules(decode_peer(1, layout=layout(block_tokens=64)), decode_peer(2)) == [
+        ("peer-layout", "warning")
+    ]
 
 
 def test_peers_when_prefill_is_registered_then_decode_may_not_be_shorter() -> None:
     prefill = msgspec.structs.replace(decode_peer(1), role=Role.PREFILL)
     found = check_peers(facts(Role.DECODE, {"max_seq_len": 10000}), [prefill], PAIRING)
-    assert [(finding.rule, finding.other) for finding in found] == [("peer-context", "prefill worker 1: 11000")]
+    assert [(finding.rule, finding.other) for finding in found] == [
+        ("peer-context", "prefill worker 1: 11000")
+    ]
 
 
 def test_peers_when_they_are_of_the_same_role_then_they_do_not_matter() -> None:

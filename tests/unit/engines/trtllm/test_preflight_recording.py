@@ -12,9 +12,13 @@ from tests.unit.engines.trtllm.preflight_recording import RECORDING, shipped_fin
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
 
-def test_shipped_when_preflight_runs_then_the_findings_are_the_recorded_ones(tmp_path: Path) -> None:
+def test_shipped_when_preflight_runs_then_the_findings_are_the_recorded_ones(
+    tmp_path: Path,
+) -> None:
     recorded = json.loads(RECORDING.read_text(encoding="utf-8"))
     now = shipped_findings(tmp_path)
     cases = {*recorded, *now}
     changed = {name: now.get(name) for name in cases if now.get(name) != recorded.get(name)}
-    assert changed == {}, "run python -m tests.unit.engines.trtllm.preflight_recording and commit the difference"
+    assert changed == {}, (
+        "run python -m tests.unit.engines.trtllm.preflight_recording and commit the difference"
+    )

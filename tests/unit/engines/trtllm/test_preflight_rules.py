@@ -1,4 +1,6 @@
-"""One planted error on top of a pair that is right: each rule finds its own, and the good pair finds nothing."""
+"""One planted error on top of a pair that is right: each rule finds its own, and the good pair
+finds nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.preflight.checks import PAIR_SECTIONS, WORKER_SECTIONS, check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.checks import (
+    PAIR_SECTIONS,
+    WORKER_SECTIONS,
+    check_pair,
+    check_role,
+)
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, LOAD, facts
@@ -19,7 +26,11 @@ T = "cache_transceiver_config."
 K = "kv_cache_config."
 V2 = "use_kv_cache_manager_v2"
 BEAMS = {"max_beam_width": 4}
-PYTHON = {T + "backend": "NIXL", T + "transceiver_runtime": "PYTHON", T + "max_tokens_in_buffer": ...}
+PYTHON = {
+    T + "backend": "NIXL",
+    T + "transceiver_runtime": "PYTHON",
+    T + "max_tokens_in_buffer": ...,
+}
 SPECULATIVE = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 4}}
 
 
@@ -45,24 +56,45 @@ ERRORS = [
     Planted("buffer-block-multiple", "error", both={T + "max_tokens_in_buffer": 9000}),
     Planted("buffer-block-multiple", "error", both={K + "tokens_per_block": 100}),
     Planted("prompt-over-buffer", "error", both={T + "max_tokens_in_buffer": 4096}),
-    Planted("prompt-over-buffer", "error", both={T + "max_tokens_in_buffer": 4096, T + "backend": "NIXL"}),
+    Planted(
+        "prompt-over-buffer",
+        "error",
+        both={T + "max_tokens_in_buffer": 4096, T + "backend": "NIXL"},
+    ),
     Planted("prompt-over-num-tokens", "error", prefill={"max_num_tokens": 8000}),
     Planted("request-over-seq-len", "error", decode={"max_seq_len": 9200}),
     Planted("request-over-seq-len", "error", prefill={"max_seq_len": 8192}),
     Planted("seq-len-over-model", "error", decode={"max_seq_len": 140_000}),
     Planted("expert-parallel-divides", "error", decode={"moe_expert_parallel_size": 3}),
-    Planted("moe-split", "error", decode={"moe_expert_parallel_size": 2, "moe_tensor_parallel_size": 4}),
+    Planted(
+        "moe-split", "error", decode={"moe_expert_parallel_size": 2, "moe_tensor_parallel_size": 4}
+    ),
     Planted("tensor-parallel-heads", "error", decode={"tensor_parallel_size": 6}),
     Planted("gpt-oss-pipeline", "error", decode={"pipeline_parallel_size": 2}),
     Planted(
-        "experts-with-context-parallel", "error", decode={"moe_expert_parallel_size": 4, "context_parallel_size": 2}
+        "experts-with-context-parallel",
+        "error",
+        decode={"moe_expert_parallel_size": 4, "context_parallel_size": 2},
     ),
     Planted("transceiver-missing", "error", decode={T + "backend": None}),
-    Planted("transceiver-missing", "error", prefill={T + "backend": ..., T + "max_tokens_in_buffer": ...}),
+    Planted(
+        "transceiver-missing",
+        "error",
+        prefill={T + "backend": ..., T + "max_tokens_in_buffer": ...},
+    ),
     Planted("overlap-on-prefill", "error", prefill={"disable_overlap_scheduler": False}),
-    Planted("overlap-on-prefill", "error", prefill={"disable_overlap_scheduler": ...}, known={"release": "1.1.0"}),
+    Planted(
+        "overlap-on-prefill",
+        "error",
+        prefill={"disable_overlap_scheduler": ...},
+        known={"release": "1.1.0"},
+    ),
     Planted("beam-width", "error", decode={"max_beam_width": 4}),
-    Planted("block-size-power-of-two", "error", both={K + "tokens_per_block": 48, T + "max_tokens_in_buffer": 9600}),
+    Planted(
+        "block-size-power-of-two",
+        "error",
+        both={K + "tokens_per_block": 48, T + "max_tokens_in_buffer": 9600},
+    ),
     Planted("encode-only", "error", decode={"mm_encoder_only": True}),
     Planted(
         "waiting-queue-policy",
@@ -73,7 +105,10 @@ ERRORS = [
     Planted(
         "inflight-cancel-transceiver",
         "error",
-        known={"release": "1.3.0rc27", "environment": {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1"}},
+        known={
+            "release": "1.3.0rc27",
+            "environment": {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1"},
+        },
     ),
     Planted(
         "context-parallel-python-transceiver",
@@ -98,16 +133,32 @@ ERRORS = [
     ),
     Planted("logits-processor-disaggregated", "error", decode={"batched_logits_processor": {}}),
     Planted(
-        "pipelined-transfer", "error", both={T + "enable_pipelined_transfer": True}, known={"release": "1.3.0rc27"}
+        "pipelined-transfer",
+        "error",
+        both={T + "enable_pipelined_transfer": True},
+        known={"release": "1.3.0rc27"},
     ),
     Planted("ray-without-ray", "error", decode={"ray_worker_extension_cls": "mine.Extension"}),
     Planted("moe-backend-bias", "error", decode={"moe_config.backend": "DEEPGEMM"}),
-    Planted("moe-quantization-gpu", "error", both={"moe_config.backend": "TRITON"}, known={"on": "rtx-pro-6000"}),
-    Planted("moe-quantization-gpu", "error", both={"moe_config.backend": "CUTLASS"}, known={"on": "l40s"}),
     Planted(
         "moe-quantization-gpu",
         "error",
-        both={"moe_config.backend": "CUTLASS", "env_overrides.OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8"},
+        both={"moe_config.backend": "TRITON"},
+        known={"on": "rtx-pro-6000"},
+    ),
+    Planted(
+        "moe-quantization-gpu",
+        "error",
+        both={"moe_config.backend": "CUTLASS"},
+        known={"on": "l40s"},
+    ),
+    Planted(
+        "moe-quantization-gpu",
+        "error",
+        both={
+            "moe_config.backend": "CUTLASS",
+            "env_overrides.OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8",
+        },
         known={"on": "h200"},
     ),
     Planted(
@@ -122,7 +173,12 @@ ERRORS = [
         decode={"moe_config.backend": "TRITON", "moe_expert_parallel_size": 4},
     ),
     Planted("kv-dtype-gpu", "error", known={"on": "a100"}),
-    Planted("kv-dtype-gpu", "error", both={K + "dtype": "nvfp4"}, known={"on": "h200", "release": "1.3.0rc27"}),
+    Planted(
+        "kv-dtype-gpu",
+        "error",
+        both={K + "dtype": "nvfp4"},
+        known={"on": "h200", "release": "1.3.0rc27"},
+    ),
     Planted("weights-over-memory", "error", known={"on": "rtx-5090"}),
     Planted("ucx-without-cuda", "error", known={"environment": {"UCX_TLS": "tcp,self"}}),
     Planted("ucx-without-cuda", "error", both={"env_overrides.UCX_TLS": "tcp"}),
@@ -176,7 +232,13 @@ ERRORS = [
     Planted("seq-len-order", "error", prefill={"max_seq_len": ...}),
     Planted("attention-window-equal", "error", decode={K + "max_attention_window": [128, 11000]}),
     Planted("speculative-equal", "error", decode=SPECULATIVE),
-    Planted("speculative-equal", "error", prefill=SPECULATIVE, both=PYTHON, known={"release": "1.3.0rc27"}),
+    Planted(
+        "speculative-equal",
+        "error",
+        prefill=SPECULATIVE,
+        both=PYTHON,
+        known={"release": "1.3.0rc27"},
+    ),
     Planted("unfetched-kv-leaks", "error", known={"release": "1.1.0"}),
 ]
 WARNINGS = [
@@ -186,27 +248,61 @@ WARNINGS = [
         decode={"sampler_type": "auto"},
         known={"release": "1.3.0rc13"},
     ),
-    Planted("no-room-for-kv", "warning", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
+    Planted(
+        "no-room-for-kv",
+        "warning",
+        prefill={T + "max_tokens_in_buffer": 2_097_152},
+        known={"on": "gb200"},
+    ),
     Planted("buffer-unset", "warning", both={T + "max_tokens_in_buffer": ...}),
-    Planted("prompt-limit-over-num-tokens", "warning", prefill={"max_num_tokens": 8192}, known={"load": Load()}),
+    Planted(
+        "prompt-limit-over-num-tokens",
+        "warning",
+        prefill={"max_num_tokens": 8192},
+        known={"load": Load()},
+    ),
     Planted("batch-over-num-tokens", "warning", decode={"max_num_tokens": 1024}),
-    Planted("speculative-decode-only", "warning", both=PYTHON, decode=SPECULATIVE, known={"release": "1.3.0rc27"}),
+    Planted(
+        "speculative-decode-only",
+        "warning",
+        both=PYTHON,
+        decode=SPECULATIVE,
+        known={"release": "1.3.0rc27"},
+    ),
     Planted(
         "speculative-differs",
         "warning",
         prefill=SPECULATIVE,
         decode={"speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
     ),
-    Planted("draft-tokens-over-num-tokens", "warning", both=SPECULATIVE, decode={"max_num_tokens": 6000}),
-    Planted("attention-backend-spelling", "warning", both={"attn_backend": "flashinfer"}, known={"model": LLAMA}),
+    Planted(
+        "draft-tokens-over-num-tokens", "warning", both=SPECULATIVE, decode={"max_num_tokens": 6000}
+    ),
+    Planted(
+        "attention-backend-spelling",
+        "warning",
+        both={"attn_backend": "flashinfer"},
+        known={"model": LLAMA},
+    ),
     Planted("kv-dtype-unknown", "warning", both={K + "dtype": "FP8"}),
     Planted(
         "kv-dtype-overrides-checkpoint",
         "warning",
         known={"model": replace(GPT_OSS, kv_quantization="nvfp4"), "release": "1.3.0rc29"},
     ),
-    Planted("beam-width-python-transceiver", "warning", both=PYTHON, decode=BEAMS, known={"release": "1.3.0rc27"}),
-    Planted("runtime-auto-candidate", "warning", both={T + "backend": "NIXL"}, known={"release": "1.3.0rc20"}),
+    Planted(
+        "beam-width-python-transceiver",
+        "warning",
+        both=PYTHON,
+        decode=BEAMS,
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "runtime-auto-candidate",
+        "warning",
+        both={T + "backend": "NIXL"},
+        known={"release": "1.3.0rc20"},
+    ),
     Planted(
         "pipeline-parallel-transfer-timeout",
         "warning",
@@ -221,7 +317,10 @@ WARNINGS = [
         known={"release": "1.3.0rc27"},
     ),
     Planted(
-        "v2-without-fabric", "warning", both={**PYTHON, K + V2: True}, known={"on": "h200", "release": "1.3.0rc24"}
+        "v2-without-fabric",
+        "warning",
+        both={**PYTHON, K + V2: True},
+        known={"on": "h200", "release": "1.3.0rc24"},
     ),
     Planted(
         "attention-backend-model",
@@ -241,29 +340,57 @@ WARNINGS = [
     Planted(
         "transfer-timeout-short",
         "warning",
-        both={T + "max_tokens_in_buffer": 122_880, "max_seq_len": 131_072, "enable_chunked_prefill": True},
+        both={
+            T + "max_tokens_in_buffer": 122_880,
+            "max_seq_len": 131_072,
+            "enable_chunked_prefill": True,
+        },
         known={"load": replace(LOAD, isl=120_000), "release": "1.3.0rc27"},
     ),
-    Planted("variable-wrong-answers", "warning", known={"environment": {"ENABLE_PERFECT_ROUTER": "1"}}),
-    Planted("variable-wrong-answers", "warning", decode={"env_overrides.TLLM_OVERRIDE_LAYER_NUM": "2"}),
-    Planted("variable-broken-transfer", "warning", known={"environment": {"TRTLLM_DISAGG_LAYERWISE": "1"}}),
+    Planted(
+        "variable-wrong-answers", "warning", known={"environment": {"ENABLE_PERFECT_ROUTER": "1"}}
+    ),
+    Planted(
+        "variable-wrong-answers", "warning", decode={"env_overrides.TLLM_OVERRIDE_LAYER_NUM": "2"}
+    ),
+    Planted(
+        "variable-broken-transfer",
+        "warning",
+        known={"environment": {"TRTLLM_DISAGG_LAYERWISE": "1"}},
+    ),
     Planted(
         "variable-waiting-decode",
         "warning",
         known={"environment": {"TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP": "1"}},
     ),
-    Planted("roce-local-subnet", "warning", known={"environment": {"UCX_IB_ROCE_LOCAL_SUBNET": "y"}}),
-    Planted("host-offload-corruption", "warning", decode={K + "host_cache_size": 1 << 30}, known={"release": "1.1.0"}),
+    Planted(
+        "roce-local-subnet", "warning", known={"environment": {"UCX_IB_ROCE_LOCAL_SUBNET": "y"}}
+    ),
+    Planted(
+        "host-offload-corruption",
+        "warning",
+        decode={K + "host_cache_size": 1 << 30},
+        known={"release": "1.1.0"},
+    ),
     Planted("lora-disaggregated", "warning", both={"enable_lora": True}),
     Planted("events-without-reuse", "warning", decode={K + "event_buffer_max_size": 1024}),
-    Planted("cache-manager-fallback", "warning", both={K + V2: True}, known={"release": "1.3.0rc27"}),
+    Planted(
+        "cache-manager-fallback", "warning", both={K + V2: True}, known={"release": "1.3.0rc27"}
+    ),
     Planted("dummy-weights", "warning", both={"load_format": "dummy"}),
     Planted("moe-backend-falls-back", "warning", known={"on": "h200"}),
     Planted("moe-backend-falls-back", "warning", known={"on": "rtx-pro-6000"}),
     Planted("moe-backend-falls-back", "warning", both={"moe_config.backend": "CUTEDSL"}),
-    Planted("gpt-oss-rtx-blackwell", "warning", both={"moe_config.backend": "CUTLASS"}, known={"on": "rtx-pro-6000"}),
+    Planted(
+        "gpt-oss-rtx-blackwell",
+        "warning",
+        both={"moe_config.backend": "CUTLASS"},
+        known={"on": "rtx-pro-6000"},
+    ),
     Planted("kv-dtype-unknown", "warning", both={K + "dtype": "int8"}),
-    Planted("kv-fp8-hopper", "warning", both={"moe_config.backend": "TRITON"}, known={"on": "h200"}),
+    Planted(
+        "kv-fp8-hopper", "warning", both={"moe_config.backend": "TRITON"}, known={"on": "h200"}
+    ),
     Planted(
         "seq-len-over-kv",
         "warning",
@@ -275,25 +402,47 @@ WARNINGS = [
         },
         known={"on": "h100"},
     ),
-    Planted("load-over-kv", "warning", known={"load": replace(LOAD, isl=100_000, concurrency=1280)}),
+    Planted(
+        "load-over-kv", "warning", known={"load": replace(LOAD, isl=100_000, concurrency=1280)}
+    ),
     Planted("release-equal", "warning", known_decode={"release": "1.1.0"}),
-    Planted("pipeline-to-tensor", "warning", prefill={"pipeline_parallel_size": 2}, known={"model": LLAMA}),
+    Planted(
+        "pipeline-to-tensor",
+        "warning",
+        prefill={"pipeline_parallel_size": 2},
+        known={"model": LLAMA},
+    ),
     Planted("buffer-differs", "warning", decode={T + "max_tokens_in_buffer": 16384}),
 ]
 NOTES = [
     Planted("graph-over-batch", "note", decode={"cuda_graph_config.max_batch_size": 2048}),
     Planted("graph-over-batch", "note", decode={"cuda_graph_config.batch_sizes": [1, 1281]}),
-    Planted("host-offload-chunked", "note", prefill={K + "host_cache_size": 1 << 30, "enable_chunked_prefill": True}),
+    Planted(
+        "host-offload-chunked",
+        "note",
+        prefill={K + "host_cache_size": 1 << 30, "enable_chunked_prefill": True},
+    ),
     Planted("speculative-disaggregated", "note", both=SPECULATIVE),
     Planted("transfer-timeout-crash", "note", known={"release": "1.3.0rc14"}),
-    Planted("bounce-buffer-cpp", "note", both={T + "kv_cache_bounce_size_mb": 512}, known={"release": "1.3.0rc27"}),
-    Planted("bounce-buffer-unset", "note", both={T + "backend": "NIXL"}, known={"release": "1.3.0rc27"}),
+    Planted(
+        "bounce-buffer-cpp",
+        "note",
+        both={T + "kv_cache_bounce_size_mb": 512},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "bounce-buffer-unset", "note", both={T + "backend": "NIXL"}, known={"release": "1.3.0rc27"}
+    ),
     Planted("kv-heads-copied", "note", decode={"tensor_parallel_size": 16}),
     Planted("attention-dp-unused", "note", decode={"attention_dp_config.enable_balance": True}),
     Planted(
         "attention-dp-balance-prefill",
         "note",
-        prefill={"attention_dp_config.enable_balance": True, "enable_attention_dp": True, "tensor_parallel_size": 4},
+        prefill={
+            "attention_dp_config.enable_balance": True,
+            "enable_attention_dp": True,
+            "tensor_parallel_size": 4,
+        },
     ),
     Planted("attention-dp-alone", "note", prefill={"enable_attention_dp": True}),
     Planted("transceiver-default", "note", both={T + "backend": "DEFAULT"}),
@@ -301,7 +450,9 @@ NOTES = [
     Planted("cpp-transceiver-deprecated", "note", known={"release": "1.3.0rc27"}),
     Planted("reuse-on-prefill", "note", prefill={K + "enable_block_reuse": True}),
     Planted("reuse-with-windows", "note", decode={K + "enable_block_reuse": True}),
-    Planted("moe-cutlass-hopper", "note", both={"moe_config.backend": "CUTLASS"}, known={"on": "h200"}),
+    Planted(
+        "moe-cutlass-hopper", "note", both={"moe_config.backend": "CUTLASS"}, known={"on": "h200"}
+    ),
     Planted("nvlink-domains", "note", known={"environment": {}}),
     Planted("infiniband-loopback", "note", known={"environment": {}, "on": "b200"}),
     Planted(
@@ -319,7 +470,8 @@ NOTES = [
     Planted("load-over-batch", "note", known={"load": replace(LOAD, concurrency=4000)}),
 ]
 PLANTED = [*ERRORS, *WARNINGS, *NOTES]
-# Found on aggregated workers alone, or only where no profile advises; tested below. The others: test_preflight_kv.py.
+# Found on aggregated workers alone, or only where no profile advises; tested below. The others:
+# test_preflight_kv.py.
 IN_OTHER_TESTS = {"transceiver-idle", "moe-backend-unset", "kv-dtype-checkpoint"}
 IN_OTHER_TESTS |= {
     "cache-manager-transceiver",
@@ -331,7 +483,9 @@ IN_OTHER_TESTS |= {
 def found_in(planted: Planted) -> dict[str, str]:
     """Severity of everything found, by rule."""
     prefill = facts(P, {**planted.both, **planted.prefill}, **planted.known)
-    decode = facts(D, {**planted.both, **planted.decode}, **{**planted.known, **planted.known_decode})
+    decode = facts(
+        D, {**planted.both, **planted.decode}, **{**planted.known, **planted.known_decode}
+    )
     findings = [*check_role(prefill), *check_role(decode), *check_pair(prefill, decode)]
     return {finding.rule: finding.severity for finding in findings}
 
@@ -344,7 +498,9 @@ def test_check_when_the_pair_is_right_then_nothing_is_found() -> None:
 
 @pytest.mark.parametrize("release", ["1.1.0", "1.2.1", "1.3.0rc27"])
 @pytest.mark.parametrize("name", ["gb200", "b200", "b300"])
-def test_check_when_the_pair_is_right_in_any_release_then_no_error_and_no_warning(release: str, name: str) -> None:
+def test_check_when_the_pair_is_right_in_any_release_then_no_error_and_no_warning(
+    release: str, name: str
+) -> None:
     found = found_in(Planted("", "", known={"release": release, "on": name}))
     assert {name for name, severity in found.items() if severity != "note"} == (
         {"unfetched-kv-leaks"} if release < "1.2" else set()
@@ -368,7 +524,9 @@ def test_check_when_a_worker_serves_whole_requests_then_a_transceiver_is_noted_a
     assert (finding.rule, finding.severity) == ("transceiver-idle", "note")
 
 
-def test_check_when_something_is_found_then_field_both_values_sources_and_fix_are_reported() -> None:
+def test_check_when_something_is_found_then_field_both_values_sources_and_fix_are_reported() -> (
+    None
+):
     prefill, decode = facts(P), facts(D, {K + "tokens_per_block": 64})
     (finding,) = check_pair(prefill, decode)
     assert finding.field == "kv_cache_config.tokens_per_block"
@@ -384,12 +542,16 @@ def test_check_when_a_value_is_the_releases_default_then_its_source_says_so() ->
 
 
 def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one() -> None:
-    (finding,) = [f for f in check_role(facts(P, {T + "max_tokens_in_buffer": 9000})) if f.severity == "error"]
+    (finding,) = [
+        f for f in check_role(facts(P, {T + "max_tokens_in_buffer": 9000})) if f.severity == "error"
+    ]
     assert finding.fix == "set it to 9024, on both sides"
 
 
 @pytest.mark.parametrize("extra", [{"a.b": "1"}, {5: "1"}], ids=["dotted", "number"])
-def test_variable_when_its_section_has_an_odd_key_then_it_is_seen_all_the_same(extra: dict[Any, str]) -> None:
+def test_variable_when_its_section_has_an_odd_key_then_it_is_seen_all_the_same(
+    extra: dict[Any, str],
+) -> None:
     overrides = {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1", **extra}
     judged = facts(P, {"env_overrides": overrides}, release="1.3.0rc29")
     assert "inflight-cancel-transceiver" in {finding.rule for finding in check_role(judged)}
@@ -401,9 +563,17 @@ def test_parallelism_when_attention_is_data_parallel_then_heads_need_not_be_divi
     assert "tensor-parallel-heads" not in {finding.rule for finding in check_role(judged)}
 
 
-def test_parallelism_when_context_parallelism_is_helix_then_experts_are_divided_over_it_too() -> None:
-    helix = {"context_parallel_size": 2, "cp_config": {"cp_type": "HELIX"}, "tensor_parallel_size": 1}
-    rules = {finding.rule for finding in check_role(facts(D, {**helix, "moe_expert_parallel_size": 2}))}
+def test_parallelism_when_context_parallelism_is_helix_then_experts_are_divided_over_it_too() -> (
+    None
+):
+    helix = {
+        "context_parallel_size": 2,
+        "cp_config": {"cp_type": "HELIX"},
+        "tensor_parallel_size": 1,
+    }
+    rules = {
+        finding.rule for finding in check_role(facts(D, {**helix, "moe_expert_parallel_size": 2}))
+    }
     assert not rules & {"expert-parallel-divides", "experts-with-context-parallel", "moe-split"}
 
 
@@ -415,9 +585,16 @@ def test_parallelism_when_context_parallelism_is_helix_then_experts_are_divided_
         ([9000], None),
     ],
 )
-def test_windows_when_they_mean_the_same_then_they_are_equal(prefill: list[int], decode: list[int] | None) -> None:
+def test_windows_when_they_mean_the_same_then_they_are_equal(
+    prefill: list[int], decode: list[int] | None
+) -> None:
     window = K + "max_attention_window"
-    assert check_pair(facts(P, {window: prefill}), facts(D, {window: decode or ..., "max_seq_len": 9000})) == []
+    assert (
+        check_pair(
+            facts(P, {window: prefill}), facts(D, {window: decode or ..., "max_seq_len": 9000})
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("drafts", ["3", [3], 3.5, None])
@@ -425,13 +602,17 @@ def test_drafts_when_their_number_is_no_number_then_nothing_crashes(drafts: Any)
     check_role(facts(D, {"speculative_config": {"decoding_type": "MTP", "max_draft_len": drafts}}))
 
 
-def test_v2_rule_when_the_manager_is_left_to_the_model_by_the_word_auto_then_as_if_it_was_unset() -> None:
+def test_v2_rule_when_the_manager_is_left_to_the_model_by_the_word_auto_then_as_if_it_was_unset() -> (
+    None
+):
     judged = facts(P, {**PYTHON, K + V2: "auto"}, release="1.3.0rc24", on="h200")
     assert "v2-without-fabric" in {finding.rule for finding in check_role(judged)}
 
 
 def test_check_when_several_are_found_then_the_worst_comes_first() -> None:
-    judged = facts(P, {"disable_overlap_scheduler": False, "load_format": "dummy", "enable_attention_dp": True})
+    judged = facts(
+        P, {"disable_overlap_scheduler": False, "load_format": "dummy", "enable_attention_dp": True}
+    )
     assert [finding.severity for finding in check_role(judged)] == ["error", "warning", "note"]
 
 
@@ -450,7 +631,9 @@ def test_buffer_rules_when_the_transceiver_is_python_then_silent() -> None:
             *check_role(facts(P, changes, release="1.3.0rc27")),
             *check_role(facts(D, changes, release="1.3.0rc27")),
         ]
-        found += check_pair(facts(P, changes, release="1.3.0rc27"), facts(D, nixl, release="1.3.0rc27"))
+        found += check_pair(
+            facts(P, changes, release="1.3.0rc27"), facts(D, nixl, release="1.3.0rc27")
+        )
         assert [finding.rule for finding in found] == []
 
 
@@ -474,13 +657,19 @@ def test_timeout_rules_when_the_worker_sets_it_then_silent() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 8}])
-def test_pair_when_tensor_parallelism_differs_with_trtllm_attention_then_silent(changes: dict[str, Any]) -> None:
+def test_pair_when_tensor_parallelism_differs_with_trtllm_attention_then_silent(
+    changes: dict[str, Any],
+) -> None:
     assert check_pair(facts(P), facts(D, changes)) == []
 
 
 @pytest.mark.parametrize("given", ["", "all", "cuda_ipc,cuda_copy,sm,tcp,self", "tcp,cuda", "^ib"])
 def test_ucx_rule_when_cuda_is_among_the_transports_then_silent(given: str) -> None:
-    environment = {"UCX_TLS": given, "TRTLLM_DISAGG_LAYERWISE": "0", "UCX_CUDA_IPC_ENABLE_MNNVL": "y"}
+    environment = {
+        "UCX_TLS": given,
+        "TRTLLM_DISAGG_LAYERWISE": "0",
+        "UCX_CUDA_IPC_ENABLE_MNNVL": "y",
+    }
     assert check_role(facts(D, environment=environment)) == []
 
 

@@ -1,4 +1,6 @@
-"""The shipped engine_configs at the GPUs they are for, in every release they claim: notes are allowed, nothing else."""
+"""The shipped engine_configs at the GPUs they are for, in every release they claim: notes are
+allowed, nothing else.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,27 @@ pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
 
 def claimed(path: Path) -> list[str]:
-    """The releases in a file's first line; the candidates of 1.3 by the name of the one that was read."""
+    """The releases in a file's first line; the candidates of 1.3 by the name of the one that was
+    read.
+    """
     found = re.fullmatch(r"# releases: (.+)", path.read_text().partition("\n")[0])
     assert found is not None
     return [f"{name}27" if name.endswith("rc") else name for name in found[1].split(", ")]
 
 
 def cases() -> list[Any]:
-    """Return every GPU with the newest release and every release with the first GPU; the other pairs are long cases."""
+    """Return every GPU with the newest release and every release with the first GPU; the other
+    pairs are long cases.
+    """
     found = []
     for name, (gpus, _, _) in SHIPPED.items():
         (first, *_) = sorted((FOLDER / name).glob("*.yaml"))
         releases = claimed(first)
         for gpu, release in product(gpus, releases):
             is_default = gpu == gpus[0] or release == releases[-1]
-            found.append(pytest.param(name, gpu, release, marks=() if is_default else pytest.mark.long))
+            found.append(
+                pytest.param(name, gpu, release, marks=() if is_default else pytest.mark.long)
+            )
     return found
 
 
@@ -70,4 +78,6 @@ def test_shipped_when_judged_for_the_load_it_is_for_then_only_notes(name: str) -
 
 def test_shipped_when_listed_then_every_file_of_tensorrt_llm_is_judged() -> None:
     folders = {path.parent.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")}
-    assert {name for name in folders if not name.startswith(("tiny-gpt-oss", "vllm"))} == set(SHIPPED)
+    assert {name for name in folders if not name.startswith(("tiny-gpt-oss", "vllm"))} == set(
+        SHIPPED
+    )

@@ -14,10 +14,16 @@ pytestmark = pytest.mark.usefixtures("profiles_read_once")
 NIXL = {"cache_transceiver_config.backend": "NIXL"}
 
 
-def found(changes: dict[str, Any] | None = None, role: Role = Role.PREFILL, **known: Any) -> dict[str, str]:
+def found(
+    changes: dict[str, Any] | None = None, role: Role = Role.PREFILL, **known: Any
+) -> dict[str, str]:
     """Return the values of the findings about the environment, by rule."""
     rules = ("nvlink-domains", "infiniband-loopback", "roce-local-subnet", "foreign-nixl")
-    return {each.rule: each.value for each in check_role(facts(role, changes, **known)) if each.rule in rules}
+    return {
+        each.rule: each.value
+        for each in check_role(facts(role, changes, **known))
+        if each.rule in rules
+    }
 
 
 def test_transport_notes_when_the_gpu_or_the_role_has_no_such_path_then_silent() -> None:
@@ -33,7 +39,10 @@ def test_transport_notes_when_the_gpu_or_the_role_has_no_such_path_then_silent()
     ("environment", "path"),
     [
         ({"LD_LIBRARY_PATH": "/usr/local/ucx/lib:/usr/lib"}, "/usr/local/ucx/lib"),
-        ({"NIXL_PLUGIN_DIR": "/opt/nixl/plugins", "LD_LIBRARY_PATH": "/usr/local/ucx/lib"}, "/opt/nixl/plugins"),
+        (
+            {"NIXL_PLUGIN_DIR": "/opt/nixl/plugins", "LD_LIBRARY_PATH": "/usr/local/ucx/lib"},
+            "/opt/nixl/plugins",
+        ),
         ({"LD_LIBRARY_PATH": "/venv/tensorrt_llm/libs/nixl:/usr/lib"}, None),
         ({"LD_LIBRARY_PATH": ""}, None),
     ],

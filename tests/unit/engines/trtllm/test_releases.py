@@ -1,4 +1,6 @@
-"""The manifests of TensorRT-LLM's releases: untouched, and read for what they say and what they do not say."""
+"""The manifests of TensorRT-LLM's releases: untouched, and read for what they say and what they do
+not say.
+"""
 
 import hashlib
 import logging
@@ -27,7 +29,11 @@ def by_name(name: str) -> ApiManifest:
 
 
 def test_manifests_when_compared_with_what_was_read_then_byte_for_byte_the_same() -> None:
-    shipped = [file for file in resources.files(api_manifests.__name__).iterdir() if file.name.endswith(".json")]
+    shipped = [
+        file
+        for file in resources.files(api_manifests.__name__).iterdir()
+        if file.name.endswith(".json")
+    ]
     assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shipped} == SHA256
 
 
@@ -54,7 +60,8 @@ P, A, N = "PRESENT", "ABSENT", "NOT_READ"
         ("TorchLlmArgs", "enable_tokenization_cache", (A, A, A, P, P, P)),
         ("TorchLlmArgs", "iter_perf_stats_interval", (A, A, A, A, N, N)),
         ("KvCacheConfig", "tokens_per_block", (P, P, P, P, P, P)),
-        ("KvCacheConfig", "avg_seq_len", (A, A, P, P, P, P)),  # rc27 was read in part, and rc29 fills the gap
+        # rc27 was read in part, and rc29 fills the gap
+        ("KvCacheConfig", "avg_seq_len", (A, A, P, P, P, P)),
         ("KvCacheConfig", "host_cache_bind_to_gpu_numa_node", (A, A, N, A, A, P)),
         ("KvCacheConfig", "mixed_precision_first_n", (A, A, N, A, A, P)),
         ("CacheTransceiverConfig", "agent_bounce_buffer_enable", (A, A, A, P, P, P)),
@@ -100,7 +107,11 @@ def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> No
     assert release.fields("TorchLlmArgs")["load_format"].default == "AUTO"
     assert release.fields("LLM.generate_async")["inputs"].required
     assert not release.fields("LLM.generate_async")["streaming"].required
-    assert release.values("CapacitySchedulerPolicy") == ("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH")
+    assert release.values("CapacitySchedulerPolicy") == (
+        "MAX_UTILIZATION",
+        "GUARANTEED_NO_EVICT",
+        "STATIC_BATCH",
+    )
     assert release.fields("NoSuchClass") == {}
 
 
@@ -118,7 +129,9 @@ def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> No
         ("1.4.0rc4", "1.4.0rc4"),
     ],
 )
-def test_release_for_when_the_release_was_read_then_that_one_as_read(version: str, name: str) -> None:
+def test_release_for_when_the_release_was_read_then_that_one_as_read(
+    version: str, name: str
+) -> None:
     release = release_for(version)
     assert release.name == release.title == name
     assert release.not_read == by_name(name).not_read
@@ -152,7 +165,9 @@ def test_release_for_when_a_candidate_was_not_read_then_the_nearest_one_and_all_
     assert not by_name("1.3.0rc27").is_in_part("TorchLlmArgs")  # as before
 
 
-def test_release_for_when_newer_than_all_known_then_the_newest_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_release_for_when_newer_than_all_known_then_the_newest_and_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert release_for("2.0.1").name == "1.4.0rc4"
     assert "TensorRT-LLM 2.0.1 is unknown; using the argument schema of 1.4.0rc4" in caplog.text
@@ -163,7 +178,12 @@ def test_fields_when_candidates_differ_then_each_has_its_own_default_and_values(
         release.name: release.fields("CacheTransceiverConfig")["transceiver_runtime"].default
         for release in LIBRARY.releases[2:]
     }
-    assert runtimes == {"1.3.0rc27": "auto", "1.3.0rc28": "auto", "1.3.0rc29": "auto", "1.4.0rc4": "PYTHON"}
+    assert runtimes == {
+        "1.3.0rc27": "auto",
+        "1.3.0rc28": "auto",
+        "1.3.0rc29": "auto",
+        "1.4.0rc4": "PYTHON",
+    }
     assert by_name("1.3.0rc27").values("WaitingQueuePolicy") == ("fcfs", "priority")
     # SchedulerConfig of rc29 was read, its enumeration was not.
     assert "WaitingQueuePolicy" in by_name("1.3.0rc29").open_enums - by_name("1.3.0rc27").open_enums
@@ -171,7 +191,9 @@ def test_fields_when_candidates_differ_then_each_has_its_own_default_and_values(
 
 @pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "1.0.0.post1"])
 def test_release_for_when_too_old_then_refused_with_the_oldest_that_works(version: str) -> None:
-    with pytest.raises(ConfigError, match=f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer."):
+    with pytest.raises(
+        ConfigError, match=f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer."
+    ):
         release_for(version)
 
 

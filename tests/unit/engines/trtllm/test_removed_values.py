@@ -16,9 +16,13 @@ def check(release: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.3.0rc24", "1.3.0rc27", "1.3.0rc29", "1.4.0rc1", "1.4.0rc4"])
-def test_args_when_experts_are_wideep_then_refused_from_1_3_on_with_its_successors(version: str) -> None:
+def test_args_when_experts_are_wideep_then_refused_from_1_3_on_with_its_successors(
+    version: str,
+) -> None:
     check("1.2.1", "WIDEEP")
-    with pytest.raises(ConfigError, match=r"backend is 'WIDEEP': expected .*1\.3 removed it.*DEEPGEMM") as caught:
+    with pytest.raises(
+        ConfigError, match=r"backend is 'WIDEEP': expected .*1\.3 removed it.*DEEPGEMM"
+    ) as caught:
         check(version, "WIDEEP")
     assert caught.value.field == "moe_config.backend"
 

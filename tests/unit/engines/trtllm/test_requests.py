@@ -14,7 +14,15 @@ import pytest
 from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    OutputFormat,
+    Phase,
+    Role,
+    Sampling,
+    StructuredOutput,
+    token_ids,
+)
 from tests.instances import make_transfer_params
 from tests.unit.engines.scripted_library import info_of
 
@@ -39,11 +47,15 @@ def rules(**changes: Any) -> Any:
         "conversations": False,
     }
     own = {"vocab_size": 201088, "eos_token_ids": (RETURN, CALL, EOS)}
-    own |= {name: changes.pop(name) for name in list(changes) if name in EngineInfo.__dataclass_fields__}
+    own |= {
+        name: changes.pop(name) for name in list(changes) if name in EngineInfo.__dataclass_fields__
+    }
     return SimpleNamespace(info=info_of(**own), **{**values, **changes})
 
 
-def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = None, **sampling: Any) -> GenerateRequest:
+def ask(
+    prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = None, **sampling: Any
+) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -79,7 +91,12 @@ def test_call_when_decode_then_it_streams_the_original_length() -> None:
 
 
 def test_call_when_answer_would_leave_the_context_then_it_is_cut() -> None:
-    assert TrtllmRequest(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling["max_tokens"] == 70
+    assert (
+        TrtllmRequest(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling[
+            "max_tokens"
+        ]
+        == 70
+    )
 
 
 def test_call_when_made_twice_then_nothing_is_shared() -> None:
@@ -111,7 +128,9 @@ def test_stops_when_eos_is_ignored_then_only_foreign_ones_are_left() -> None:
 
 
 @pytest.mark.parametrize("stop_token_ids", [(), (7,)])
-def test_min_tokens_when_eos_is_ignored_then_it_is_idle_and_left_out(stop_token_ids: tuple[int, ...]) -> None:
+def test_min_tokens_when_eos_is_ignored_then_it_is_idle_and_left_out(
+    stop_token_ids: tuple[int, ...],
+) -> None:
     request = ask(ignore_eos=True, min_tokens=3, stop_token_ids=stop_token_ids)
     assert "min_tokens" not in TrtllmRequest(request, rules(min_tokens=False)).sampling
 
@@ -156,7 +175,13 @@ def test_sampling_when_asked_then_every_field_arrives() -> None:
 
 def test_sampling_when_neutral_then_penalties_are_left_out() -> None:
     sampling = TrtllmRequest(ask(), rules()).sampling
-    assert not {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"} & set(sampling)
+    assert not {
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_p",
+        "min_tokens",
+    } & set(sampling)
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(None, None), (0, 1), (1, 1), (5, 5)])
@@ -182,7 +207,9 @@ def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
         (ask(presence_penalty=1.0), "presence_penalty"),
     ],
 )
-def test_call_when_it_can_not_be_supported_then_refused_by_name(request_: GenerateRequest, field: str) -> None:
+def test_call_when_it_can_not_be_supported_then_refused_by_name(
+    request_: GenerateRequest, field: str
+) -> None:
     unsupported_features = ("cache_salt", "guided", "logit_bias", "presence_penalty")
     with pytest.raises(RequestRejected) as caught:
         TrtllmRequest(request_, rules(unsupported_features=unsupported_features))
@@ -190,7 +217,9 @@ def test_call_when_it_can_not_be_supported_then_refused_by_name(request_: Genera
 
 
 TOO_LARGE = 300_000
-GUIDED = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),), unfinished_ids=(TOO_LARGE,))
+GUIDED = StructuredOutput(
+    alternatives=(OutputFormat(json_schema="{}"),), unfinished_ids=(TOO_LARGE,)
+)
 FIRST = msgspec.structs.replace(make_transfer_params("t"), first_token_ids=token_ids([TOO_LARGE]))
 
 
@@ -204,14 +233,21 @@ FIRST = msgspec.structs.replace(make_transfer_params("t"), first_token_ids=token
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_call_when_a_token_is_not_in_the_vocabulary_then_refused_by_name(call: GenerateRequest, field: str) -> None:
+def test_call_when_a_token_is_not_in_the_vocabulary_then_refused_by_name(
+    call: GenerateRequest, field: str
+) -> None:
     with pytest.raises(RequestRejected, match=f"{TOO_LARGE} in {field} .* vocabulary") as caught:
         TrtllmRequest(call, rules())
     assert caught.value.field == field
 
 
 def test_call_when_a_stop_token_is_not_in_the_vocabulary_then_it_is_left_out() -> None:
-    assert TrtllmRequest(ask(stop_token_ids=(7, TOO_LARGE)), rules()).stop_ids == {7, RETURN, CALL, EOS}
+    assert TrtllmRequest(ask(stop_token_ids=(7, TOO_LARGE)), rules()).stop_ids == {
+        7,
+        RETURN,
+        CALL,
+        EOS,
+    }
 
 
 def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:
@@ -224,11 +260,13 @@ def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
     assert TrtllmRequest(request, rules()).keywords["inputs"] == list(range(10))
 
 
-# --- guided --------------------------------------------------------------------------------------------
+# --- guided ---------------------------------------------------------------------------------------
 
 
 def guided(*alternatives: OutputFormat, after: str = "", **changes: Any) -> dict[str, Any]:
-    call = TrtllmRequest(ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes))
+    call = TrtllmRequest(
+        ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes)
+    )
     assert call.guided is not None
     return call.guided
 
@@ -239,7 +277,10 @@ def test_guided_when_a_schema_is_all_then_the_json_guide_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "content"),
-    [("regex", {"type": "regex", "pattern": "a+"}), ("grammar", {"type": "grammar", "grammar": "a+"})],
+    [
+        ("regex", {"type": "regex", "pattern": "a+"}),
+        ("grammar", {"type": "grammar", "grammar": "a+"}),
+    ],
 )
 def test_guided_when_regex_or_grammar_then_alone_by_its_name_and_after_a_header_in_a_structural_tag(
     kind: str, content: dict[str, str]
@@ -255,15 +296,23 @@ def test_guided_when_any_object_then_json_object() -> None:
 
 
 def test_guided_when_after_free_text_then_a_triggered_tag_ends_it() -> None:
-    found = json.loads(guided(OutputFormat(json_schema=SCHEMA), after="<|message|>")["structural_tag"])
+    found = json.loads(
+        guided(OutputFormat(json_schema=SCHEMA), after="<|message|>")["structural_tag"]
+    )
     assert found["format"]["type"] == "triggered_tags"
     assert found["format"]["triggers"] == ["<|message|>"]
     assert found["format"]["stop_after_first"] is True
-    assert found["format"]["tags"][0]["content"] == {"type": "json_schema", "json_schema": json.loads(SCHEMA)}
+    assert found["format"]["tags"][0]["content"] == {
+        "type": "json_schema",
+        "json_schema": json.loads(SCHEMA),
+    }
 
 
 def test_guided_when_several_forms_then_one_of_them() -> None:
-    forms = (OutputFormat(json_schema=SCHEMA, prefix="a "), OutputFormat(json_schema="{}", prefix="b "))
+    forms = (
+        OutputFormat(json_schema=SCHEMA, prefix="a "),
+        OutputFormat(json_schema="{}", prefix="b "),
+    )
     found = json.loads(guided(*forms)["structural_tag"])["format"]
     assert found["type"] == "or"
     assert [each["elements"][0]["value"] for each in found["elements"]] == ["a ", "b "]
@@ -275,10 +324,14 @@ def test_guided_when_backend_takes_no_tags_then_refused_with_the_cure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "rank"), [(Phase.PREFILL, 1), (Phase.DECODE, 0), (Phase.AGGREGATED, 0)], ids=lambda value: str(value)
+    ("phase", "rank"),
+    [(Phase.PREFILL, 1), (Phase.DECODE, 0), (Phase.AGGREGATED, 0)],
+    ids=lambda value: str(value),
 )
 def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: int) -> None:
-    asked = msgspec.structs.replace(ask(phase=phase), dp_rank=0, prefill_dp_rank=1, relax_dp_rank=True)
+    asked = msgspec.structs.replace(
+        ask(phase=phase), dp_rank=0, prefill_dp_rank=1, relax_dp_rank=True
+    )
     wanted = {"attention_dp_rank": rank, "attention_dp_relax": True}
     role = Role.PREFILL if phase is Phase.PREFILL else Role.DECODE
     assert TrtllmRequest(asked, rules(role=role, dp_ranks=2)).dp_rank == wanted
@@ -286,11 +339,16 @@ def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: in
         TrtllmRequest(asked, rules(role=role, dp_ranks=rank))
 
 
-def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> None:
+def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> (
+    None
+):
     limits = rules(supported_features=("priority",))
     values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
     found = [
-        TrtllmRequest(msgspec.structs.replace(ask(), priority=each), limits).keywords.get("priority") for each in values
+        TrtllmRequest(msgspec.structs.replace(ask(), priority=each), limits).keywords.get(
+            "priority"
+        )
+        for each in values
     ]
     assert found[0] == found[1] == 1.0
     assert found[-1] == found[-2] == 0.0
@@ -298,8 +356,16 @@ def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_diff
     assert singles == sorted(set(singles), reverse=True)
 
 
-def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_end_with_the_first_token() -> None:
-    at = dict(zip(TIMES, (timedelta(seconds=each) for each in (10.0, 10.5, 10.5, 10.75, 11.0)), strict=True))
+def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_end_with_the_first_token() -> (
+    None
+):
+    at = dict(
+        zip(
+            TIMES,
+            (timedelta(seconds=each) for each in (10.0, 10.5, 10.5, 10.75, 11.0)),
+            strict=True,
+        )
+    )
     prefill = reported_phases(SimpleNamespace(**at), fetches_kv=False)
     assert prefill == pytest.approx({"queue": 0.5, "prefill": 0.5})
     decode = reported_phases(SimpleNamespace(**at), fetches_kv=True)
@@ -309,8 +375,14 @@ def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_e
 @pytest.mark.parametrize("name", TIMES)
 def test_phases_when_a_time_is_missing_then_none_is_reported(name: str) -> None:
     at = {each: timedelta(seconds=1) for each in TIMES}
-    for times in (SimpleNamespace(**at | {name: timedelta()}), SimpleNamespace(**at | {name: None})):
+    for times in (
+        SimpleNamespace(**at | {name: timedelta()}),
+        SimpleNamespace(**at | {name: None}),
+    ):
         reported = [reported_phases(times, fetches_kv=fetches_kv) for fetches_kv in (False, True)]
         assert {} in reported
     del at[name]
-    assert {} in [reported_phases(SimpleNamespace(**at), fetches_kv=fetches_kv) for fetches_kv in (False, True)]
+    assert {} in [
+        reported_phases(SimpleNamespace(**at), fetches_kv=fetches_kv)
+        for fetches_kv in (False, True)
+    ]

@@ -26,15 +26,26 @@ PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min
 
 def args_of(version: str, role: Role = Role.AGGREGATED, **values: Any) -> TrtllmArgs:
     config = WorkerConfig(
-        model_path="m", kernels_profile="fallback", disaggregation_mode=role, override_engine_args=values
+        model_path="m",
+        kernels_profile="fallback",
+        disaggregation_mode=role,
+        override_engine_args=values,
     )
     return trtllm_args(config, release_for(version), [])
 
 
 def facts_of(
-    version: str = "1.2.1", role: Role = Role.PREFILL, model: Checkpoint | None = None, **values: Any
+    version: str = "1.2.1",
+    role: Role = Role.PREFILL,
+    model: Checkpoint | None = None,
+    **values: Any,
 ) -> RoleFacts:
-    return RoleFacts(role=role, args=args_of(version, role, **values), release=version, model=model or checkpoint())
+    return RoleFacts(
+        role=role,
+        args=args_of(version, role, **values),
+        release=version,
+        model=model or checkpoint(),
+    )
 
 
 def checkpoint(**changes: Any) -> Checkpoint:
@@ -58,7 +69,9 @@ OLD_FIELDS = frozenset({"first_gen_tokens", "opaque_state"})
 
 
 def bindings(fields: frozenset[str], *parameters: str) -> Any:
-    return SimpleNamespace(classes={}, parameters=frozenset(parameters), disagg_fields=fields, is_since_1_2=True)
+    return SimpleNamespace(
+        classes={}, parameters=frozenset(parameters), disagg_fields=fields, is_since_1_2=True
+    )
 
 
 def refused(
@@ -80,7 +93,9 @@ def test_refuses_when_the_sampler_is_pytorchs_then_what_it_ignores(version: str)
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1"])
 def test_refuses_when_the_sampler_is_trtllms_then_nothing(version: str) -> None:
-    assert refused(version, guided_decoding_backend="xgrammar", sampler_type="TRTLLMSampler") == set()
+    assert (
+        refused(version, guided_decoding_backend="xgrammar", sampler_type="TRTLLMSampler") == set()
+    )
 
 
 def test_refuses_when_nothing_is_set_then_guided_and_what_the_candidate_ignores() -> None:
@@ -121,7 +136,9 @@ def test_values_when_made_then_workers_of_text_are_not_there() -> None:
     assert args.values["enable_iter_perf_stats"] is True
 
 
-def test_values_when_statistics_are_switched_off_then_they_stay_off_and_a_note_says_what_is_lost() -> None:
+def test_values_when_statistics_are_switched_off_then_they_stay_off_and_a_note_says_what_is_lost() -> (
+    None
+):
     args = args_of("1.2.1", enable_iter_perf_stats=False)
     assert args.values["enable_iter_perf_stats"] is False
     note = statistics_note(args)
@@ -141,7 +158,12 @@ BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer":
     ("phase", "values", "limit", "why"),
     [
         (Phase.PREFILL, {"max_num_tokens": 512}, 512, "max_num_tokens"),
-        (Phase.PREFILL, {"max_num_tokens": 512, "enable_chunked_prefill": True}, 4095, "max_seq_len"),
+        (
+            Phase.PREFILL,
+            {"max_num_tokens": 512, "enable_chunked_prefill": True},
+            4095,
+            "max_seq_len",
+        ),
         (Phase.DECODE, {"max_num_tokens": 512}, 4095, "max_seq_len"),
         (Phase.AGGREGATED, {"max_num_tokens": 512}, 512, "max_num_tokens"),
         (Phase.AGGREGATED, BUFFER, 4095, "max_seq_len"),
@@ -170,7 +192,9 @@ def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
         "transceiver": "UCX",
         "attn_backend": "TRTLLM",
     }
-    other = engine.kv_compat(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2.1")
+    other = engine.kv_compat(
+        facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2.1"
+    )
     assert other["tensor_parallel_size"] == "2"
     assert engine.kv_compat(facts_of(role=Role.AGGREGATED), "1.2.1") == {}
 
@@ -188,12 +212,16 @@ def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
         ({"backend": "NIXL", "kv_transfer_timeout_ms": None}, "CPP"),
     ],
 )
-def test_pairing_when_1_3_then_by_the_transceiver_that_runs(config: dict[str, Any], runtime: str) -> None:
+def test_pairing_when_1_3_then_by_the_transceiver_that_runs(
+    config: dict[str, Any], runtime: str
+) -> None:
     found = engine.kv_compat(facts_of("1.3.0rc29", cache_transceiver_config=config), "1.3.0rc29")
     assert found["transceiver_runtime"] == runtime
 
 
-def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_transceiver() -> None:
+def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_transceiver() -> (
+    None
+):
     found = replace(
         facts_of("1.3.0rc29", cache_transceiver_config={"backend": "DEFAULT"}),
         environment={"TRTLLM_USE_UCX_KVCACHE": "1"},
@@ -203,13 +231,17 @@ def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_
 
 def test_pairing_when_the_transceiver_is_python_then_by_the_whole_build() -> None:
     nixl, ucx = ({"cache_transceiver_config": {"backend": name}} for name in ("NIXL", "UCX"))
-    assert engine.kv_compat(facts_of("1.3.0rc29", **nixl), "1.3.1+cu130")["release"] == "1.3.1+cu130"
+    assert (
+        engine.kv_compat(facts_of("1.3.0rc29", **nixl), "1.3.1+cu130")["release"] == "1.3.1+cu130"
+    )
     assert engine.kv_compat(facts_of("1.3.0rc29", **ucx), "1.3.1+cu130")["release"] == "1.3"
     assert engine.kv_compat(facts_of("1.2.1", **nixl), "1.2.1")["release"] == "1.2"
 
 
 @pytest.mark.parametrize("backend", ["UCX", "MPI", "MOONCAKE"])
-def test_runtime_when_the_backend_is_not_nixl_then_the_worker_sets_cpp_with_a_note(backend: str) -> None:
+def test_runtime_when_the_backend_is_not_nixl_then_the_worker_sets_cpp_with_a_note(
+    backend: str,
+) -> None:
     args = args_of("1.3.0rc29", Role.DECODE, cache_transceiver_config={"backend": backend})
     assert args.values["cache_transceiver_config"]["transceiver_runtime"] == "CPP"
     assert any(f"the Python transceiver has no {backend}" in note for note in args.notes)
@@ -234,16 +266,22 @@ def test_runtime_when_the_library_chooses_right_then_the_worker_does_not_set_it(
 def test_pairing_when_1_4_then_python_is_the_default_also_without_a_timeout() -> None:
     config = {"backend": "NIXL", "kv_transfer_timeout_ms": None}
     runtimes = {
-        version: facts_of(version, cache_transceiver_config=config).runtime for version in ("1.3.0rc29", "1.4.0rc1")
+        version: facts_of(version, cache_transceiver_config=config).runtime
+        for version in ("1.3.0rc29", "1.4.0rc1")
     }
     assert runtimes == {"1.3.0rc29": "CPP", "1.4.0rc1": "PYTHON"}
 
 
-def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_ucx_runs_on_the_cpp_transceiver() -> None:
+def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_ucx_runs_on_the_cpp_transceiver() -> (
+    None
+):
     config = {"backend": "UCX", "agent_bounce_buffer_enable": True}
     found = facts_of("1.4.0rc1", cache_transceiver_config=config, iter_perf_stats_interval=10)
     transceiver = found.args.values["cache_transceiver_config"]
-    assert (transceiver["agent_bounce_buffer_enable"], transceiver["transceiver_runtime"]) == (True, "CPP")
+    assert (transceiver["agent_bounce_buffer_enable"], transceiver["transceiver_runtime"]) == (
+        True,
+        "CPP",
+    )
     assert found.args.values["iter_perf_stats_interval"] == 10
     nixl = facts_of("1.4.0rc1", cache_transceiver_config={"backend": "NIXL"})
     assert engine.kv_compat(nixl, "1.4.0rc1")["transceiver_runtime"] == "PYTHON"
@@ -252,7 +290,10 @@ def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_ucx_r
 def test_prompt_limit_when_the_transceiver_is_python_then_the_buffer_does_not_limit() -> None:
     config = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 256}}
     for version, tokens in (("1.2.1", 256), ("1.3.0rc29", 4095)):
-        assert engine.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens == tokens
+        assert (
+            engine.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens
+            == tokens
+        )
 
 
 def test_ends_when_harmony_then_return_and_call_come_first() -> None:
@@ -263,7 +304,9 @@ def test_ends_when_harmony_then_return_and_call_come_first() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
-def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(version: str, role: Role) -> None:
+def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(
+    version: str, role: Role
+) -> None:
     found = facts_of(version, role, cache_transceiver_config={"backend": "UCX"})
     assert found.args.values["cache_transceiver_config"]["kv_transfer_timeout_ms"] == 66_000
     assert engine.kv_timeout_s(found) == 66.0
@@ -283,7 +326,10 @@ def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(v
 def test_timeout_when_the_release_lacks_it_or_the_user_sets_it_then_the_worker_does_not(
     version: str, role: Role, transceiver: dict[str, Any] | None, timeout_s: float
 ) -> None:
-    assert engine.kv_timeout_s(facts_of(version, role, cache_transceiver_config=transceiver)) == timeout_s
+    assert (
+        engine.kv_timeout_s(facts_of(version, role, cache_transceiver_config=transceiver))
+        == timeout_s
+    )
 
 
 def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
@@ -300,16 +346,24 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
         ({"enable_attention_dp": True}, False),
         ({"attention_dp_config": {"kv_cache_routing_conversation_affinity": True}}, False),
         (
-            {"enable_attention_dp": True, "attention_dp_config": {"kv_cache_routing_conversation_affinity": True}},
+            {
+                "enable_attention_dp": True,
+                "attention_dp_config": {"kv_cache_routing_conversation_affinity": True},
+            },
             True,
         ),
         ({"kv_cache_config": {"block_reuse_config": {"policy": "per_conversation"}}}, True),
         ({"kv_cache_config": {"block_reuse_config": {"policy": "per_request"}}}, False),
     ],
 )
-def test_conversations_when_the_arguments_use_them_then_passed_on(values: dict[str, Any], conversations: bool) -> None:
+def test_conversations_when_the_arguments_use_them_then_passed_on(
+    values: dict[str, Any], conversations: bool
+) -> None:
     facts = facts_of("1.3.0rc29", Role.AGGREGATED, **values)
-    assert engine.TrtllmModelLimits(facts, info_of(), bindings(OLD_FIELDS)).conversations is conversations
+    assert (
+        engine.TrtllmModelLimits(facts, info_of(), bindings(OLD_FIELDS)).conversations
+        is conversations
+    )
 
 
 @pytest.mark.parametrize(
@@ -350,8 +404,12 @@ def test_transfer_hint_when_candidates_mix_up_the_pools_of_hybrid_models_then_it
     assert ("pull request 16505" in engine.transfer_hint(facts)) is is_hinted
 
 
-def test_kv_compat_when_the_model_prefers_another_attention_then_it_counts_with_the_number_of_ranks() -> None:
+def test_kv_compat_when_the_model_prefers_another_attention_then_it_counts_with_the_number_of_ranks() -> (
+    None
+):
     gemma = checkpoint(model_type="gemma4")
     transceiver = {"cache_transceiver_config": {"backend": "NIXL"}}
-    found = engine.kv_compat(facts_of("1.3.0rc29", model=gemma, tensor_parallel_size=2, **transceiver), "1.3.0rc29")
+    found = engine.kv_compat(
+        facts_of("1.3.0rc29", model=gemma, tensor_parallel_size=2, **transceiver), "1.3.0rc29"
+    )
     assert (found["attn_backend"], found["tensor_parallel_size"]) == ("FLASHINFER", "2")

@@ -27,7 +27,9 @@ def test_rows_when_only_rank_0_reports_then_its_kv_stands_for_each_rank() -> Non
     row = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
     assert counts_of([row], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
     others = row | {"numQueuedRequests": 0}
-    assert counts_of([row, others, others, others], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
+    assert counts_of([row, others, others, others], 4) == Counts(
+        waiting=3, kv_blocks_used=20, kv_blocks_total=36
+    )
 
 
 @pytest.mark.parametrize("row", [{}, {"kvCacheStats": None}, {"numQueuedRequests": None}])
@@ -36,7 +38,9 @@ def test_rows_when_a_value_is_missing_then_it_is_zero(row: dict[str, Any]) -> No
 
 
 class Poller(StatsPoller):
-    """Takes the script's items one by one: rows, or an exception to raise; then there are no rows."""
+    """Takes the script's items one by one: rows, or an exception to raise; then there are no
+    rows.
+    """
 
     def __init__(self, *script: list[dict[str, Any]] | Exception, num_ranks: int = 1) -> None:
         self.script = list(script)
@@ -78,7 +82,9 @@ class RemoteError(Exception):
     """As TensorRT-LLM's RPCError: a subclass of Exception alone."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError("gone"), RemoteError("no answer"), TypeError("not NoneType")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("gone"), RemoteError("no answer"), TypeError("not NoneType")]
+)
 def test_poller_when_the_vendor_fails_then_it_is_logged_once_and_tried_again(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,6 @@
-"""Steps from statistics: a simulated executor writes rows as TensorRT-LLM does, and a cost model learns from them."""
+"""Steps from statistics: a simulated executor writes rows as TensorRT-LLM does, and a cost model
+learns from them.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,12 @@ class Batch:
 
 @dataclass
 class Executor:
-    """The loops `_executor_loop` and `_executor_loop_overlap` of tensorrt_llm/_torch/pyexecutor/py_executor.py.
+    """The loops `_executor_loop` and `_executor_loop_overlap` of
+    tensorrt_llm/_torch/pyexecutor/py_executor.py.
 
-    The order of what they do, what they count and when they look at the clock are those of a copy of about 1.2 and of
-    one of main (1.3 candidates). They differ in `iter`, which is that of the loop that reads the results or begins the
-    batch, and in the fields of a row.
+    The order of what they do, what they count and when they look at the clock are those of a copy
+    of about 1.2 and of one of main (1.3 candidates). They differ in `iter`, which is that of the
+    loop that reads the results or begins the batch, and in the fields of a row.
     """
 
     requests: list[Request]
@@ -77,7 +80,8 @@ class Executor:
 
     def _iterate(self) -> None:
         begun = self.now
-        if not self.active:  # `_fetch_new_requests` blocks, also while the results of the last batch are there
+        # `_fetch_new_requests` blocks, also while the results of the last batch are there
+        if not self.active:
             self.now = max(self.now, self.waiting[0].arrives)
         self.now += self.random.uniform(0.0002, 0.0008)  # requests are sent to the other ranks
         new = []
@@ -92,7 +96,8 @@ class Executor:
         batch.step = batch.step._replace(seconds=batch.ended - started)
         if not self.overlaps:
             self._read(batch)
-            batch.step = batch.step._replace(seconds=self.now - launched)  # the next one can't begin before
+            # the next one can't begin before
+            batch.step = batch.step._replace(seconds=self.now - launched)
         elif self.previous is not None:
             self._read(self.previous)
         self.true.append(batch.step)
@@ -102,7 +107,12 @@ class Executor:
 
     def _schedule(self, num_new: int) -> Batch:
         decodes = [each for each in self.active if each.computed == each.prompt]
-        left, prompts, pairs, cached = _MOST_TOKENS - len(decodes), list[tuple[Request, bool]](), 0.0, 0
+        left, prompts, pairs, cached = (
+            _MOST_TOKENS - len(decodes),
+            list[tuple[Request, bool]](),
+            0.0,
+            0,
+        )
         for each in self.active:
             if each.computed < each.prompt and left:
                 chunk = min(left, each.prompt - each.computed)
@@ -129,8 +139,10 @@ class Executor:
             "iter": self.number,
             "numNewActiveRequests": num_new,
             "numActiveRequests": len(self.active),
-            "inflightBatchingStats": counts
-            | ({"numCtxKvTokens": cached, "numGenKvTokens": context} if self.is_new else {}),
+            "inflightBatchingStats": (
+                counts
+                | ({"numCtxKvTokens": cached, "numGenKvTokens": context} if self.is_new else {})
+            ),
         }
         return Batch(row, step, decodes, prompts)
 
@@ -153,18 +165,27 @@ def load(seed: int = 7) -> list[Request]:
     for gap_s, count in ((0.6, 25), (0.05, 60), (0.012, 120), (0.5, 10)):
         for _ in range(count):
             now += draw.expovariate(1 / gap_s)
-            requests.append(Request(now, draw.choice((60, 400, 1500, 5000)), draw.choice((3, 30, 90))))
+            requests.append(
+                Request(now, draw.choice((60, 400, 1500, 5000)), draw.choice((3, 30, 90)))
+            )
         now += 3.0
     return requests
 
 
 def read(executor: Executor, *, rows_per_poll: int = 60) -> list[StepSample]:
-    """Return the steps that are read from an executor's rows. Its mean context is known as of each poll."""
+    """Return the steps that are read from an executor's rows.
+
+    Its mean context is known as of each poll.
+    """
     rows, steps, seen = executor.run(), deque[StepSample](), list[StepSample]()
     position = 0
 
     def running() -> tuple[float, int]:
-        decodes = [step for step in executor.true[position : position + rows_per_poll] if step.decode_requests]
+        decodes = [
+            step
+            for step in executor.true[position : position + rows_per_poll]
+            if step.decode_requests
+        ]
         context = decodes[-1].context_tokens / decodes[-1].decode_requests if decodes else 0.0
         return context, max(each.prompt for each in executor.requests)
 
@@ -184,7 +205,9 @@ def fitted(steps: list[StepSample]) -> CostModel:
 
 
 def errors(model: CostModel, executor: Executor) -> tuple[float, float]:
-    """Return the median relative errors for decode steps and for steps with prompt tokens, which it has not seen."""
+    """Return the median relative errors for decode steps and for steps with prompt tokens, which it
+    has not seen.
+    """
     found: tuple[list[float], list[float]] = [], []
     for step in executor.true:
         fit = model.prefill if step.prefill_tokens else model.decode
@@ -198,25 +221,35 @@ def errors(model: CostModel, executor: Executor) -> tuple[float, float]:
 def test_model_when_it_learns_from_rows_then_it_predicts_other_steps_within_a_tenth(
     overlaps: bool, is_new: bool
 ) -> None:
-    executor, other = Executor(load(), overlaps, is_new), Executor(load(seed=11), overlaps, is_new, seed=2)
+    executor, other = (
+        Executor(load(), overlaps, is_new),
+        Executor(load(seed=11), overlaps, is_new, seed=2),
+    )
     steps = read(executor)
     assert len(steps) > 0.8 * len(executor.rows)
     other.run()
     assert max(errors(fitted(steps), other)) < 0.1
 
 
-def test_rows_when_schedules_overlap_then_their_latencies_are_of_two_steps_and_the_samples_of_one() -> None:
+def test_rows_when_schedules_overlap_then_their_latencies_are_of_two_steps_and_the_samples_of_one() -> (
+    None
+):
     executor = Executor(load())
     steps = read(executor)
     rows, true = executor.rows, executor.true
-    latencies = [row["iterLatencyMS"] / 1000 / step.seconds for row, step in zip(rows, true, strict=False)]
+    latencies = [
+        row["iterLatencyMS"] / 1000 / step.seconds for row, step in zip(rows, true, strict=False)
+    ]
     assert median(latencies) > 1.8
-    assert max(row["iterLatencyMS"] for row in rows) > 2000  # the results were read after an idle time
+    # the results were read after an idle time
+    assert max(row["iterLatencyMS"] for row in rows) > 2000
     assert max(step.seconds for step in steps) <= 1.1 * max(step.seconds for step in true)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_prompts_when_each_comes_to_an_idle_executor_then_only_newer_rows_tell_their_time(overlaps: bool) -> None:
+def test_prompts_when_each_comes_to_an_idle_executor_then_only_newer_rows_tell_their_time(
+    overlaps: bool,
+) -> None:
     def prompts(*, is_new: bool) -> list[StepSample]:
         executor = Executor([Request(number, 1500, 1) for number in range(1, 20)], overlaps, is_new)
         return [step for step in read(executor, rows_per_poll=4) if step.prefill_tokens]
@@ -228,14 +261,17 @@ def test_prompts_when_each_comes_to_an_idle_executor_then_only_newer_rows_tell_t
 
 
 @pytest.mark.parametrize(
-    ("prompt", "before"), [(_MOST_TOKENS, [0]), (3 * _MOST_TOKENS, [0, _MOST_TOKENS, 2 * _MOST_TOKENS])]
+    ("prompt", "before"),
+    [(_MOST_TOKENS, [0]), (3 * _MOST_TOKENS, [0, _MOST_TOKENS, 2 * _MOST_TOKENS])],
 )
 def test_chunks_when_rows_do_not_tell_their_place_then_it_comes_from_the_rows_before(
     prompt: int, before: list[int]
 ) -> None:
     executor = Executor([Request(0.5, prompt, 1) for _ in range(12)], overlaps=False)
     steps = read(executor, rows_per_poll=3)
-    assert {step.attention_pairs for step in steps} == {_MOST_TOKENS * (each + _MOST_TOKENS / 2) for each in before}
+    assert {step.attention_pairs for step in steps} == {
+        _MOST_TOKENS * (each + _MOST_TOKENS / 2) for each in before
+    }
 
 
 DAMAGES: dict[str, Any] = {
@@ -280,7 +316,9 @@ def test_rows_when_the_clock_is_changed_then_no_step_takes_an_hour() -> None:
     for shift_h in (-1, 1):
         changed = [dict(row) for row in rows]
         for row in changed[30:]:
-            at = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") + timedelta(hours=shift_h)
+            at = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") + timedelta(
+                hours=shift_h
+            )
             row["timestamp"] = at.strftime("%m-%d-%Y %H:%M:%S.%f")
         steps = deque[StepSample]()
         reader = StepReader(steps, lambda: (80.0, 60))
@@ -291,7 +329,9 @@ def test_rows_when_the_clock_is_changed_then_no_step_takes_an_hour() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_rows_when_the_clock_steps_forward_then_the_steps_after_it_are_those_without(overlaps: bool) -> None:
+def test_rows_when_the_clock_steps_forward_then_the_steps_after_it_are_those_without(
+    overlaps: bool,
+) -> None:
     def samples(rows: list[dict[str, Any]]) -> list[tuple[float, ...]]:
         steps = deque[StepSample]()
         reader = StepReader(steps, lambda: (80.0, 60))
@@ -310,7 +350,9 @@ def test_rows_when_the_clock_steps_forward_then_the_steps_after_it_are_those_wit
 
 
 @pytest.mark.parametrize("reporting", [4, 3, 1])
-def test_rows_when_ranks_have_their_own_then_a_step_has_all_requests_also_of_silent_ranks(reporting: int) -> None:
+def test_rows_when_ranks_have_their_own_then_a_step_has_all_requests_also_of_silent_ranks(
+    reporting: int,
+) -> None:
     rows = Executor([Request(0.1, 60, 40)], is_new=True).run()
     ranks = [row | {"attentionDpRank": rank} for row in rows for rank in range(reporting)]
     steps = deque[StepSample]()

@@ -15,7 +15,9 @@ from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, decode, encode
 from tests.instances import make_transfer_params
 
-OLD = frozenset({"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"})
+OLD = frozenset(
+    {"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"}
+)
 NEW = OLD | {"first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"}
 BIG = (1 << 63) - 5
 VOCAB = 100
@@ -28,14 +30,21 @@ class Logprob:
 
 
 def params(**changes: Any) -> dict[str, Any]:
-    return {"first_gen_tokens": [42], "ctx_request_id": BIG, "opaque_state": b"\x00\xff\x80state", **changes}
+    return {
+        "first_gen_tokens": [42],
+        "ctx_request_id": BIG,
+        "opaque_state": b"\x00\xff\x80state",
+        **changes,
+    }
 
 
 def with_state(engine_state: bytes) -> KvTransferParams:
     return msgspec.structs.replace(make_transfer_params("t"), engine_state=engine_state)
 
 
-def unpack(kv_params: KvTransferParams, known: frozenset[str] = NEW, runtime: str | None = None) -> dict[str, Any]:
+def unpack(
+    kv_params: KvTransferParams, known: frozenset[str] = NEW, runtime: str | None = None
+) -> dict[str, Any]:
     return wire.unpack(kv_params, known=known, logprob=Logprob, vocab_size=VOCAB, runtime=runtime)
 
 
@@ -81,7 +90,9 @@ def test_transfer_when_it_has_log_probabilities_then_they_are_rebuilt(given: lis
     ],
     ids=str,
 )
-def test_transfer_when_a_value_is_out_of_range_then_refused_with_its_name(bad: dict[str, Any]) -> None:
+def test_transfer_when_a_value_is_out_of_range_then_refused_with_its_name(
+    bad: dict[str, Any],
+) -> None:
     kv_params = sent()
     inside = decode(kv_params.engine_state, dict)
     plain = {name: wire._plain(name, value) for name, value in bad.items()}
@@ -116,8 +127,15 @@ def test_transfer_when_its_inside_is_of_another_version_then_refused() -> None:
             unpack(with_state(engine_state), OLD)
 
 
-def test_transfer_when_the_transceiver_is_python_then_an_endpoint_takes_the_place_of_the_state() -> None:
-    answer = {"opaque_state": None, "ctx_info_endpoint": "tcp://10.0.0.1:5", "ctx_dp_rank": 0, "disagg_request_id": 9}
+def test_transfer_when_the_transceiver_is_python_then_an_endpoint_takes_the_place_of_the_state() -> (
+    None
+):
+    answer = {
+        "opaque_state": None,
+        "ctx_info_endpoint": "tcp://10.0.0.1:5",
+        "ctx_dp_rank": 0,
+        "disagg_request_id": 9,
+    }
     kv_params = sent(**answer)
     found = unpack(kv_params, runtime="PYTHON")
     assert found == {key: value for key, value in params(**answer).items() if value is not None} | {
@@ -161,7 +179,9 @@ def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits(
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes"])
-def test_retries_when_the_library_must_not_get_a_prefill_call_twice_then_refused_by_name(value: str) -> None:
+def test_retries_when_the_library_must_not_get_a_prefill_call_twice_then_refused_by_name(
+    value: str,
+) -> None:
     name = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
     with pytest.raises(ConfigError, match=f"{name} is '{value}'.*unset it") as caught:
         wire.check_retries({name: value}.__getitem__)

@@ -1,4 +1,6 @@
-"""The arguments of `LLM`: from which place each comes, and what is refused before anything loads."""
+"""The arguments of `LLM`: from which place each comes, and what is refused before anything
+loads.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,9 @@ def typed(argv: list[str], env: dict[str, str] | None = None) -> WorkerConfig:
     return load(WorkerConfig, prog="w", argv=["--model", "m", *argv], environ=env or {})
 
 
-def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_leaf_knows_its_place(yaml: Any) -> None:
+def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_leaf_knows_its_place(
+    yaml: Any,
+) -> None:
     path = yaml(
         "max_batch_size: 1\nmax_num_tokens: 1\nmax_seq_len: 1\nstream_interval: 1\n"
         "moe_config: {backend: CUTLASS}\nkv_cache_config: {enable_block_reuse: false}\n"
@@ -83,7 +87,11 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
 
 @pytest.mark.parametrize("field", sorted(LIBRARY.flags))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
-    others = {"load_format": "dummy", "enable_attention_dp": True, "guided_decoding_backend": "xgrammar"}
+    others = {
+        "load_format": "dummy",
+        "enable_attention_dp": True,
+        "guided_decoding_backend": "xgrammar",
+    }
     value = {"free_gpu_memory_fraction": 0.5, **others}.get(field, 2)
     assert merged(**{field: value}).leaves[LIBRARY.flags[field]] == (value, "configuration")
 
@@ -92,10 +100,12 @@ def test_flags_when_looked_up_then_each_sets_an_argument_that_every_release_has(
     assert LIBRARY.flags["expert_parallel_size"] == "moe_expert_parallel_size"
     assert LIBRARY.flags["kv_block_size"] == "kv_cache_config.tokens_per_block"
     for each in LIBRARY.releases:
-        assert {schema.find(each, key).presence for key in LIBRARY.flags.values()} == {Presence.PRESENT}
+        assert {schema.find(each, key).presence for key in LIBRARY.flags.values()} == {
+            Presence.PRESENT
+        }
 
 
-# --- keys ----------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,12 +117,17 @@ def test_flags_when_looked_up_then_each_sets_an_argument_that_every_release_has(
             r"unknown key 'kv_cache_config.dtyp'; did you mean 'kv_cache_config.dtype'",
         ),
         ({"moe_config": {"zzz": 1}}, "unknown key 'moe_config.zzz'; known: backend, "),
-        ({"scheduler_config": {"dynamic_batch_config": {"zzz": 1}}}, "known: dynamic_batch_moving_average_window"),
+        (
+            {"scheduler_config": {"dynamic_batch_config": {"zzz": 1}}},
+            "known: dynamic_batch_moving_average_window",
+        ),
         ({"model": "m"}, "model is 'm': set --model-path instead; remove it"),
         ({"backend": "tensorrt"}, "backend is 'tensorrt': only pytorch is supported; remove it"),
     ],
 )
-def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(values: dict[str, Any], problem: str) -> None:
+def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(
+    values: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         override(values)
     assert caught.value.message.startswith("--override-engine-args: ")
@@ -157,14 +172,18 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
     args = override({"kv_cache_config": {"kv_pool_rebalance_ratio_threshold": 5}}, "1.4.0rc4")
     assert args.values["kv_cache_config"]["kv_pool_rebalance_ratio_threshold"] == 5
     assert args.notes == (
-        "kv_cache_config.kv_pool_rebalance_ratio_threshold is passed on unchecked: its schema in TensorRT-LLM 1.4.0rc4 "
-        "is unknown (it is in an unreleased commit)",
+        (
+            "kv_cache_config.kv_pool_rebalance_ratio_threshold is passed on unchecked: its schema"
+            " in TensorRT-LLM 1.4.0rc4 is unknown (it is in an unreleased commit)"
+        ),
     )
     (note,) = override({"scheduler_config": {"capacity_scheduler_policy": "x"}}, "1.1.0").notes
-    assert note.endswith("TensorRT-LLM 1.1.0 is unknown (it is in 1.2.1, 1.3.0rc27, 1.3.0rc28, 1.3.0rc29, 1.4.0rc4)")
+    assert note.endswith(
+        "TensorRT-LLM 1.1.0 is unknown (it is in 1.2.1, 1.3.0rc27, 1.3.0rc28, 1.3.0rc29, 1.4.0rc4)"
+    )
 
 
-# --- values --------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,22 +198,37 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
         ({"kv_cache_config": None}, r"kv_cache_config is None: expected a mapping"),
         ({"kv_cache_config": {"free_gpu_memory_fraction": "0.9"}}, "expected a number or null"),
         ({"kv_cache_config": {"free_gpu_memory_fraction": 1.5}}, "1.5: expected 0 to 1"),
-        ({"kv_cache_config": {"max_attention_window": []}}, "expected a list of numbers, each 1 or more"),
-        ({"kv_cache_config": {"max_attention_window": [128, 0]}}, "expected a list of numbers, each 1 or more"),
+        (
+            {"kv_cache_config": {"max_attention_window": []}},
+            "expected a list of numbers, each 1 or more",
+        ),
+        (
+            {"kv_cache_config": {"max_attention_window": [128, 0]}},
+            "expected a list of numbers, each 1 or more",
+        ),
         ({"kv_cache_config": {"max_attention_window": [1.5]}}, "expected a list of int"),
-        ({"moe_config": {"backend": "TRITTON"}}, "expected one of CUTLASS, CUTEDSL, WIDEEP, TRTLLM"),
+        (
+            {"moe_config": {"backend": "TRITTON"}},
+            "expected one of CUTLASS, CUTEDSL, WIDEEP, TRTLLM",
+        ),
         (
             {"cache_transceiver_config": {"backend": "RDMA"}},
             "expected one of DEFAULT, UCX, NIXL, MOONCAKE, MPI or null",
         ),
         ({"cache_transceiver_config": {"kv_transfer_timeout_ms": 0}}, "expected 1 or more"),
-        ({"scheduler_config": {"capacity_scheduler_policy": "GREEDY"}}, "one of MAX_UTILIZATION, GUARANTEED_NO_EVICT"),
+        (
+            {"scheduler_config": {"capacity_scheduler_policy": "GREEDY"}},
+            "one of MAX_UTILIZATION, GUARANTEED_NO_EVICT",
+        ),
         ({"load_format": "gms"}, "expected one of AUTO, DUMMY, VISION_ONLY"),
         ({"stream_interval": 0}, "expected 1 or more"),
         ({"batch_wait_max_tokens_ratio": 2}, "expected 0 to 1"),
         ({"batch_wait_timeout_ms": -1}, "expected 0 or more"),
         ({"tensor_parallel_size": 0}, "expected 1 or more"),
-        ({"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}}, "Set only one of them"),
+        (
+            {"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}},
+            "Set only one of them",
+        ),
         (
             {"attention_dp_config": {"enable_balance": True, "timeout_iters": -1}},
             "expected 0 or more with enable_balance",
@@ -202,7 +236,9 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
         ({"orchestrator_type": "mpi"}, "one of rpc, ray or null"),
     ],
 )
-def test_args_when_a_value_is_wrong_then_refused_with_what_is_right(values: dict[str, Any], problem: str) -> None:
+def test_args_when_a_value_is_wrong_then_refused_with_what_is_right(
+    values: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         override(values)
 
@@ -216,7 +252,8 @@ def test_args_when_a_value_is_wrong_then_refused_with_what_is_right(values: dict
         {"load_format": "dummy"},
         {"env_overrides": {"A.B": "1", "C": "2"}},
         {"kv_cache_config": {"free_gpu_memory_fraction": 1, "max_attention_window": [128, 4096]}},
-        {"speculative_config": {"decoding_type": "Eagle"}},  # a class that was not read takes any key
+        # a class that was not read takes any key
+        {"speculative_config": {"decoding_type": "Eagle"}},
         {"attention_dp_config": {"timeout_iters": -1}},
         {"batch_wait_timeout_ms": 3},
     ],
@@ -236,7 +273,7 @@ def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> 
         override(values, "1.3.0rc27")
 
 
-# --- old spellings -------------------------------------------------------------------------------------
+# --- old spellings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,7 +282,10 @@ def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> 
         (
             {"kv_cache_free_gpu_memory_fraction": 0.7},
             {"kv_cache_config": {"free_gpu_memory_fraction": 0.7}},
-            "kv_cache_free_gpu_memory_fraction is deprecated; use kv_cache_config.free_gpu_memory_fra",
+            (
+                "kv_cache_free_gpu_memory_fraction is deprecated; use"
+                " kv_cache_config.free_gpu_memory_fra"
+            ),
         ),
         (
             {"cache_transceiver_config": {"backend": "nixl"}},
@@ -268,7 +308,11 @@ def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> 
             {"cuda_graph_config": {"batch_sizes": [1, 2], "enable_padding": False}},
             "cuda_graph_padding_enabled is deprecated; use cuda_graph_config.enable_padding: false",
         ),
-        ({"moe_backend": "TRTLLM"}, {"moe_config": {"backend": "TRTLLM"}}, "use moe_config.backend: TRTLLM"),
+        (
+            {"moe_backend": "TRTLLM"},
+            {"moe_config": {"backend": "TRTLLM"}},
+            "use moe_config.backend: TRTLLM",
+        ),
         (
             {"pytorch_backend_config": {"print_iter_log": True, "enable_overlap_scheduler": True}},
             {"print_iter_log": True, "disable_overlap_scheduler": False},
@@ -311,25 +355,36 @@ def test_args_when_both_spellings_agree_then_taken() -> None:
     assert override(values).values["disable_overlap_scheduler"] is False
 
 
-# --- the kernels profile -------------------------------------------------------------------------------
+# --- the kernels profile --------------------------------------------------------------------------
 
 
-def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_said(tmp_path: Path) -> None:
+def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_said(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {moe_config: {backend: MARLIN}}")  # came with 1.3
     args = merged(kernels_profile=str(path))
     assert "moe_config.backend" not in args.leaves
     (note,) = args.notes
-    assert note.startswith("kernels profile p: moe_config.backend is 'MARLIN': expected one of CUTLASS")
+    assert note.startswith(
+        "kernels profile p: moe_config.backend is 'MARLIN': expected one of CUTLASS"
+    )
     assert note.endswith("; dropped")
 
 
-def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of_none_refused(tmp_path: Path) -> None:
+def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of_none_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {num_serve_frontends: 2}")
     args = merged(kernels_profile=str(path))
     assert set(args.values) == {"enable_iter_perf_stats"}
-    assert args.notes == ("kernels profile p: num_serve_frontends is dropped: TensorRT-LLM 1.2.1 has no such argument",)
+    assert args.notes == (
+        (
+            "kernels profile p: num_serve_frontends is dropped: TensorRT-LLM 1.2.1 has no such"
+            " argument"
+        ),
+    )
     path.write_text("engine_args: {num_serve_frontend: 2}")
     with pytest.raises(ConfigError, match="kernels profile p: unknown key 'num_serve_frontend'"):
         merged(kernels_profile=str(path))
@@ -349,10 +404,13 @@ CHECKPOINT = {
 def test_args_when_the_weights_are_not_mxfp4_then_the_profile_leaves_the_experts_alone(
     quantization: str | None, tmp_path: Path
 ) -> None:
-    described = CHECKPOINT | ({"quantization_config": {"quant_method": quantization}} if quantization else {})
+    described = CHECKPOINT | (
+        {"quantization_config": {"quant_method": quantization}} if quantization else {}
+    )
     (tmp_path / "config.json").write_text(json.dumps(described))
     args = trtllm_args(WorkerConfig(model_path=str(tmp_path)), release(), HOPPER)
-    assert args.get("moe_config.backend") == ("TRITON" if quantization else "CUTLASS")  # CUTLASS is the default
+    # CUTLASS is the default
+    assert args.get("moe_config.backend") == ("TRITON" if quantization else "CUTLASS")
     assert args.leaves["cuda_graph_config.enable_padding"].source == "kernels profile hopper"
 
 
@@ -363,11 +421,14 @@ def test_args_when_graphs_are_switched_off_then_the_profile_does_not_bring_them_
 def test_args_when_sizes_are_given_another_way_then_the_profile_gives_way(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {cuda_graph_config: {max_batch_size: 64}}")
-    args = merged(kernels_profile=str(path), override_engine_args={"cuda_graph_config": {"batch_sizes": [1, 2]}})
+    args = merged(
+        kernels_profile=str(path),
+        override_engine_args={"cuda_graph_config": {"batch_sizes": [1, 2]}},
+    )
     assert args.values["cuda_graph_config"] == {"batch_sizes": [1, 2]}
 
 
-# --- get -----------------------------------------------------------------------------------------------
+# --- get ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -377,7 +438,8 @@ def test_args_when_sizes_are_given_another_way_then_the_profile_gives_way(tmp_pa
         ("max_num_tokens", 8192),  # default
         ("kv_cache_config.tokens_per_block", 32),  # default of a part that is always there
         ("cache_transceiver_config.backend", "UCX"),
-        ("cache_transceiver_config.kv_transfer_sender_future_timeout_ms", 1000),  # default, now that the part is there
+        # default, now that the part is there
+        ("cache_transceiver_config.kv_transfer_sender_future_timeout_ms", 1000),
         ("cache_transceiver_config", {"backend": "UCX"}),
         ("attention_dp_config.timeout_iters", None),  # the part is off
         ("cuda_graph_config.max_batch_size", None),  # switched off
@@ -386,7 +448,11 @@ def test_args_when_sizes_are_given_another_way_then_the_profile_gives_way(tmp_pa
     ],
 )
 def test_get_when_asked_then_the_value_or_the_default(key: str, value: Any) -> None:
-    values = {"max_batch_size": 4, "cache_transceiver_config": {"backend": "UCX"}, "cuda_graph_config": None}
+    values = {
+        "max_batch_size": 4,
+        "cache_transceiver_config": {"backend": "UCX"},
+        "cuda_graph_config": None,
+    }
     assert override(values).get(key) == value
 
 

@@ -22,7 +22,15 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.streams import as_stream
-from tests.unit.engines.trtllm.fake_bindings import Llm, Refusal, ask, check_idle, make, some_transfer_params, started
+from tests.unit.engines.trtllm.fake_bindings import (
+    Llm,
+    Refusal,
+    ask,
+    check_idle,
+    make,
+    some_transfer_params,
+    started,
+)
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -44,7 +52,9 @@ async def test_error_when_it_is_one_requests_then_the_others_go_on() -> None:
     await at.check()
 
 
-@pytest.mark.parametrize("error", [RemoteError("no"), ValueError("no"), AssertionError("no"), ImportError("no")])
+@pytest.mark.parametrize(
+    "error", [RemoteError("no"), ValueError("no"), AssertionError("no"), ImportError("no")]
+)
 async def test_error_when_a_result_brings_any_other_class_of_a_healthy_executor_then_it_is_this_requests(
     error: Exception,
 ) -> None:
@@ -196,7 +206,9 @@ async def test_close_when_streams_run_then_they_end_and_transfers_are_forgotten(
     await check_idle(at)
 
 
-async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[ExternalEngine, Llm]) -> None:
+async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(
+    decode: tuple[ExternalEngine, Llm],
+) -> None:
     at, llm = decode
     kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=time.time() + 1.5)
     task, result = await started(at, llm, ask(Phase.DECODE, kv_params=kv_params))

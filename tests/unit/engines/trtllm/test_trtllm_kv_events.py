@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm import reports
-from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventConverter, KvEventPoller, check_kv_events
+from dynamo_trtllm.engines.trtllm.reports.kv_events import (
+    KvEventConverter,
+    KvEventPoller,
+    check_kv_events,
+)
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
 from dynamo_trtllm.messages import Role, token_ids
@@ -23,7 +27,14 @@ LARGE = (1 << 64) - 1
 
 def block(number: int | str, *ids: int, **fields: Any) -> dict[str, Any]:
     tokens = [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
-    return {"type": "stored_block", "block_hash": number, "tokens": tokens, "cache_level": 0, "priority": 35, **fields}
+    return {
+        "type": "stored_block",
+        "block_hash": number,
+        "tokens": tokens,
+        "cache_level": 0,
+        "priority": 35,
+        **fields,
+    }
 
 
 def stored(*blocks: dict[str, Any], parent: int | str | None = None) -> dict[str, Any]:
@@ -50,15 +61,24 @@ def kv(number: int, *ids: int) -> KvBlock:
             [BlocksStored(blocks=(kv(1, 5, 6), kv(LARGE, 7, 8)), cache_group=128, dp_rank=3)],
         ),
         (event(stored(block(2, 5, 6), parent=1)), [BlocksStored(blocks=(kv(2, 5, 6),), parent=1)]),
-        (event(stored(block(1, 5, 6), block(2, 7))), [BlocksStored(blocks=(kv(1, 5, 6),))]),  # not full
+        # not full
+        (event(stored(block(1, 5, 6), block(2, 7))), [BlocksStored(blocks=(kv(1, 5, 6),))]),
         (event(stored(block(2, 7))), []),
-        (event(stored(block(1, 5, 6, cache_salt="s"))), [BlocksStored(blocks=(kv(1, 5, 6),), cache_salt="s")]),
-        (event({"type": "removed", "block_hashes": [1, LARGE]}), [BlocksRemoved(hashes=(1, LARGE))]),
+        (
+            event(stored(block(1, 5, 6, cache_salt="s"))),
+            [BlocksStored(blocks=(kv(1, 5, 6),), cache_salt="s")],
+        ),
+        (
+            event({"type": "removed", "block_hashes": [1, LARGE]}),
+            [BlocksRemoved(hashes=(1, LARGE))],
+        ),
         (event({"type": "created", "num_blocks_per_cache_level": [10, 0]}), []),
         (event({"type": "updated", "block_hash": 1, "cache_level": {}, "priority": {}}), []),
     ],
 )
-def test_convert_when_of_each_kind_then_what_it_means(given: dict[str, Any], wanted: list[KvEvent]) -> None:
+def test_convert_when_of_each_kind_then_what_it_means(
+    given: dict[str, Any], wanted: list[KvEvent]
+) -> None:
     assert converted(given) == wanted
 
 
@@ -66,14 +86,24 @@ def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
     gone = {"type": "removed", "block_hashes": [1]}
     numbers = [(0, 0), (7, 1), (1, 0), (8, 1), (3, 0)]
     reader = KvEventConverter(2)
-    found = reader.convert([event(gone, number, attention_dp_rank=rank) for number, rank in numbers])
-    assert [isinstance(each, BlocksCleared) for each in found] == [False, False, False, False, True, False]
+    found = reader.convert(
+        [event(gone, number, attention_dp_rank=rank) for number, rank in numbers]
+    )
+    assert [isinstance(each, BlocksCleared) for each in found] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert (reader.num_gaps, reader.num_unreadable) == (1, 0)
 
 
 def test_convert_when_hashes_are_text_then_64_bits_of_them_count_and_parents_match() -> None:
     names = [hashlib.sha256(bytes([number])).digest() for number in range(3)]
-    first, second, third = (int.from_bytes(name[:8], "big") for name in names)  # as v2_sha256_64 has them
+    # as v2_sha256_64 has them
+    first, second, third = (int.from_bytes(name[:8], "big") for name in names)
     texts = [name.hex() for name in names]
     found = converted(
         event(stored(block(texts[0], 5, 6), block(texts[1], 7, 8)), 0, hash_algo="v2_sha256"),
@@ -89,14 +119,20 @@ def test_convert_when_hashes_are_text_then_64_bits_of_them_count_and_parents_mat
 
 
 def test_convert_when_hashes_are_any_other_text_then_equal_texts_have_equal_numbers() -> None:
-    (one,) = converted(event({"type": "removed", "block_hashes": ["block one", "block two", "block one"]}))
+    (one,) = converted(
+        event({"type": "removed", "block_hashes": ["block one", "block two", "block one"]})
+    )
     assert isinstance(one, BlocksRemoved)
     assert one.hashes[0] == one.hashes[2] != one.hashes[1]
     assert max(one.hashes) < 1 << 64
 
 
-def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_the_last_of_them() -> None:
-    def of_group(group: int, data: dict[str, Any], number: int, window: int = 4096) -> dict[str, Any]:
+def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_the_last_of_them() -> (
+    None
+):
+    def of_group(
+        group: int, data: dict[str, Any], number: int, window: int = 4096
+    ) -> dict[str, Any]:
         return event(data, number, window_size=window, layer_group_id=group)
 
     both = stored(block(1, 5, 6), block(2, 7, 8))
@@ -113,7 +149,15 @@ def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_
     )
     removed = [(one.hashes, one.cache_group) for one in found if isinstance(one, BlocksRemoved)]
     assert removed == [((1,), 128), ((1,), 4096), ((1,), 4096)]
-    assert [isinstance(one, BlocksStored) for one in found] == [True, True, True, False, False, True, False]
+    assert [isinstance(one, BlocksStored) for one in found] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_convert_when_a_token_is_no_number_then_the_block_and_those_after_it_are_left_out() -> None:
@@ -155,11 +199,14 @@ def test_convert_when_consecutive_blocks_have_another_size_then_it_is_taken_over
 ) -> None:
     reader = KvEventConverter(2)
     with caplog.at_level(logging.WARNING):
-        assert reader.convert([event(stored(block(1, 5, 6, 7)), 0)]) == []  # may be a part of a larger block
+        # may be a part of a larger block
+        assert reader.convert([event(stored(block(1, 5, 6, 7)), 0)]) == []
         of_four = stored(block(1, 5, 6, 7, 8), block(2, 5))
         found = reader.convert([event(of_four, 1)])
         assert found == [BlocksStored(blocks=(kv(1, 5, 6, 7, 8),))]
-        assert "blocks of 4 tokens and not 2; set kv_cache_config.tokens_per_block to 4" in caplog.text
+        assert (
+            "blocks of 4 tokens and not 2; set kv_cache_config.tokens_per_block to 4" in caplog.text
+        )
         of_two = stored(block(1, 5, 6), block(2, 7, 8))
         assert reader.convert([event(of_two, 2)]) == [BlocksCleared()]
     assert reader.num_unreadable == 1
@@ -183,11 +230,15 @@ async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_
     with caplog.at_level(logging.WARNING):
         poller.start(found.put_nowait)
         async with asyncio.timeout(SOON_S):
-            assert await found.get() == [BlocksCleared()]  # what could not be read may have been removals
+            # what could not be read may have been removals
+            assert await found.get() == [BlocksCleared()]
             assert await found.get() == [BlocksRemoved(hashes=(1,))]
     await asyncio.to_thread(poller.stop)
     texts = [record.getMessage() for record in caplog.records]
-    assert [("lost" in text, "event_id" in text) for text in texts] == [(True, False), (False, True)]
+    assert [("lost" in text, "event_id" in text) for text in texts] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 async def test_poll_when_many_blocks_come_at_once_then_the_event_loop_runs_between_parts_of_them(
@@ -225,7 +276,9 @@ async def test_poll_when_many_blocks_come_at_once_then_the_event_loop_runs_betwe
 def test_flag_when_the_arguments_give_no_events_then_rejected_by_name(
     changes: dict[str, Any], field: str | None
 ) -> None:
-    worker = facts(Role.PREFILL, {f"kv_cache_config.{name}": value for name, value in changes.items()})
+    worker = facts(
+        Role.PREFILL, {f"kv_cache_config.{name}": value for name, value in changes.items()}
+    )
     if field is None:
         check_kv_events(worker)
     else:

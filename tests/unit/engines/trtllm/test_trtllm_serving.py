@@ -12,12 +12,22 @@ from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.streams import StreamEvent, as_stream
 from tests.engines import check_stats
-from tests.unit.engines.trtllm.fake_bindings import PARAMS, Llm, ask, check_idle, make, some_transfer_params, started
+from tests.unit.engines.trtllm.fake_bindings import (
+    PARAMS,
+    Llm,
+    ask,
+    check_idle,
+    make,
+    some_transfer_params,
+    started,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_chunk_has_them() -> None:
+async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_chunk_has_them() -> (
+    None
+):
     at, llm = make(Role.AGGREGATED)
     events: list[StreamEvent] = []
     handle = at.generate(ask(), events.append)
@@ -36,7 +46,7 @@ async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_c
     assert first.stats.cached_tokens == 64
 
 
-# --- ends of a prefill call ----------------------------------------------------------------------------
+# --- ends of a prefill call -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("finish", "held"), [("stop", 0), ("length", 1)])
@@ -47,13 +57,19 @@ async def test_prefill_when_the_first_token_stops_then_no_transfer_and_kv_is_hel
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(99, finish=finish)
     (chunk,) = await task
-    assert (list(chunk.token_ids), chunk.finish_reason, chunk.kv_params) == ([99], FinishReason.STOP, None)
+    assert (list(chunk.token_ids), chunk.finish_reason, chunk.kv_params) == (
+        [99],
+        FinishReason.STOP,
+        None,
+    )
     assert (at.stats().tickets_held, at.stats().ticket_kv_blocks, result.aborts) == (held, held, 0)
     await check_idle(at)
     assert at.stats().tickets_held == 0
 
 
-async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_until_the_vendors_timeout() -> None:
+async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_until_the_vendors_timeout() -> (
+    None
+):
     at, llm = make(Role.PREFILL, kv_timeout_s=0.2)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     task.cancel()
@@ -91,18 +107,22 @@ async def test_transfer_when_its_kv_was_fetched_then_nothing_is_held() -> None:
     assert (at.stats().tickets_held, at.stats().leaked_kv_blocks) == (0, 0)
 
 
-async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_that_of_the_call() -> None:
+async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_that_of_the_call() -> (
+    None
+):
     at, llm = make(Role.PREFILL, "disagg_request_id")
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
     (chunk,) = await task
     assert chunk.kv_params is not None
     sent = llm.calls[0]["disaggregated_params"]["disagg_request_id"]
-    received = unpack(chunk.kv_params, known={*PARAMS, "disagg_request_id"}, logprob=None, vocab_size=100)
+    received = unpack(
+        chunk.kv_params, known={*PARAMS, "disagg_request_id"}, logprob=None, vocab_size=100
+    )
     assert received["disagg_request_id"] == sent > 0
 
 
-# --- decode --------------------------------------------------------------------------------------------
+# --- decode ---------------------------------------------------------------------------------------
 
 
 async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for_the_first_result(
@@ -131,7 +151,9 @@ async def test_decode_when_nothing_is_left_to_decode_then_refused_before_the_ven
     assert llm.results == []
 
 
-async def test_abort_when_the_executor_is_gone_then_it_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_when_the_executor_is_gone_then_it_is_survived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     at, llm = make(Role.AGGREGATED)
     task, result = await started(at, llm, ask())
 

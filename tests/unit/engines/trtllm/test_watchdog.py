@@ -64,7 +64,9 @@ class Watched:
         self.calls = BlockingCalls()
         self.failure = ""
         self.iterated_at = 0.0
-        self.detector = HangDetector(self.loop, self.calls, lambda: self.failure, lambda: self.iterated_at)
+        self.detector = HangDetector(
+            self.loop, self.calls, lambda: self.failure, lambda: self.iterated_at
+        )
 
     def look(self, seconds: float) -> list[str]:
         """Return the reasons of looks in as many seconds."""
@@ -86,7 +88,9 @@ def test_look_when_the_executor_has_died_and_the_loop_stands_still_then_a_reason
     assert "a rank was lost" in reason
 
 
-def test_look_when_the_executor_has_died_and_the_loop_turns_then_the_worker_ends_by_itself(watched: Watched) -> None:
+def test_look_when_the_executor_has_died_and_the_loop_turns_then_the_worker_ends_by_itself(
+    watched: Watched,
+) -> None:
     watched.failure = "RuntimeError: a rank was lost"
     assert watched.look(LONG_S) == []
 
@@ -106,11 +110,17 @@ def test_look_when_the_loop_is_busy_and_the_executor_lives_then_no_reason(watche
 
 
 def test_look_when_the_program_does_not_run_its_loop_then_no_reason(watched: Watched) -> None:
-    watched.loop.is_turning, watched.loop.runs, watched.failure = False, False, "RuntimeError: a rank was lost"
+    watched.loop.is_turning, watched.loop.runs, watched.failure = (
+        False,
+        False,
+        "RuntimeError: a rank was lost",
+    )
     assert watched.look(LONG_S) == []
 
 
-def test_look_when_one_call_blocks_and_no_iteration_is_reported_then_a_reason_with_its_name(watched: Watched) -> None:
+def test_look_when_one_call_blocks_and_no_iteration_is_reported_then_a_reason_with_its_name(
+    watched: Watched,
+) -> None:
     with watched.calls.note("generate_async"):
         assert watched.look(BLOCKED_S) == []
         (reason,) = watched.look(PERIOD_S)
@@ -124,7 +134,9 @@ def test_look_when_each_call_is_another_one_then_no_reason(watched: Watched) -> 
             assert watched.look(BLOCKED_S) == []
 
 
-def test_look_when_one_call_blocks_but_iterations_are_reported_then_no_reason(watched: Watched) -> None:
+def test_look_when_one_call_blocks_but_iterations_are_reported_then_no_reason(
+    watched: Watched,
+) -> None:
     with watched.calls.note("generate_async"):
         for _ in range(10):
             watched.iterated_at += 1.0
@@ -132,7 +144,9 @@ def test_look_when_one_call_blocks_but_iterations_are_reported_then_no_reason(wa
 
 
 @pytest.mark.parametrize("failure", ["", "RuntimeError: a rank was lost"])
-def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(watched: Watched, failure: str) -> None:
+def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(
+    watched: Watched, failure: str
+) -> None:
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         """As pdb, which stops in this thread."""
 
@@ -146,7 +160,7 @@ def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(watched: Watc
         frame.f_trace = None
 
 
-# --- the thread ------------------------------------------------------------------------------------------
+# --- the thread -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +172,9 @@ def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(watched: Watc
         (3600.0, 2 * PERIOD_S),
     ],
 )
-def test_time_when_the_process_was_suspended_then_it_does_not_count(seconds: float, counted: float) -> None:
+def test_time_when_the_process_was_suspended_then_it_does_not_count(
+    seconds: float, counted: float
+) -> None:
     assert seconds_of_running(100.0, 100.0 + seconds) == counted
 
 
@@ -184,7 +200,9 @@ def test_watchdog_when_looks_fail_then_one_warning_and_the_next_one_counts(
     ]
 
 
-def test_watchdog_when_the_loop_is_closed_then_it_ends(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_when_the_loop_is_closed_then_it_ends(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = threading.Event()
 
     class Ended(Watchdog):

@@ -46,7 +46,10 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
         {"DYN_TRTLLM_MAX_BATCH_SIZE": "2", "DYN_TRTLLM_MAX_SEQ_LEN": "200"},
         override_engine_args={"block_size": 64},
     )
-    assert {key: args.leaves[key] for key in ("max_num_seqs", "max_model_len", "block_size", "enforce_eager")} == {
+    assert {
+        key: args.leaves[key]
+        for key in ("max_num_seqs", "max_model_len", "block_size", "enforce_eager")
+    } == {
         "max_num_seqs": (2, "environment DYN_TRTLLM_MAX_BATCH_SIZE"),
         "max_model_len": (300, "flag --max-seq-len"),
         "block_size": (64, "--override-engine-args"),
@@ -56,7 +59,9 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_transfers_time(mode: str) -> None:
+def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_transfers_time(
+    mode: str,
+) -> None:
     args = merged(f"--disaggregation-mode {mode} --ticket-ttl-s 12.5")
     transfer = args.values["kv_transfer_config"]
     role = {"prefill": "kv_producer", "decode": "kv_consumer"}[mode]
@@ -71,13 +76,25 @@ def test_args_when_it_is_aggregated_then_there_is_no_connector() -> None:
     assert "kv_transfer_config" not in args.values
 
 
-def test_kv_events_when_the_flag_is_set_then_vllm_publishes_them_and_needs_its_prefix_cache() -> None:
+def test_kv_events_when_the_flag_is_set_then_vllm_publishes_them_and_needs_its_prefix_cache() -> (
+    None
+):
     assert "kv_events_config" not in merged().values
-    assert merged("--publish-kv-events").values["kv_events_config"]["enable_kv_cache_events"] is True
-    said = refused("--publish-kv-events", override_engine_args={"kv_events_config": {"endpoint": "tcp://*:5557"}})
-    assert "kv_events_config.endpoint is 'tcp://*:5557': set --publish-kv-events instead; remove it" in said
+    assert (
+        merged("--publish-kv-events").values["kv_events_config"]["enable_kv_cache_events"] is True
+    )
+    said = refused(
+        "--publish-kv-events",
+        override_engine_args={"kv_events_config": {"endpoint": "tcp://*:5557"}},
+    )
+    assert (
+        "kv_events_config.endpoint is 'tcp://*:5557': set --publish-kv-events instead; remove it"
+        in said
+    )
     off = {"enable_prefix_caching": False}
-    assert "--publish-kv-events needs enable_prefix_caching" in refused("--publish-kv-events", override_engine_args=off)
+    assert "--publish-kv-events needs enable_prefix_caching" in refused(
+        "--publish-kv-events", override_engine_args=off
+    )
     assert merged(override_engine_args=off).get("enable_prefix_caching") is False
 
 
@@ -88,33 +105,43 @@ def test_kv_events_when_the_flag_is_set_then_vllm_publishes_them_and_needs_its_p
         ("--expert-parallel-size 1 --tensor-parallel-size 4", False),
     ],
 )
-def test_experts_when_over_all_ranks_or_none_then_vllms_switch_is_set(line: str, wanted: bool) -> None:
+def test_experts_when_over_all_ranks_or_none_then_vllms_switch_is_set(
+    line: str, wanted: bool
+) -> None:
     assert merged(line).values["enable_expert_parallel"] is wanted
 
 
 def test_experts_when_data_parallel_then_all_ranks_are_tensor_times_data() -> None:
-    args = merged("--expert-parallel-size 4 --tensor-parallel-size 2", override_engine_args={"data_parallel_size": 2})
+    args = merged(
+        "--expert-parallel-size 4 --tensor-parallel-size 2",
+        override_engine_args={"data_parallel_size": 2},
+    )
     assert args.values["enable_expert_parallel"] is True
 
 
 def test_experts_when_over_some_ranks_then_refused_with_the_sizes_that_work() -> None:
     said = refused("--expert-parallel-size 2 --tensor-parallel-size 4")
-    assert said == (
-        "flag --expert-parallel-size is 2: vLLM distributes experts over all 4 ranks (tensor_parallel_size 4 times "
-        "data_parallel_size 1) or none; set it to 4 or 1"
+    assert (
+        said == "flag --expert-parallel-size is 2: vLLM distributes experts over all 4 ranks"
+        " (tensor_parallel_size 4 times data_parallel_size 1) or none; set it to 4 or 1"
     )
 
 
 def test_experts_when_two_places_disagree_then_refused() -> None:
     given = {"enable_expert_parallel": True}
-    assert "set only one" in refused("--expert-parallel-size 1 --tensor-parallel-size 4", override_engine_args=given)
+    assert "set only one" in refused(
+        "--expert-parallel-size 1 --tensor-parallel-size 4", override_engine_args=given
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
         ({"max_model_length": 4}, "unknown key 'max_model_length'; did you mean 'max_model_len'?"),
-        ({"kv_transfer_config": {"kv_buffer_devise": 1}}, "did you mean 'kv_transfer_config.kv_buffer_device'?"),
+        (
+            {"kv_transfer_config": {"kv_buffer_devise": 1}},
+            "did you mean 'kv_transfer_config.kv_buffer_device'?",
+        ),
         ({"max_num_seqs": "many"}, "max_num_seqs is 'many': expected a whole number or null"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0: expected 1 or more"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5: expected 0.01 to 1"),
@@ -122,7 +149,9 @@ def test_experts_when_two_places_disagree_then_refused() -> None:
         ({"moe_backend": "fp9"}, "moe_backend is 'fp9': expected one of"),
     ],
 )
-def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[str, Any], wanted: str) -> None:
+def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(
+    given: dict[str, Any], wanted: str
+) -> None:
     said = refused(override_engine_args=given)
     assert said.startswith("--override-engine-args: ")
     assert wanted in said
@@ -131,13 +160,17 @@ def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[
 def test_args_when_a_key_is_dotted_then_it_is_the_nested_one() -> None:
     args = merged(override_engine_args={"kv_transfer_config.kv_buffer_device": "cpu"})
     assert args.values["kv_transfer_config"]["kv_buffer_device"] == "cpu"
-    assert "set --disaggregation-mode" in refused(override_engine_args={"kv_transfer_config.kv_role": "x"})
+    assert "set --disaggregation-mode" in refused(
+        override_engine_args={"kv_transfer_config.kv_role": "x"}
+    )
 
 
 @pytest.mark.parametrize("name", sorted(LIBRARY.foreign))
 def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
     assert not schema.is_known(LIBRARY, name)
-    assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(override_engine_args={name: 1})
+    assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(
+        override_engine_args={name: 1}
+    )
 
 
 @pytest.mark.parametrize("key", sorted(LIBRARY.engine_set))
@@ -154,7 +187,8 @@ def test_args_when_it_would_take_more_than_one_engine_then_refused(name: str) ->
 
 
 def test_names_when_looked_up_then_vllm_has_them_all() -> None:
-    free = "kv_transfer_config.kv_connector_extra_config."  # a mapping with keys of the connector's own
+    # a mapping with keys of the connector's own
+    free = "kv_transfer_config.kv_connector_extra_config."
     names = [
         *LIBRARY.flags.values(),
         *LIBRARY.ranges,

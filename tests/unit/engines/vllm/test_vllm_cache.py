@@ -1,4 +1,6 @@
-"""Folders of compiled kernels, and the lock with which one engine of a host compiles for the others."""
+"""Folders of compiled kernels, and the lock with which one engine of a host compiles for the
+others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from dynamo_trtllm.errors import ConfigError
 from tests.waiting import SOON_S
 
 
-def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_uses_vllms() -> None:
+def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_uses_vllms() -> (
+    None
+):
     folders = cache_folders(Path("/c"), {"TRITON_CACHE_DIR": "/t"})
     assert folders["VLLM_CACHE_ROOT"] == "/c/vllm"
     assert set(map(str, (Path(each).parent for each in folders.values()))) == {"/c"}
@@ -26,7 +30,9 @@ def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_
 
 
 @pytest.mark.parametrize("engine", ["mock", "torch"])
-def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(engine: EngineName, tmp_path: Path) -> None:
+def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(
+    engine: EngineName, tmp_path: Path
+) -> None:
     config = WorkerConfig(engine=engine, model_path=str(tmp_path), compile_cache=tmp_path)
     with pytest.raises(ConfigError, match="compile-cache"):
         create_engine(config, instance_id=1)

@@ -39,11 +39,15 @@ class Llm:
 
 def output(*tokens: int, finish: str | None = None) -> Any:
     completion = SimpleNamespace(token_ids=list(tokens), logprobs=None, finish_reason=finish)
-    return SimpleNamespace(outputs=[completion], num_cached_tokens=64, kv_transfer_params=None, metrics=None)
+    return SimpleNamespace(
+        outputs=[completion], num_cached_tokens=64, kv_transfer_params=None, metrics=None
+    )
 
 
 def runner_of(llm: Llm) -> ExternalEngine:
-    bindings: Any = SimpleNamespace(dead=RuntimeError, version="0.24.0", arguments=lambda converted: {})
+    bindings: Any = SimpleNamespace(
+        dead=RuntimeError, version="0.24.0", arguments=lambda converted: {}
+    )
     limits = VllmModelLimits(role=Role.AGGREGATED, info=info_of(), max_logprobs=20)
     library = VllmLibrary(bindings, llm, limits, lambda: None)  # type: ignore[arg-type,return-value]
     return serve(library)
@@ -71,7 +75,9 @@ async def test_submission_when_outputs_came_before_it_ended_then_none_is_lost() 
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause(is_early: bool) -> None:
+async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause(
+    is_early: bool,
+) -> None:
     death = ValueError("the process is gone")
     llm, events = Llm(early=death if is_early else None), list[StreamEvent]()
     runner_of(llm).generate(ask(), events.append)

@@ -1,4 +1,6 @@
-"""What a decode engine reads, and what layers with a window let go of: over vLLM's stand-in, for any prompt length."""
+"""What a decode engine reads, and what layers with a window let go of: over vLLM's stand-in, for
+any prompt length.
+"""
 
 from __future__ import annotations
 
@@ -60,16 +62,25 @@ def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_w
         assert -(-read // block) == -(-held // block)
         computed = min(read, held + behind - 1)  # vLLM steps back where all was read
         for side in (held, read):
-            assert manager.get_num_skipped_tokens(side) // block * block <= SEEN_FROM[name](computed), (held, side)
+            assert manager.get_num_skipped_tokens(side) // block * block <= SEEN_FROM[name](
+                computed
+            ), (held, side)
 
 
-@pytest.mark.parametrize(("prompt", "held", "cached", "read"), [(101, 100, 64, 36), (97, 96, 64, 32), (97, 96, 96, 1)])
-def test_read_when_some_is_cached_here_then_only_the_rest(prompt: int, held: int, cached: int, read: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "held", "cached", "read"), [(101, 100, 64, 36), (97, 96, 64, 32), (97, 96, 96, 1)]
+)
+def test_read_when_some_is_cached_here_then_only_the_rest(
+    prompt: int, held: int, cached: int, read: int
+) -> None:
     assert connector(16).get_num_new_matched_tokens(request(prompt, held), cached) == (read, True)
 
 
 def test_read_when_a_request_is_of_no_kv_transfer_then_nothing() -> None:
-    assert connector(16).get_num_new_matched_tokens(request(50, 0, do_remote_prefill=False), 0) == (0, False)
+    assert connector(16).get_num_new_matched_tokens(request(50, 0, do_remote_prefill=False), 0) == (
+        0,
+        False,
+    )
     nothing = SimpleNamespace(kv_transfer_params=None, prompt_token_ids=[1])
     assert connector(16).get_num_new_matched_tokens(nothing, 0) == (0, False)
 
@@ -80,11 +91,15 @@ def test_handshakes_when_a_channel_was_chosen_then_waited_for_there_by_each_rank
     assert (scheduler.side_channel_host, scheduler.side_channel_port) == ("10.1.2.3", 20_500 + rank)
 
 
-def test_reads_when_two_ranks_have_ended_them_then_one_that_failed_counts_and_the_last_rank_does() -> None:
+def test_reads_when_two_ranks_have_ended_them_then_one_that_failed_counts_and_the_last_rank_does() -> (
+    None
+):
     module = importlib.import_module("dynamo_trtllm.engines.vllm.connector")
     one = module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (1.0, 4.0)})
     both = one.aggregate(module.EndedReads(frozenset(), {"b": (3.0, 3.5), "c": (5.0, 6.0)}))
-    assert both == module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (5.0, 6.0)})
+    assert both == module.EndedReads(
+        frozenset({"a"}), {"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (5.0, 6.0)}
+    )
 
 
 def test_reads_when_ranks_end_them_in_different_steps_then_the_last_one_counts() -> None:
@@ -113,7 +128,9 @@ class Scheduler:
 
 
 def reading(expires_at: float = math.inf) -> Any:
-    return SimpleNamespace(kv_transfer_params={"dynamo_expires_at": expires_at, "dynamo_read_times": [1.0]})
+    return SimpleNamespace(
+        kv_transfer_params={"dynamo_expires_at": expires_at, "dynamo_read_times": [1.0]}
+    )
 
 
 @pytest.fixture
@@ -146,7 +163,9 @@ def reported(half: Any) -> set[str]:
     return set(half.get_finished(set())[1])
 
 
-def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and_no_step_reports_it(half: Any) -> None:
+def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and_no_step_reports_it(
+    half: Any,
+) -> None:
     request = reading()
     scheduler = Scheduler({"a": request, "b": reading()})
     for name in "ab":
@@ -185,8 +204,12 @@ def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_i
     assert set(meta.times) == {"failed", "late"}
 
 
-def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_then_it_is_never_good(half: Any) -> None:
-    """As when a handshake fails on its thread, between two looks at the transfers (0.24 to 0.29)."""
+def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_then_it_is_never_good(
+    half: Any,
+) -> None:
+    """As when a handshake fails on its thread, between two looks at the transfers (0.24 to
+    0.29).
+    """
     scheduler = Scheduler({"a": reading()})
     half.connector_worker._read_blocks_for_req("a", WITH_BLOCKS)
     half._failed.add("a")
@@ -200,7 +223,9 @@ def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_th
     assert (half._failed, half._reported_failed) == (set(), set()), "nothing is left of it"
 
 
-def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_read(half: Any) -> None:
+def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_read(
+    half: Any,
+) -> None:
     """Its read only frees the KV at the prefill engine, and nothing is reported of it."""
     half.connector_worker._read_blocks_for_req("aborted", WITHOUT_BLOCKS)
     assert half._posted == {}
@@ -226,7 +251,9 @@ def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
     Scheduler({}).schedule()
 
 
-def test_notice_when_no_scheduler_of_this_process_asks_then_the_step_reports_the_read(half: Any) -> None:
+def test_notice_when_no_scheduler_of_this_process_asks_then_the_step_reports_the_read(
+    half: Any,
+) -> None:
     """As when the worker of the only rank has a process of its own."""
     half.connector_worker._read_blocks_for_req("a", WITH_BLOCKS)
     half.connector_worker.received("a")
@@ -234,7 +261,9 @@ def test_notice_when_no_scheduler_of_this_process_asks_then_the_step_reports_the
     assert set(half.build_connector_worker_meta().times) == {"a"}
 
 
-def test_notice_when_there_are_several_ranks_then_only_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notice_when_there_are_several_ranks_then_only_vllms_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     notice = importlib.import_module("dynamo_trtllm.engines.vllm.early_notice")
     monkeypatch.setattr(notice, "_worker_half", [])
     worker_half(world_size=2)

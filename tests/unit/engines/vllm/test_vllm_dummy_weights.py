@@ -1,4 +1,6 @@
-"""Dummy weights have ordinary sizes, depend on their names alone, and change nothing that kernels have packed."""
+"""Dummy weights have ordinary sizes, depend on their names alone, and change nothing that kernels
+have packed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def test_fill_dummy_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_t
     assert (filled("input_layernorm_weight", 2880) == 1).all()
     assert not filled("attn_sinks", 64).any()
     assert not filled("w13_bias", 2, 5760).any()
-    embedding, router, queries = filled("embedding", 256, 400), filled("router", 128, 400), filled("qkv_proj", 128, 400)
+    embedding, router, queries = (
+        filled("embedding", 256, 400),
+        filled("router", 128, 400),
+        filled("qkv_proj", 128, 400),
+    )
     deviations = [float(each.std()) for each in (embedding, router, queries)]
     assert deviations == pytest.approx([1.0, 1 / 20, 1.7 / 20], rel=0.02)
 
@@ -33,8 +39,12 @@ def test_fill_dummy_when_weights_are_scales_or_of_an_unknown_form_then_they_stay
     assert (filled("qkv_proj_weight_scale", 512) == 7).all()
 
 
-def test_fill_dummy_when_experts_are_mxfp4_then_numbers_times_scales_keep_the_size_of_products() -> None:
-    assert set(filled("w13_weight", 8, 60, 40, dtype=torch.uint8).flatten().tolist()) == set(range(256))
+def test_fill_dummy_when_experts_are_mxfp4_then_numbers_times_scales_keep_the_size_of_products() -> (
+    None
+):
+    assert set(filled("w13_weight", 8, 60, 40, dtype=torch.uint8).flatten().tolist()) == set(
+        range(256)
+    )
     (scale,) = set(filled("w13_weight_scale", 2, 3, 90, dtype=torch.uint8).flatten().tolist())
     assert 0.7 < 2.9 * 2.0 ** (scale - 127) * 2880**0.5 < 1.42
 

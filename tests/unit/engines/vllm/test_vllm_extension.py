@@ -39,7 +39,11 @@ if __name__ == "__main__":
 def test_die_with_when_the_worker_is_killed_then_engine_process_and_rank_end() -> None:
     # The pipe of stdout is open in all three: it ends when the last of them has.
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert run.returncode == -9
     assert len(run.stdout.split()) == 2
@@ -70,8 +74,12 @@ class PlannedScheduler:
         return SimpleNamespace(kv_connector_stats={"nixl": 1})
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, clock: list[float], **prompts: int) -> PlannedScheduler:
-    """Return a measured scheduler with requests of so many prompt tokens, and set what the clock shows."""
+def planned(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], **prompts: int
+) -> PlannedScheduler:
+    """Return a measured scheduler with requests of so many prompt tokens, and set what the clock
+    shows.
+    """
     steps.measure_steps(PlannedScheduler)
     scheduler, times = PlannedScheduler(), iter(clock)
     monkeypatch.setattr(steps.time, "monotonic", lambda: next(times))
@@ -84,24 +92,34 @@ def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps.measure_steps(PlannedScheduler)
-    scheduler = planned(monkeypatch, [1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], a=100, b=30)
-    first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)  # the second while the first one runs
+    scheduler = planned(
+        monkeypatch, [1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], a=100, b=30
+    )
+    # the second while the first one runs
+    first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)
     seen = [steps.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
-    seen += [steps.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
+    seen += [
+        steps.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None))
+        for _ in range(2)
+    ]
     assert seen == [
         StepSample(1.5, 0, 0, 60, 1800.0),
         StepSample(0.5, 0, 0, 70, 40 * 80 + 450.0),
         StepSample(1.0, 2, 130, 0, 0.0),
         StepSample(1.0, 2, 132, 0, 0.0),
     ]
-    assert scheduler.update_from_output(scheduler.schedule(), None).kv_connector_stats == {"nixl": 1}
+    assert scheduler.update_from_output(scheduler.schedule(), None).kv_connector_stats == {
+        "nixl": 1
+    }
 
 
 class ResultsOfStep:
     """Has the results of a step, which are there at once or after a wait."""
 
     def __init__(self, *, is_there: bool) -> None:
-        self.async_output = SimpleNamespace(async_copy_ready_event=SimpleNamespace(query=lambda: is_there))
+        self.async_output = SimpleNamespace(
+            async_copy_ready_event=SimpleNamespace(query=lambda: is_there)
+        )
 
     def result(self, timeout: float | None = None) -> SimpleNamespace:
         return SimpleNamespace()
@@ -110,12 +128,17 @@ class ResultsOfStep:
 def test_steps_when_the_launch_of_a_prompt_takes_longer_than_the_step_before_it_then_its_own_time_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decode steps take 1 s. The launch of the prompts takes 4 s, and the end of the step before is seen after it."""
+    """Decode steps take 1 s.
+
+    The launch of the prompts takes 4 s, and the end of the step before is seen after it.
+    """
     steps.note_late_results(ResultsOfStep)
     scheduler = planned(monkeypatch, [0.0, 1.0, 1.0, 1.1, 5.1, 5.2, 6.5, 7.5], a=1, b=50)
 
     def seen(output: SimpleNamespace, *, is_there: bool) -> StepSample | None:
-        return steps.step_of(scheduler.update_from_output(output, ResultsOfStep(is_there=is_there).result()))
+        return steps.step_of(
+            scheduler.update_from_output(output, ResultsOfStep(is_there=is_there).result())
+        )
 
     assert seen(scheduler.schedule(a=1), is_there=False) == StepSample(1.0, 1, 0, 0, 0.0)
     decode, prompt = scheduler.schedule(a=1), scheduler.schedule(a=1, b=50)

@@ -1,4 +1,6 @@
-"""What events of vLLM's prefix cache mean, over batches that vLLM 0.24.0 sent, and over made ones."""
+"""What events of vLLM's prefix cache mean, over batches that vLLM 0.24.0 sent, and over made
+ones.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ from dynamo_trtllm.messages import token_ids
 
 BLOCK = 32
 Batches = Sequence[tuple[int, bytes]]
-# Of a model with sliding-window layers in group 0 and full attention in group 1. The prefill engine ran a prompt of
-# 140 tokens and 40 output tokens, the same with salt "s", and once more after `reset_prefix_cache`. The decode engine
-# read a prompt of 300 tokens over NIXL and generated 39 tokens, twice.
+# Of a model with sliding-window layers in group 0 and full attention in group 1. The prefill engine
+# ran a prompt of 140 tokens and 40 output tokens, the same with salt "s", and once more after
+# `reset_prefix_cache`. The decode engine read a prompt of 300 tokens over NIXL and generated 39
+# tokens, twice.
 RECORDED: dict[str, Batches] = {
     role: [(number, base64.b64decode(payload)) for number, payload in batches]
-    for role, batches in json.loads((Path(__file__).parents[3] / "data" / "vllm_kv_events.json").read_text()).items()
+    for role, batches in json.loads(
+        (Path(__file__).parents[3] / "data" / "vllm_kv_events.json").read_text()
+    ).items()
 }
 
 
@@ -48,22 +53,41 @@ def batch(*events: dict[str, Any], rank: int = 0, ts: float = 1.0) -> bytes:
 
 
 def stored(*hashes: int, parent: int | None = None, **fields: Any) -> dict[str, Any]:
-    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "lora_id": None}
-    event |= {"token_ids": [each for one in hashes for each in (one, one)], "block_size": 2, "medium": "GPU"}
+    event = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "lora_id": None,
+    }
+    event |= {
+        "token_ids": [each for one in hashes for each in (one, one)],
+        "block_size": 2,
+        "medium": "GPU",
+    }
     return event | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"} | fields
 
 
 def removed(*hashes: int, **fields: Any) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0, **fields}
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": hashes,
+        "medium": "GPU",
+        "group_idx": 0,
+        **fields,
+    }
 
 
 def kv(*hashes: int) -> tuple[KvBlock, ...]:
     return tuple(KvBlock(each, token_ids([each, each])) for each in hashes)
 
 
-def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt_until_the_reset() -> None:
+def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt_until_the_reset() -> (
+    None
+):
     reader = Reader(block_tokens=BLOCK)
-    begun, grown, salted, reset = (reader.read(number, payload) for number, payload in enumerate(payloads("prefill")))
+    begun, grown, salted, reset = (
+        reader.read(number, payload) for number, payload in enumerate(payloads("prefill"))
+    )
     (first,), (more,), (private,), (cleared, again) = begun, grown, salted, reset
     assert isinstance(first, BlocksStored)
     assert isinstance(more, BlocksStored)
@@ -72,7 +96,9 @@ def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt
     assert (first.parent, first.cache_salt) == (None, None)
     assert (len(more.blocks), more.parent) == (1, first.blocks[-1].hash)
     assert (private.parent, private.cache_salt) == (None, "s")
-    assert [block.token_ids for block in private.blocks] == [block.token_ids for block in first.blocks]
+    assert [block.token_ids for block in private.blocks] == [
+        block.token_ids for block in first.blocks
+    ]
     assert not {block.hash for block in private.blocks} & {block.hash for block in first.blocks}
     assert cleared == BlocksCleared()
     assert isinstance(again, BlocksStored)
@@ -82,7 +108,9 @@ def payloads(role: str) -> list[bytes]:
     return [payload for _, payload in RECORDED[role]]
 
 
-def test_recorded_decode_when_a_block_was_computed_twice_then_it_is_gone_with_its_second_copy() -> None:
+def test_recorded_decode_when_a_block_was_computed_twice_then_it_is_gone_with_its_second_copy() -> (
+    None
+):
     reader = Reader(block_tokens=BLOCK)
     (fetched,), (filled,), (again,) = (reader.read(*each) for each in RECORDED["decode"])
     assert isinstance(fetched, BlocksStored)
@@ -101,7 +129,9 @@ def test_read_when_blocks_continue_a_salted_prompt_then_they_have_its_salt() -> 
 
 
 def test_read_when_events_are_of_several_kinds_then_removals_are_put_together_in_order() -> None:
-    batches = batch(stored(1, 2), removed(2), removed(1), removed(9), stored(1), {"type": "AllBlocksCleared"})
+    batches = batch(
+        stored(1, 2), removed(2), removed(1), removed(9), stored(1), {"type": "AllBlocksCleared"}
+    )
     assert Reader().read(0, batches) == [
         BlocksStored(blocks=kv(1, 2)),
         BlocksRemoved(hashes=(2, 1)),
@@ -131,7 +161,9 @@ def test_read_when_blocks_cant_be_found_by_tokens_or_are_of_other_groups_then_no
     assert reader.read(1, batch(event)) == []
 
 
-def test_read_when_no_layer_has_full_attention_then_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_read_when_no_layer_has_full_attention_then_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     reader = Reader()
     for number in range(2):
         assert reader.read(number, batch(stored(1, kv_cache_spec_kind="sliding_window"))) == []
@@ -142,8 +174,11 @@ def test_read_when_batches_were_lost_then_they_are_asked_for_and_come_in_order_a
     reader = Reader()
     batches = [batch(stored(number)) for number in range(5)]
     reader.replayable = [*enumerate(batches[:2])]
-    assert [*reader.converter.catch_up(0)] == [BlocksStored(blocks=kv(number)) for number in range(2)]
-    reader.replayable = [*enumerate(batches)]  # the publisher has sent the last one too, but it is still on its way
+    assert [*reader.converter.catch_up(0)] == [
+        BlocksStored(blocks=kv(number)) for number in range(2)
+    ]
+    # the publisher has sent the last one too, but it is still on its way
+    reader.replayable = [*enumerate(batches)]
     assert reader.read(3, batches[3]) == [BlocksStored(blocks=kv(number)) for number in (2, 3, 4)]
     assert reader.read(4, batches[4]) == []
     assert reader.asked == [(0, 0), (0, 2)]

@@ -19,7 +19,9 @@ TAKEN, FREE = (31 * GIB, 140 * GIB), (139 * GIB, 140 * GIB)
 HALF = {"gpu_memory_utilization": 0.5}
 
 
-def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> None:
+def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> (
+    None
+):
     said = explain_oom({"gpu_memory_utilization": 0.85}, LIBRARY.newest, [TAKEN], [TAKEN])
     assert said is not None
     assert "GPU 0 has 31.0 of 140.0 GiB free" in said
@@ -34,7 +36,8 @@ def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_
     ("values", "before", "after", "gpu_at_fault"),
     [
         (HALF, [TAKEN], [TAKEN], 0),
-        ({}, [(100 * GIB, 140 * GIB)], [(100 * GIB, 140 * GIB)], 0),  # vLLM's own default is a larger share
+        # vLLM's own default is a larger share
+        ({}, [(100 * GIB, 140 * GIB)], [(100 * GIB, 140 * GIB)], 0),
         (HALF, [TAKEN], [FREE], None),  # it came free meanwhile: that was not it
         (HALF, [FREE], [TAKEN], None),  # taken by what failed
         (HALF, [FREE, TAKEN], [FREE, TAKEN], None),  # a GPU that is not the engine's
@@ -71,14 +74,20 @@ def vendor() -> VllmBindings:
 
     with fake_vllm():
         bindings = VllmBindings(LIBRARY.newest)
-    bindings.engine_args = lambda **_: SimpleNamespace(create_engine_config=lambda usage_context: None)
+    bindings.engine_args = lambda **_: SimpleNamespace(
+        create_engine_config=lambda usage_context: None
+    )
     bindings.async_llm = SimpleNamespace(from_vllm_config=fail)
     return bindings
 
 
 @pytest.mark.parametrize(
     ("free", "wanted"),
-    [([TAKEN], "GiB free, but gpu_memory_utilization"), ([FREE], "Engine core initialization failed"), ([], "core")],
+    [
+        ([TAKEN], "GiB free, but gpu_memory_utilization"),
+        ([FREE], "Engine core initialization failed"),
+        ([], "core"),
+    ],
 )
 def test_build_when_the_engine_process_dies_then_memory_is_named_only_where_it_lacks(
     monkeypatch: pytest.MonkeyPatch, free: list[tuple[int, int]], wanted: str

@@ -1,4 +1,6 @@
-"""The small parts of the vllm engine: the manifest, outputs, tickets, the side channel, preflight, reclaiming."""
+"""The small parts of the vllm engine: the manifest, outputs, tickets, the side channel, preflight,
+reclaiming.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ ANSWERED = {
     "remote_num_tokens": 30,
 }
 
-# --- manifest ----------------------------------------------------------------------------------------------
+# --- manifest -------------------------------------------------------------------------------------
 
 
 def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() -> None:
@@ -65,18 +67,23 @@ def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() ->
     assert not schema.is_known(LIBRARY, "kv_transfer_config.kv_rolle")
 
 
-# --- outputs -----------------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------------------
 
 
 def output(*tokens: int, finish: str | None = None, has_logprobs: bool = False) -> Any:
-    entries = [{t: SimpleNamespace(logprob=-1.0), t + 1: SimpleNamespace(logprob=-0.5)} for t in tokens]
+    entries = [
+        {t: SimpleNamespace(logprob=-1.0), t + 1: SimpleNamespace(logprob=-0.5)} for t in tokens
+    ]
     logprobs = entries if has_logprobs else None
     completion = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs, finish_reason=finish)
     return SimpleNamespace(outputs=[completion], num_cached_tokens=None, prompt_logprobs=None)
 
 
 def call_of(
-    alternatives: int | None, *, first: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
+    alternatives: int | None,
+    *,
+    first: tuple[int, ...] = (),
+    first_logprobs: tuple[TokenLogprob, ...] = (),
 ) -> VllmCall:
     converted: Any = SimpleNamespace(exports_kv=False, stop_ids=frozenset(), seed=None, first=first)
     request: Any = SimpleNamespace(
@@ -109,7 +116,7 @@ def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
         call_of(1).read(output(8))
 
 
-# --- tickets -----------------------------------------------------------------------------------------------
+# --- tickets --------------------------------------------------------------------------------------
 
 
 def transfer_params_with(engine_state: bytes) -> KvTransferParams:
@@ -130,14 +137,21 @@ def transfer_params_with(engine_state: bytes) -> KvTransferParams:
 
 
 def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
-    found = transfers.unpack(transfer_params_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62)))
+    found = transfers.unpack(
+        transfer_params_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62))
+    )
     expires_at = found.kv_transfer_params["dynamo_expires_at"]
-    assert found.kv_transfer_params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]], "dynamo_expires_at": expires_at}
+    assert found.kv_transfer_params == {
+        **ANSWERED,
+        "remote_block_ids": [[1, 2], [2]],
+        "dynamo_expires_at": expires_at,
+    }
     assert (found.first_token, found.seed) == (5, 2**62)
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, {**ANSWERED, "remote_block_ids": None}, {**ANSWERED, "remote_port": "x"}, {"a": 1}]
+    "params",
+    [None, {}, {**ANSWERED, "remote_block_ids": None}, {**ANSWERED, "remote_port": "x"}, {"a": 1}],
 )
 def test_transfer_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
     with pytest.raises(RequestRejected) as caught:
@@ -169,7 +183,7 @@ def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None
         transfers.unpack(transfer_params_with(engine_state))
 
 
-# --- side channel ------------------------------------------------------------------------------------------
+# --- side channel ---------------------------------------------------------------------------------
 
 
 def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
@@ -188,28 +202,54 @@ def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> 
         transfers.choose_side_channel("127.0.0.1", 2, {transfers.PORT: port})
 
 
-# --- warm-up -----------------------------------------------------------------------------------------------
+# --- warm-up --------------------------------------------------------------------------------------
 
 CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
-def parts(limit: int, captured: list[int], *, is_eager: bool = False, device: str = "cuda", ranks: int = 1) -> Any:
+def parts(
+    limit: int, captured: list[int], *, is_eager: bool = False, device: str = "cuda", ranks: int = 1
+) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=limit),
         model_config=SimpleNamespace(enforce_eager=is_eager),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
-        parallel_config=SimpleNamespace(tensor_parallel_size=4, enable_expert_parallel=False, data_parallel_size=ranks),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=4, enable_expert_parallel=False, data_parallel_size=ranks
+        ),
     )
 
 
-def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled_a_kernel_in_a_simulation() -> None:
-    """The simulation ran Triton's own launch code with these counts; 3000 random steps afterwards compiled nothing."""
-    simulated = {16383, 16351, 16255, 15935, 15932, 15920, 2079, 2076, 2064, 1839, 1836, 1824, 1055, 1052, 1040}
+def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled_a_kernel_in_a_simulation() -> (
+    None
+):
+    """The simulation ran Triton's own launch code with these counts; 3000 random steps afterwards
+    compiled nothing.
+    """
+    simulated = {
+        16383,
+        16351,
+        16255,
+        15935,
+        15932,
+        15920,
+        2079,
+        2076,
+        2064,
+        1839,
+        1836,
+        1824,
+        1055,
+        1052,
+        1040,
+    }
     counts = compilation.token_counts(SHAPES["gpt-oss-120b"], parts(16384, CAPTURED))
     assert simulated | {935, 932, 928} <= set(counts)
     assert len(counts) < 30
-    assert not set(compilation.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(range(513))
+    assert not set(compilation.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(
+        range(513)
+    )
 
 
 def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too() -> None:
@@ -221,7 +261,7 @@ def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too()
     assert compilation.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
 
 
-# --- statistics --------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def test_stats_when_two_ranks_have_reported_then_their_sum() -> None:
@@ -234,7 +274,7 @@ def test_stats_when_two_ranks_have_reported_then_their_sum() -> None:
     assert stats.counts(2) == (6, 60, 200)
 
 
-# --- preflight ---------------------------------------------------------------------------------------------
+# --- preflight ------------------------------------------------------------------------------------
 
 MODEL = Checkpoint(
     folder=Path("/m"),
@@ -254,15 +294,25 @@ MODEL = Checkpoint(
 HOPPER = Gpu(name="NVIDIA H200", sm=90, memory_bytes=143771 << 20)
 
 
-def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, vllm: str = "0.33.0", **args: Any) -> VllmFacts:
-    config = WorkerConfig(model_path="/m", engine="vllm", disaggregation_mode=role, override_engine_args=args)
+def facts(
+    role: Role = Role.PREFILL, *, num_gpus: int = 8, vllm: str = "0.33.0", **args: Any
+) -> VllmFacts:
+    config = WorkerConfig(
+        model_path="/m", engine="vllm", disaggregation_mode=role, override_engine_args=args
+    )
     return VllmFacts(
-        role=role, args=vllm_args(config, releases.describe(vllm).manifest), model=MODEL, gpu=HOPPER, num_gpus=num_gpus
+        role=role,
+        args=vllm_args(config, releases.describe(vllm).manifest),
+        model=MODEL,
+        gpu=HOPPER,
+        num_gpus=num_gpus,
     )
 
 
 def peer(engine: str = "vllm", tp: int = 1, block: int = 128, folder: str = "/m") -> Instance:
-    card = ModelDeploymentCard(name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony")
+    card = ModelDeploymentCard(
+        name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony"
+    )
     return Instance(
         id=2,
         namespace="n",
@@ -273,7 +323,12 @@ def peer(engine: str = "vllm", tp: int = 1, block: int = 128, folder: str = "/m"
         engine=engine,
         card=card,
         layout=KvLayout(
-            dtype="bfloat16", block_tokens=block, num_layers=36, num_kv_heads=8, head_dim=64, tensor_parallel_size=tp
+            dtype="bfloat16",
+            block_tokens=block,
+            num_layers=36,
+            num_kv_heads=8,
+            head_dim=64,
+            tensor_parallel_size=tp,
         ),
         kv_compat={"model_folder": folder},
     )
@@ -309,7 +364,9 @@ def test_preflight_when_all_fits_then_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize(("args", "rule"), WRONG_ARGUMENTS)
-def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: dict[str, Any], rule: str) -> None:
+def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(
+    args: dict[str, Any], rule: str
+) -> None:
     (found,) = findings(facts(**args), [])
     assert found.rule == rule
     assert found.field in args
@@ -317,7 +374,9 @@ def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: di
 
 
 @pytest.mark.parametrize(("other", "rule"), WRONG_PEERS)
-def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(other: Instance, rule: str) -> None:
+def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(
+    other: Instance, rule: str
+) -> None:
     (found,) = findings(facts(tensor_parallel_size=2), [other])
     assert (found.rule, found.severity) == (rule, "error")
     assert "decode worker 2" in found.other
@@ -364,10 +423,12 @@ def test_preflight_when_a_worker_of_an_earlier_release_has_its_default_then_the_
     assert "--kv-block-size" in found.fix
 
 
-# --- reclaiming --------------------------------------------------------------------------------------------
+# --- reclaiming -----------------------------------------------------------------------------------
 
 
-async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfers._AGAIN_S", 0.0)
     asked: list[list[str]] = []
     done = asyncio.Event()
@@ -403,7 +464,9 @@ async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving()
     await reclaimer.aclose()
 
 
-def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = SimpleNamespace(_reqs_to_send={"x-0a": 9.0, "r.1-0b": 8.0, "r.11-0c": 7.0})
     group = SimpleNamespace(connector_worker=worker)
     monkeypatch.setattr(bindings, "kv_transfer_group", lambda: group)
@@ -411,20 +474,31 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
     assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
 
 
-# --- vendor ------------------------------------------------------------------------------------------------
+# --- vendor ---------------------------------------------------------------------------------------
 
 
-def test_version_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_when_vllm_is_not_installed_then_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
-    with pytest.raises(ConfigError, match=r"needs vLLM 0.24 to 0.33; run pip install -e '\.\[vllm\]' in a checkout"):
+    with pytest.raises(
+        ConfigError, match=r"needs vLLM 0.24 to 0.33; run pip install -e '\.\[vllm\]' in a checkout"
+    ):
         releases.installed()
 
 
 @pytest.mark.parametrize(
     ("version", "manifest"),
-    [("0.24.0", "0.24.0"), ("0.25.0+cpu", "0.25.1"), ("0.27.9", "0.27.1"), ("0.33.0.post1", "0.33.0")],
+    [
+        ("0.24.0", "0.24.0"),
+        ("0.25.0+cpu", "0.25.1"),
+        ("0.27.9", "0.27.1"),
+        ("0.33.0.post1", "0.33.0"),
+    ],
 )
-def test_version_when_its_minor_was_tested_then_its_manifest_and_no_note(version: str, manifest: str) -> None:
+def test_version_when_its_minor_was_tested_then_its_manifest_and_no_note(
+    version: str, manifest: str
+) -> None:
     found = releases.describe(version)
     assert (found.manifest.name, found.note) == (manifest, "")
     assert not found.manifest.is_in_part("AsyncEngineArgs")
@@ -448,7 +522,9 @@ def test_version_when_it_was_not_tested_then_it_works_with_a_note_and_takes_unkn
     found = releases.describe(version)
     assert found.manifest.name == nearest
     assert version.partition("+")[0] in found.note
-    config = WorkerConfig(model_path="m", engine="vllm", override_engine_args={"an_argument_of_tomorrow": 1})
+    config = WorkerConfig(
+        model_path="m", engine="vllm", override_engine_args={"an_argument_of_tomorrow": 1}
+    )
     args = vllm_args(config, found.manifest)
     assert args.values["an_argument_of_tomorrow"] == 1
     assert any("an_argument_of_tomorrow" in note for note in args.notes)
@@ -456,20 +532,33 @@ def test_version_when_it_was_not_tested_then_it_works_with_a_note_and_takes_unkn
 
 @pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.8.5.post1", "0.23.0.dev1"])
 def test_version_when_it_is_too_old_then_refused_with_what_to_install(version: str) -> None:
-    with pytest.raises(ConfigError, match=rf"vLLM {version} is installed, .* supports 0.24 to 0.33; run pip"):
+    with pytest.raises(
+        ConfigError, match=rf"vLLM {version} is installed, .* supports 0.24 to 0.33; run pip"
+    ):
         releases.describe(version)
 
 
 @pytest.mark.parametrize(("release", "works"), [("0.24.0", True), ("0.32.0", False)])
-def test_argument_when_a_release_has_dropped_it_then_it_is_refused_there(release: str, works: bool) -> None:
-    config = WorkerConfig(model_path="m", engine="vllm", override_engine_args={"max_num_partial_prefills": 2})
+def test_argument_when_a_release_has_dropped_it_then_it_is_refused_there(
+    release: str, works: bool
+) -> None:
+    config = WorkerConfig(
+        model_path="m", engine="vllm", override_engine_args={"max_num_partial_prefills": 2}
+    )
     if works:
-        assert vllm_args(config, releases.describe(release).manifest).values["max_num_partial_prefills"] == 2
+        assert (
+            vllm_args(config, releases.describe(release).manifest).values[
+                "max_num_partial_prefills"
+            ]
+            == 2
+        )
     else:
         with pytest.raises(ConfigError, match=rf"vLLM {release} has no max_num_partial_prefills"):
             vllm_args(config, releases.describe(release).manifest)
 
 
 def test_preflight_when_a_model_has_one_kind_of_layers_then_blocks_may_span_them() -> None:
-    uniform = replace(facts(vllm="0.24.0", **CROSS_LAYERS), model=replace(MODEL, num_sliding_layers=0))
+    uniform = replace(
+        facts(vllm="0.24.0", **CROSS_LAYERS), model=replace(MODEL, num_sliding_layers=0)
+    )
     assert [each.rule for each in findings(uniform, [])] == []

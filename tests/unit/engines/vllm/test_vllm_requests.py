@@ -1,4 +1,6 @@
-"""From requests to vLLM's arguments: every field of Sampling, prefill and decode calls, and what is rejected."""
+"""From requests to vLLM's arguments: every field of Sampling, prefill and decode calls, and what is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from dynamo_trtllm.engines.vllm.requests import (
     resamples_first_token,
 )
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    OutputFormat,
+    Phase,
+    Role,
+    Sampling,
+    StructuredOutput,
+    token_ids,
+)
 from tests.unit.engines.scripted_library import info_of
 
 RULES = VllmModelLimits(role=Role.DECODE, info=info_of(eos_token_ids=(1, 2)), max_logprobs=20)
@@ -67,7 +77,9 @@ def test_fields_when_counted_then_all_of_sampling_are_held_here() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHANGED))
-def test_call_when_a_field_is_set_then_vllms_says_the_same_and_nothing_else_changes(name: str) -> None:
+def test_call_when_a_field_is_set_then_vllms_says_the_same_and_nothing_else_changes(
+    name: str,
+) -> None:
     value, wanted = CHANGED[name]
     plain = VllmRequest(request(), RULES).sampling
     assert VllmRequest(request(**{name: value}), RULES).sampling == plain | wanted
@@ -88,7 +100,9 @@ def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
         (StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),)), {"json_object": True}),
     ],
 )
-def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(guided: StructuredOutput, wanted: Any) -> None:
+def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(
+    guided: StructuredOutput, wanted: Any
+) -> None:
     assert VllmRequest(request(guided=guided), RULES).guided == wanted
 
 
@@ -108,7 +122,9 @@ def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_
 
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"length": 99}])
-def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(changes: dict[str, Any]) -> None:
+def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(
+    changes: dict[str, Any],
+) -> None:
     call = VllmRequest(request(phase=Phase.PREFILL, **changes), RULES)
     assert not call.exports_kv
     assert "extra_args" not in call.sampling
@@ -152,8 +168,12 @@ def test_seed_when_both_calls_make_a_random_first_token_then_decode_uses_prefill
     assert VllmRequest(again, RULES, kv_params).sampling["seed"] == seed
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}])
-def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}]
+)
+def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(
+    sampling: dict[str, Any],
+) -> None:
     assert VllmRequest(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
 
 
@@ -182,9 +202,14 @@ def test_read_when_another_worker_prefilled_the_prompt_then_all_but_its_last_tok
     [
         (request(0), RequestRejected, "token_ids"),
         (request(100), ContextTooLong, None),
-        (msgspec.structs.replace(request(), token_ids=token_ids([1000])), RequestRejected, "token_ids"),
+        (
+            msgspec.structs.replace(request(), token_ids=token_ids([1000])),
+            RequestRejected,
+            "token_ids",
+        ),
         (request(logprobs=21), RequestRejected, "logprobs"),
-        (msgspec.structs.replace(request(), priority=1), RequestRejected, "priority"),  # vLLM raises ValueError
+        # vLLM raises ValueError
+        (msgspec.structs.replace(request(), priority=1), RequestRejected, "priority"),
     ],
 )
 def test_call_when_it_can_not_be_served_then_refused_by_name(

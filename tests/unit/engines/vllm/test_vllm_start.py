@@ -1,4 +1,6 @@
-"""The start of vLLM's engine process: who waits for whose compilation, and which phase the worker shows."""
+"""The start of vLLM's engine process: who waits for whose compilation, and which phase the worker
+shows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PARALLEL = SimpleNamespace(data_parallel_size=1)
 
 
 def worker_class(begins: threading.Event, goes_on: threading.Event, *, fails: bool = False) -> type:
-    """Return a class of workers whose first pass of the model waits, and whose later parts do not."""
+    """Return a class of workers whose first pass of the model waits, and whose later parts do
+    not.
+    """
 
     class Worker:
         rank = 0
@@ -59,7 +63,9 @@ def passed(*events: threading.Event) -> Any:
     return events[0]
 
 
-def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(folder: Path) -> None:
+def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(
+    folder: Path,
+) -> None:
     """The first engine captures graphs and warms up for minutes, without the lock."""
     worker = worker_class(passed(threading.Event()), passed(threading.Event()))
     lock_first_pass(worker)
@@ -71,7 +77,10 @@ def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(f
 
 def test_first_pass_when_another_engine_compiles_then_let_go_with_its_end(folder: Path) -> None:
     begins, goes_on = threading.Event(), threading.Event()
-    first, second = worker_class(begins, goes_on), worker_class(threading.Event(), passed(threading.Event()))
+    first, second = (
+        worker_class(begins, goes_on),
+        worker_class(threading.Event(), passed(threading.Event())),
+    )
     done: list[int] = []
     for each in (first, second):
         lock_first_pass(each)
@@ -141,7 +150,12 @@ def test_phase_when_vllms_process_goes_on_then_the_worker_reads_it_and_an_early_
     for method in ("load_model", "determine_available_memory", "compile_or_warm_up_model"):
         getattr(worker(), method)()
         seen.append(progress.phase())
-    assert seen == ["importing vLLM", "loading weights", start_progress.COMPILING, "capturing CUDA graphs"]
+    assert seen == [
+        "importing vLLM",
+        "loading weights",
+        start_progress.COMPILING,
+        "capturing CUDA graphs",
+    ]
     progress.close()
     worker().load_model()  # no worker reads it any more
     assert not Path(progress.environment[start_progress.FILE]).parent.exists()

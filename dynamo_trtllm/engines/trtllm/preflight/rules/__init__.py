@@ -1,1 +1,4 @@
-"""The preflight rules of the trtllm engine. Each module has the rules of one section of docs/preflight.md."""
+"""The preflight rules of the trtllm engine.
+
+Each module has the rules of one section of docs/preflight.md.
+"""

@@ -49,9 +49,14 @@ def ucx_without_cuda(facts: RoleFacts) -> Violation | None:
     "nvlink-domains",
     roles=_DISAGGREGATED,
     field=_MNNVL,
-    why="between hosts of different NVLink domains KV transfers hang or are slow, and UCX logs "
-    "cuMemImportFromShareableHandle",
-    fix="compare Fabric.ClusterUUID in nvidia-smi -q: if it differs between the hosts set it to n, else to y",
+    why=(
+        "between hosts of different NVLink domains KV transfers hang or are slow, and UCX logs "
+        "cuMemImportFromShareableHandle"
+    ),
+    fix=(
+        "compare Fabric.ClusterUUID in nvidia-smi -q: if it differs between the hosts set it to n,"
+        " else to y"
+    ),
 )
 def nvlink_domains(facts: RoleFacts) -> Violation | None:
     """Find GPUs of racks whose hosts share NVLink, without a decision whether KV may use it.
@@ -68,8 +73,13 @@ def nvlink_domains(facts: RoleFacts) -> Violation | None:
     "infiniband-loopback",
     roles=_DISAGGREGATED,
     field="UCX_TLS",
-    why="between workers of one host UCX may choose InfiniBand loopback, which times out on some hosts: requests hang",
-    fix="if KV transfers within a host hang, set it to ^ib for workers that transfer only within it",
+    why=(
+        "between workers of one host UCX may choose InfiniBand loopback, which times out on some"
+        " hosts: requests hang"
+    ),
+    fix=(
+        "if KV transfers within a host hang, set it to ^ib for workers that transfer only within it"
+    ),
 )
 def infiniband_loopback(facts: RoleFacts) -> Violation | None:
     """Find hosts on which UCX may choose InfiniBand for transfers within them.
@@ -104,8 +114,14 @@ def roce_local_subnet(facts: RoleFacts) -> Violation | None:
     "foreign-nixl",
     roles=_DISAGGREGATED,
     field="LD_LIBRARY_PATH",
-    why="if builds of NIXL and UCX are mixed, the engine fails at start (backend 'UCX' not found, undefined symbol)",
-    fix="if it fails so, remove the path, or build NIXL and its plugins from the version in TensorRT-LLM's package",
+    why=(
+        "if builds of NIXL and UCX are mixed, the engine fails at start (backend 'UCX' not found,"
+        " undefined symbol)"
+    ),
+    fix=(
+        "if it fails so, remove the path, or build NIXL and its plugins from the version in"
+        " TensorRT-LLM's package"
+    ),
 )
 def foreign_nixl(facts: RoleFacts) -> Violation | None:
     """Find a path by which another build of NIXL or UCX may be loaded.
@@ -173,8 +189,10 @@ def variable_waiting_decode(facts: RoleFacts) -> Violation | None:
     "prefill-retries",
     roles=_DISAGGREGATED,
     field=NO_RETRY,
-    why="with this variable prefill calls must not be repeated, but frontends repeat them after a failed KV transfer: "
-    "ranks end their process, and the worker does not start",
+    why=(
+        "with this variable prefill calls must not be repeated, but frontends repeat them after a"
+        " failed KV transfer: ranks end their process, and the worker does not start"
+    ),
     fix="unset it",
 )
 def prefill_retries(facts: RoleFacts) -> Violation | None:

@@ -1,4 +1,6 @@
-"""Rules about what runs beside KV transfers: block reuse, host offload, cache managers, drafts, adapters."""
+"""Rules about what runs beside KV transfers: block reuse, host offload, cache managers, drafts,
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def chunked_reuse_corruption(facts: RoleFacts) -> Violation | None:
     since=(1, 2),
     before=(1, 3),
     field=_REUSE,
-    why="on 1.2 a block may be removed from the reuse tree before its transfer ends; decode then hangs",
+    why=(
+        "on 1.2 a block may be removed from the reuse tree before its transfer ends; decode then"
+        " hangs"
+    ),
     fix="if requests hang, set kv_cache_config.enable_block_reuse: false on prefill",
 )
 def reuse_on_prefill(facts: RoleFacts) -> Violation | None:
@@ -60,7 +65,9 @@ def reuse_with_windows(facts: RoleFacts) -> Violation | None:
     model = facts.model
     if model is None or not model.num_sliding_layers or not facts.on(_REUSE):
         return None
-    return Violation(other=f"{model.num_sliding_layers} layers with a window of {model.sliding_window} tokens")
+    return Violation(
+        other=f"{model.num_sliding_layers} layers with a window of {model.sliding_window} tokens"
+    )
 
 
 @SECTION.rule(
@@ -68,7 +75,10 @@ def reuse_with_windows(facts: RoleFacts) -> Violation | None:
     "host-offload-chunked",
     before=(1, 3),
     field=_HOST,
-    why="deadlocks of host offload with chunked prefill were reported; from 1.3 on it is in use for published results",
+    why=(
+        "deadlocks of host offload with chunked prefill were reported; from 1.3 on it is in use for"
+        " published results"
+    ),
     fix="remove host_cache_size, or set enable_chunked_prefill: false",
 )
 def host_offload_chunked(facts: RoleFacts) -> Violation | None:
@@ -98,7 +108,10 @@ def host_offload_corruption(facts: RoleFacts) -> Violation | None:
     "speculative-disaggregated",
     roles=_DISAGGREGATED,
     field="speculative_config",
-    why="this project has not tried drafts with KV transfer, and they were inaccurate with the overlap scheduler",
+    why=(
+        "this project has not tried drafts with KV transfer, and they were inaccurate with the"
+        " overlap scheduler"
+    ),
     fix="check output and acceptance rate first",
 )
 def speculative_disaggregated(facts: RoleFacts) -> Violation | None:
@@ -148,15 +161,21 @@ def lora_disaggregated(facts: RoleFacts) -> Violation | None:
     roles=_DISAGGREGATED,
     before=(1, 4),
     field=_V2,
-    why="the C++ transceiver supports KV cache manager v1 only: TensorRT-LLM falls back to it, and "
-    "newer builds fail at start",
-    fix="remove it on both sides, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON there",
+    why=(
+        "the C++ transceiver supports KV cache manager v1 only: TensorRT-LLM falls back to it, and "
+        "newer builds fail at start"
+    ),
+    fix=(
+        "remove it on both sides, or set cache_transceiver_config.backend: NIXL and"
+        " transceiver_runtime: PYTHON there"
+    ),
 )
 def cache_manager_fallback(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2 with the C++ transceiver.
 
-    Candidates of 1.3 fall back up to some build (pull request 16942), and fail from then on: in main of 2026-09 no
-    fallback for the transceiver is left (_fallback_if_unsupported_kv_cache_manager_v2 in _torch/pyexecutor/_util.py).
+    Candidates of 1.3 fall back up to some build (pull request 16942), and fail from then on: in
+    main of 2026-09 no fallback for the transceiver is left
+    (_fallback_if_unsupported_kv_cache_manager_v2 in _torch/pyexecutor/_util.py).
     """
     return _v2_with_cpp(facts)
 
@@ -168,7 +187,10 @@ def cache_manager_fallback(facts: RoleFacts) -> Violation | None:
     since=(1, 4),
     field=_V2,
     why="the C++ transceiver supports KV cache manager v1 only: TensorRT-LLM fails at start",
-    fix="remove it on both sides, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON there",
+    fix=(
+        "remove it on both sides, or set cache_transceiver_config.backend: NIXL and"
+        " transceiver_runtime: PYTHON there"
+    ),
 )
 def cache_manager_transceiver(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2 with the C++ transceiver, where no fallback is left."""
@@ -198,15 +220,23 @@ def cache_manager_v1_features(facts: RoleFacts) -> Violation | None:
     "v2-without-fabric",
     roles=_DISAGGREGATED,
     field=_V2,
-    why="without NVLink fabric, UCX can't map the blocks of KV cache manager v2 in another process. KV moves through "
-    "the memory of the host, measured at 193 ms per transfer instead of 0.4 ms",
-    fix="set kv_cache_config.use_kv_cache_manager_v2: false on both sides, or use a newer release and measure",
+    why=(
+        "without NVLink fabric, UCX can't map the blocks of KV cache manager v2 in another process."
+        " KV moves through the memory of the host, measured at 193 ms per transfer instead of"
+        " 0.4 ms"
+    ),
+    fix=(
+        "set kv_cache_config.use_kv_cache_manager_v2: false on both sides, or use a newer release"
+        " and measure"
+    ),
 )
 def v2_without_fabric(facts: RoleFacts) -> Violation | None:
-    """Find cache manager v2, set or chosen for gpt-oss, whose KV moves through the memory of the host.
+    """Find cache manager v2, set or chosen for gpt-oss, whose KV moves through the memory of the
+    host.
 
-    The figures are of pull request 17241. gpt-oss has v2 since pull request 16942 (28 July 2026, in rc24). The fix
-    (18347, opened on 28 August 2026) needs UCX 1.22; which candidate is the first that has it is not established.
+    The figures are of pull request 17241. gpt-oss has v2 since pull request 16942 (28 July 2026, in
+    rc24). The fix (18347, opened on 28 August 2026) needs UCX 1.22; which candidate is the first
+    that has it is not established.
     """
     if facts.runtime != "PYTHON" or facts.gpu is None or facts.has_multi_node_nvlink:
         return None

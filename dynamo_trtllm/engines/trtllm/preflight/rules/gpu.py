@@ -1,7 +1,7 @@
 """Rules about what the GPU can run: kernels of experts, and types of KV.
 
-TensorRT-LLM runs an MXFP4 checkpoint as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from compute capability
-10.0 on, and as W4A16_MXFP4 below. OVERRIDE_QUANT_ALGO overrides that.
+TensorRT-LLM runs an MXFP4 checkpoint as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from
+compute capability 10.0 on, and as W4A16_MXFP4 below. OVERRIDE_QUANT_ALGO overrides that.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _KV_TYPE_SM = {"fp8": 89, "fp8_ds_mla": 89, "nvfp4": 100}
     "error",
     "moe-backend-bias",
     field=_MOE,
-    why="only CUTLASS, TRITON and TRTLLM support the biases and the activation of gpt-oss's "
-    "experts; loading fails with other backends",
+    why=(
+        "only CUTLASS, TRITON and TRTLLM support the biases and the activation of gpt-oss's "
+        "experts; loading fails with other backends"
+    ),
     fix="set it to TRTLLM on Blackwell, TRITON (AUTO from 1.3 on) on Hopper",
 )
 def moe_backend_bias(facts: RoleFacts) -> Violation | None:
@@ -46,8 +48,10 @@ def moe_backend_bias(facts: RoleFacts) -> Violation | None:
     "warning",
     "moe-backend-falls-back",
     field=_MOE,
-    why="this backend does not support this quantization on this GPU: TensorRT-LLM falls back to "
-    "CUTLASS and only logs it",
+    why=(
+        "this backend does not support this quantization on this GPU: TensorRT-LLM falls back to "
+        "CUTLASS and only logs it"
+    ),
     fix="set it to TRITON (AUTO from 1.3 on) on Hopper, CUTLASS on other GPUs",
 )
 def moe_backend_falls_back(facts: RoleFacts) -> Violation | None:
@@ -63,8 +67,10 @@ def moe_backend_falls_back(facts: RoleFacts) -> Violation | None:
     "moe-quantization-gpu",
     field=_MOE,
     why="this backend has no kernels for this GPU: loading fails",
-    fix="set it to TRTLLM on data-center Blackwell, TRITON (AUTO from 1.3 on) on Hopper, CUTLASS "
-    "on RTX Blackwell; and unset OVERRIDE_QUANT_ALGO",
+    fix=(
+        "set it to TRTLLM on data-center Blackwell, TRITON (AUTO from 1.3 on) on Hopper, CUTLASS "
+        "on RTX Blackwell; and unset OVERRIDE_QUANT_ALGO"
+    ),
 )
 def moe_quantization_gpu(facts: RoleFacts) -> Violation | None:
     """Find an algorithm that the backend can't run on the GPU."""
@@ -112,7 +118,10 @@ def moe_cutlass_hopper(facts: RoleFacts) -> Violation | None:
     "triton-expert-parallel",
     field=_MOE,
     why="TRITON supports expert parallelism on Hopper only: loading fails",
-    fix="set it to TRTLLM on data-center Blackwell, CUTLASS on other GPUs, or remove moe_expert_parallel_size",
+    fix=(
+        "set it to TRTLLM on data-center Blackwell, CUTLASS on other GPUs, or remove"
+        " moe_expert_parallel_size"
+    ),
 )
 def triton_expert_parallel(facts: RoleFacts) -> Violation | None:
     """Find TRITON with expert parallelism.
@@ -139,7 +148,9 @@ def triton_expert_parallel(facts: RoleFacts) -> Violation | None:
     fix="set it to AUTO, which takes TRITON for gpt-oss on Hopper while it exists, or to CUTLASS",
 )
 def triton_deprecated(facts: RoleFacts) -> Violation | None:
-    """Find TRITON (pull request 19035 of TensorRT-LLM, September 2026: removed after three months)."""
+    """Find TRITON (pull request 19035 of TensorRT-LLM, September 2026: removed after three
+    months).
+    """
     if facts.args.get(_MOE) != "TRITON":
         return None
     return Violation(other=f"release {facts.release}")
@@ -180,7 +191,10 @@ def kv_dtype_unknown(facts: RoleFacts) -> Violation | None:
     "kv-dtype-checkpoint",
     before=(1, 3),
     field=_KV_TYPE,
-    why="a checkpoint with quantized KV can't have another KV type: TensorRT-LLM fails when it loads the model",
+    why=(
+        "a checkpoint with quantized KV can't have another KV type: TensorRT-LLM fails when it"
+        " loads the model"
+    ),
     fix="set it to auto",
 )
 def kv_dtype_checkpoint(facts: RoleFacts) -> Violation | None:
@@ -193,12 +207,17 @@ def kv_dtype_checkpoint(facts: RoleFacts) -> Violation | None:
     "kv-dtype-overrides-checkpoint",
     since=(1, 3),
     field=_KV_TYPE,
-    why="the checkpoint was calibrated for another KV type. Newer builds override it with a warning, older ones fail "
-    "when they load the model; which candidate is the first is not established",
+    why=(
+        "the checkpoint was calibrated for another KV type. Newer builds override it with a"
+        " warning, older ones fail when they load the model; which candidate is the first is not"
+        " established"
+    ),
     fix="set it to auto, on both sides",
 )
 def kv_dtype_overrides_checkpoint(facts: RoleFacts) -> Violation | None:
-    """Find another type of KV than the checkpoint's, where it may be overridden (_torch/pyexecutor, main of 2026)."""
+    """Find another type of KV than the checkpoint's, where it may be overridden (_torch/pyexecutor,
+    main of 2026).
+    """
     return _other_kv_type(facts)
 
 
@@ -220,7 +239,10 @@ def kv_dtype_gpu(facts: RoleFacts) -> Violation | None:
     "warning",
     "kv-fp8-hopper",
     field=_KV_TYPE,
-    why="NVIDIA publishes gpt-oss on Hopper only with KV type auto; the accuracy with fp8 is unverified",
+    why=(
+        "NVIDIA publishes gpt-oss on Hopper only with KV type auto; the accuracy with fp8 is"
+        " unverified"
+    ),
     fix="set it to auto, on both sides",
 )
 def kv_fp8_hopper(facts: RoleFacts) -> Violation | None:
@@ -241,7 +263,9 @@ def attention_backend_sinks(facts: RoleFacts) -> Violation | None:
     """Find another attention backend for gpt-oss (an assertion in _torch/modules/attention.py)."""
     if not facts.is_gpt_oss or facts.attention == "TRTLLM":
         return None
-    return Violation(other="model_type gpt_oss", fix="set it to TRTLLM, or remove it, on both sides")
+    return Violation(
+        other="model_type gpt_oss", fix="set it to TRTLLM, or remove it, on both sides"
+    )
 
 
 @SECTION.rule(
@@ -252,7 +276,9 @@ def attention_backend_sinks(facts: RoleFacts) -> Violation | None:
     fix="write it in capitals",
 )
 def attention_backend_spelling(facts: RoleFacts) -> Violation | None:
-    """Find a known backend in other letters (`get_attention_backend` in _torch/attention_backend/utils.py)."""
+    """Find a known backend in other letters (`get_attention_backend` in
+    _torch/attention_backend/utils.py).
+    """
     word = facts.attention
     if word in _ATTENTION or word.strip().upper() not in _ATTENTION:
         return None

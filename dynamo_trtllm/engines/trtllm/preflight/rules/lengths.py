@@ -37,9 +37,14 @@ def buffer_block_multiple(facts: RoleFacts) -> Violation | None:
     "prompt-over-buffer",
     roles=_DISAGGREGATED,
     field=BUFFER,
-    why="the KV of a prompt must fit the transfer buffer: with NIXL longer prompts fail, with UCX "
-    "each allocates another buffer until memory runs out",
-    fix="raise it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
+    why=(
+        "the KV of a prompt must fit the transfer buffer: with NIXL longer prompts fail, with UCX "
+        "each allocates another buffer until memory runs out"
+    ),
+    fix=(
+        "raise it to the longest prompt, rounded up to a multiple of tokens_per_block, on both"
+        " sides"
+    ),
 )
 def prompt_over_buffer(facts: RoleFacts) -> Violation | None:
     """Find prompts of the load that do not fit the transfer buffer."""
@@ -49,8 +54,15 @@ def prompt_over_buffer(facts: RoleFacts) -> Violation | None:
     if facts.transceiver == "NIXL":
         why = "with NIXL such a prompt fails"
     else:
-        why = "each such prompt allocates another buffer, until memory runs out or the two sides differ"
-    return Violation(other=f"prompts of {isl} tokens", why=why, fix=f"set it to {facts.round_up(isl)}, on both sides")
+        why = (
+            "each such prompt allocates another buffer, until memory runs out or the two sides"
+            " differ"
+        )
+    return Violation(
+        other=f"prompts of {isl} tokens",
+        why=why,
+        fix=f"set it to {facts.round_up(isl)}, on both sides",
+    )
 
 
 @SECTION.rule(
@@ -93,8 +105,10 @@ def prompt_over_num_tokens(facts: RoleFacts) -> Violation | None:
     "prompt-limit-over-num-tokens",
     roles=_PREFILLS,
     field="max_num_tokens",
-    why="without chunked prefill a prompt must fit one step: longer prompts are rejected, "
-    "although the other limits allow them",
+    why=(
+        "without chunked prefill a prompt must fit one step: longer prompts are rejected, "
+        "although the other limits allow them"
+    ),
     fix="set enable_chunked_prefill: true, raise it, or lower max_seq_len",
 )
 def prompt_limit_over_num_tokens(facts: RoleFacts) -> Violation | None:
@@ -104,7 +118,9 @@ def prompt_limit_over_num_tokens(facts: RoleFacts) -> Violation | None:
     longest = facts.prompt_limit if facts.is_disaggregated else facts.number("max_seq_len")
     if longest is None or longest <= facts.max_num_tokens:
         return None
-    return Violation(other=f"prompts of up to {longest} tokens, which max_seq_len and the buffer allow")
+    return Violation(
+        other=f"prompts of up to {longest} tokens, which max_seq_len and the buffer allow"
+    )
 
 
 @SECTION.rule(
@@ -122,7 +138,9 @@ def request_over_seq_len(facts: RoleFacts) -> Violation | None:
     answer = 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1)
     if isl + answer <= limit:
         return None
-    return Violation(other=f"{isl} input and {answer} output tokens", fix=f"set it to at least {isl + answer}")
+    return Violation(
+        other=f"{isl} input and {answer} output tokens", fix=f"set it to at least {isl + answer}"
+    )
 
 
 @SECTION.rule(
@@ -137,14 +155,19 @@ def seq_len_over_model(facts: RoleFacts) -> Violation | None:
     length = facts.model.context_length if facts.model is not None else 0
     if length == 0 or (facts.number("max_seq_len") or 0) <= length:
         return None
-    return Violation(other=f"max_position_embeddings {length} of the model", fix=f"set it to at most {length}")
+    return Violation(
+        other=f"max_position_embeddings {length} of the model", fix=f"set it to at most {length}"
+    )
 
 
 @SECTION.rule(
     "warning",
     "batch-over-num-tokens",
     field="max_batch_size",
-    why="each request in a decode step uses one token of max_num_tokens, so a batch of this size never runs",
+    why=(
+        "each request in a decode step uses one token of max_num_tokens, so a batch of this size"
+        " never runs"
+    ),
     fix="lower it, or raise max_num_tokens",
 )
 def batch_over_num_tokens(facts: RoleFacts) -> Violation | None:
@@ -158,14 +181,19 @@ def batch_over_num_tokens(facts: RoleFacts) -> Violation | None:
     "note",
     "graph-over-batch",
     field=_GRAPH,
-    why="CUDA graphs for batches above max_batch_size are skipped, or use memory and start-up time without effect",
+    why=(
+        "CUDA graphs for batches above max_batch_size are skipped, or use memory and start-up time"
+        " without effect"
+    ),
     fix="lower it to max_batch_size, or raise max_batch_size",
 )
 def graph_over_batch(facts: RoleFacts) -> Violation | None:
     """Find CUDA graphs of batches that never run."""
     if _largest_graph(facts) <= facts.max_batch_size:
         return None
-    return Violation(field=_graph_key(facts), other=f"max_batch_size {facts.shown('max_batch_size')}")
+    return Violation(
+        field=_graph_key(facts), other=f"max_batch_size {facts.shown('max_batch_size')}"
+    )
 
 
 @SECTION.rule(
@@ -188,11 +216,17 @@ def block_size_power_of_two(facts: RoleFacts) -> Violation | None:
     "draft-tokens-over-num-tokens",
     roles=(Role.DECODE, Role.AGGREGATED),
     field="max_num_tokens",
-    why="each request uses its draft tokens plus one token of max_num_tokens in a step, so a full batch never runs",
+    why=(
+        "each request uses its draft tokens plus one token of max_num_tokens in a step, so a full"
+        " batch never runs"
+    ),
     fix="raise it to max_batch_size times the draft tokens plus one",
 )
 def draft_tokens_over_num_tokens(facts: RoleFacts) -> Violation | None:
-    """Find steps that are too short for a batch with draft tokens. Batches above the largest graph are not counted."""
+    """Find steps that are too short for a batch with draft tokens.
+
+    Batches above the largest graph are not counted.
+    """
     given = facts.inside("speculative_config")
     counts = [given.get(key) for key in _DRAFTS]
     drafts = max((count for count in counts if isinstance(count, int)), default=0)

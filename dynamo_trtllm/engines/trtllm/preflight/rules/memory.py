@@ -27,7 +27,10 @@ def weights_over_memory(facts: RoleFacts) -> Violation | None:
     if memory is None or gpu is None or memory.weights_bytes < gpu.memory_bytes:
         return None
     return Violation(
-        other=f"weights of {memory.weights_bytes / _GIB:.1f} GiB on a {gpu.name} of {gpu.memory_bytes / _GIB:.1f} GiB"
+        other=(
+            f"weights of {memory.weights_bytes / _GIB:.1f} GiB on a {gpu.name} of"
+            f" {gpu.memory_bytes / _GIB:.1f} GiB"
+        )
     )
 
 
@@ -39,7 +42,10 @@ def weights_over_memory(facts: RoleFacts) -> Violation | None:
     fix="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
 )
 def no_room_for_kv(facts: RoleFacts) -> Violation | None:
-    """Find too little memory for a single KV block. The rule weights-over-memory reports those that do not fit."""
+    """Find too little memory for a single KV block.
+
+    The rule weights-over-memory reports those that do not fit.
+    """
     memory, gpu = memory_table(facts), facts.gpu
     if memory is None or gpu is None or memory.weights_bytes >= gpu.memory_bytes:
         return None
@@ -53,7 +59,10 @@ def no_room_for_kv(facts: RoleFacts) -> Violation | None:
     "seq-len-over-kv",
     field="max_seq_len",
     why="one request of max_seq_len tokens does not fit the KV memory",
-    fix="lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV if the GPU has it",
+    fix=(
+        "lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV if the"
+        " GPU has it"
+    ),
 )
 def seq_len_over_kv(facts: RoleFacts) -> Violation | None:
     """Find sequences that are longer than the KV memory, also if windows free the most."""
@@ -71,7 +80,9 @@ def seq_len_over_kv(facts: RoleFacts) -> Violation | None:
     roles=_DECODES,
     field=_FRACTION,
     why="the KV memory is too small for the given concurrency: requests queue",
-    fix="use more GPUs or workers of this role, fp8 KV if the GPU supports it, or lower concurrency",
+    fix=(
+        "use more GPUs or workers of this role, fp8 KV if the GPU supports it, or lower concurrency"
+    ),
 )
 def load_over_kv(facts: RoleFacts) -> Violation | None:
     """Find a load that needs more KV memory than there is."""

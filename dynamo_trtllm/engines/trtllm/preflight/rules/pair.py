@@ -33,7 +33,8 @@ _KV = "kv_cache_config."
 _V2 = f"{_KV}use_kv_cache_manager_v2"
 _WINDOW = f"{_KV}max_attention_window"
 _BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
-# Backends of TensorRT-LLM whose KV is not resharded. It takes TRTLLM for words that it does not know.
+# Backends of TensorRT-LLM whose KV is not resharded. It takes TRTLLM for words that it does not
+# know.
 _OTHER_ATTENTION = ("FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _SAME = "set it to the same on both sides"
 _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
@@ -152,7 +153,10 @@ def kv_dtype_equal(pair: PairFacts) -> Violation | None:
     "warning",
     "cache-manager-equal",
     field=_V2,
-    why="each KV cache manager has its own pools of blocks: whether KV moves between v1 and v2 is unverified",
+    why=(
+        "each KV cache manager has its own pools of blocks: whether KV moves between v1 and v2 is"
+        " unverified"
+    ),
     fix=_SAME,
 )
 def cache_manager_equal(pair: PairFacts) -> Violation | None:
@@ -194,7 +198,10 @@ def attention_backend_equal(pair: PairFacts) -> Violation | None:
     "error",
     "parallel-needs-trtllm-attention",
     field="attn_backend",
-    why="only TRTLLM's KV is resharded between different tensor-parallel sizes; other backends returned wrong text",
+    why=(
+        "only TRTLLM's KV is resharded between different tensor-parallel sizes; other backends"
+        " returned wrong text"
+    ),
     fix="set it to TRTLLM on both sides, or use the same parallel sizes",
 )
 def parallel_needs_trtllm_attention(pair: PairFacts) -> Violation | None:
@@ -214,7 +221,10 @@ def parallel_needs_trtllm_attention(pair: PairFacts) -> Violation | None:
     "warning",
     "pipeline-to-tensor",
     field="pipeline_parallel_size",
-    why="pipeline parallelism on prefill with tensor parallelism on decode may hang (known issue of 1.2)",
+    why=(
+        "pipeline parallelism on prefill with tensor parallelism on decode may hang (known issue of"
+        " 1.2)"
+    ),
     fix="use the same parallelism on both sides",
 )
 def pipeline_to_tensor(pair: PairFacts) -> Violation | None:
@@ -237,7 +247,9 @@ def seq_len_order(pair: PairFacts) -> Violation | None:
     prefill, decode = pair.prefill.max_seq_len, pair.decode.max_seq_len
     if prefill is None or decode is None or prefill <= decode:
         return None
-    return Violation(other=_decode(pair, "max_seq_len"), fix=f"set it to at most {decode} on prefill")
+    return Violation(
+        other=_decode(pair, "max_seq_len"), fix=f"set it to at most {decode} on prefill"
+    )
 
 
 @SECTION.rule(
@@ -252,7 +264,9 @@ def buffer_differs(pair: PairFacts) -> Violation | None:
     prefill, decode = pair.prefill.buffer, pair.decode.buffer
     if prefill is None or decode is None or prefill == decode:
         return None
-    return Violation(other=_decode(pair, BUFFER), fix=f"set it to {max(prefill, decode)} on both sides")
+    return Violation(
+        other=_decode(pair, BUFFER), fix=f"set it to {max(prefill, decode)} on both sides"
+    )
 
 
 @SECTION.rule(
@@ -273,17 +287,22 @@ def attention_window_equal(pair: PairFacts) -> Violation | None:
     "error",
     "speculative-equal",
     field="speculative_config",
-    why="draft tokens and the KV of the draft layers are part of the transfer, so both sides must have the same method",
+    why=(
+        "draft tokens and the KV of the draft layers are part of the transfer, so both sides must"
+        " have the same method"
+    ),
     fix="set it to the same on both sides, or remove it",
 )
 def speculative_equal(pair: PairFacts) -> Violation | None:
     """Find draft layers that only one side has.
 
-    The Python transceiver transfers the prompt's KV alone, so decode may have drafts for itself. The C++ transceiver
-    compares the states of both sides.
+    The Python transceiver transfers the prompt's KV alone, so decode may have drafts for itself.
+    The C++ transceiver compares the states of both sides.
     """
     prefill, decode = _speculative(pair)
-    if prefill.get("decoding_type") == decode.get("decoding_type") and bool(prefill) == bool(decode):
+    if prefill.get("decoding_type") == decode.get("decoding_type") and bool(prefill) == bool(
+        decode
+    ):
         return None
     if not prefill and pair.prefill.runtime == "PYTHON":
         return None
@@ -294,12 +313,16 @@ def speculative_equal(pair: PairFacts) -> Violation | None:
     "warning",
     "speculative-decode-only",
     field="speculative_config",
-    why="it is in use with the Python transceiver, which transfers the prompt's KV without draft layers; this project "
-    "has not tried it",
+    why=(
+        "it is in use with the Python transceiver, which transfers the prompt's KV without draft"
+        " layers; this project has not tried it"
+    ),
     fix="check output and acceptance rate first",
 )
 def speculative_decode_only(pair: PairFacts) -> Violation | None:
-    """Find drafts of the decode worker alone, as in TensorRT-LLM's files for Qwen3.8 (examples/configs/curated)."""
+    """Find drafts of the decode worker alone, as in TensorRT-LLM's files for Qwen3.8
+    (examples/configs/curated).
+    """
     prefill, decode = _speculative(pair)
     if prefill or not decode or pair.prefill.runtime != "PYTHON":
         return None
@@ -310,7 +333,10 @@ def speculative_decode_only(pair: PairFacts) -> Violation | None:
     "warning",
     "speculative-differs",
     field="speculative_config",
-    why="draft tokens are part of the transfer: whether other settings of the same method fit is not established",
+    why=(
+        "draft tokens are part of the transfer: whether other settings of the same method fit is"
+        " not established"
+    ),
     fix="set it to the same on both sides",
 )
 def speculative_differs(pair: PairFacts) -> Violation | None:
@@ -328,15 +354,20 @@ def speculative_differs(pair: PairFacts) -> Violation | None:
     "bounce-buffer-unset",
     since=(1, 3),
     field=_BOUNCE,
-    why="if the numbers of ranks differ, each block is split by KV heads into many small pieces, and a transfer took "
-    "seconds (pull requests 16832 and 17518)",
-    fix="set cache_transceiver_config.kv_cache_bounce_size_mb on both sides; TensorRT-LLM's own files have 512",
+    why=(
+        "if the numbers of ranks differ, each block is split by KV heads into many small pieces,"
+        " and a transfer took seconds (pull requests 16832 and 17518)"
+    ),
+    fix=(
+        "set cache_transceiver_config.kv_cache_bounce_size_mb on both sides; TensorRT-LLM's own"
+        " files have 512"
+    ),
 )
 def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
     """Find the Python transceiver with different numbers of ranks and without a bounce buffer.
 
-    The reports are of GB200 and GB300, and of models with groups of attention heads. KV without heads, of latent
-    attention, is not cut.
+    The reports are of GB200 and GB300, and of models with groups of attention heads. KV without
+    heads, of latent attention, is not cut.
     """
     prefill, decode = pair.prefill, pair.decode
     if not prefill.runtime == decode.runtime == "PYTHON" or prefill.sharding == decode.sharding:
@@ -348,11 +379,15 @@ def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
         return None
     if not 1 < model.num_kv_heads < model.num_attention_heads:
         return None
-    return Violation(value=f"prefill: unset, {prefill.sharding}", other=f"decode: unset, {decode.sharding}")
+    return Violation(
+        value=f"prefill: unset, {prefill.sharding}", other=f"decode: unset, {decode.sharding}"
+    )
 
 
 def _windows(facts: RoleFacts) -> list[int] | None:
-    """Return the windows of all layers: a shorter list repeats, and a sequence is never longer than max_seq_len."""
+    """Return the windows of all layers: a shorter list repeats, and a sequence is never longer than
+    max_seq_len.
+    """
     given = facts.args.get(_WINDOW)
     longest = facts.max_seq_len
     if not isinstance(given, list) or not given:
@@ -360,7 +395,9 @@ def _windows(facts: RoleFacts) -> list[int] | None:
     windows = [window if longest is None else min(window, longest) for window in given]
     if longest is not None and set(windows) == {longest}:
         return None  # as without windows
-    num_layers = facts.model.num_layers if facts.model is not None else math.lcm(*range(1, len(windows) + 1))
+    num_layers = (
+        facts.model.num_layers if facts.model is not None else math.lcm(*range(1, len(windows) + 1))
+    )
     return [windows[layer % len(windows)] for layer in range(num_layers)]
 
 
@@ -382,4 +419,6 @@ def _decode(pair: PairFacts, key: str) -> str:
 
 
 def _releases(pair: PairFacts) -> Violation:
-    return Violation(value=f"prefill: {pair.prefill.release}", other=f"decode: {pair.decode.release}")
+    return Violation(
+        value=f"prefill: {pair.prefill.release}", other=f"decode: {pair.decode.release}"
+    )

@@ -18,7 +18,10 @@ _BALANCE = "attention_dp_config.enable_balance"
     "error",
     "expert-parallel-divides",
     field="moe_expert_parallel_size",
-    why="experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does not divide them",
+    why=(
+        "experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does"
+        " not divide them"
+    ),
     fix="choose a divisor of tensor_parallel_size",
 )
 def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
@@ -43,9 +46,11 @@ def moe_split(facts: RoleFacts) -> Violation | None:
     if product == facts.expert_ranks:
         return None
     return Violation(
-        other=f"times moe_expert_parallel_size {facts.size('moe_expert_parallel_size')} and "
-        f"clusters {facts.size('moe_cluster_parallel_size')} is {product}, not "
-        f"tensor_parallel_size {facts.tensor_parallel}"
+        other=(
+            f"times moe_expert_parallel_size {facts.size('moe_expert_parallel_size')} and "
+            f"clusters {facts.size('moe_cluster_parallel_size')} is {product}, not "
+            f"tensor_parallel_size {facts.tensor_parallel}"
+        )
     )
 
 
@@ -57,7 +62,10 @@ def moe_split(facts: RoleFacts) -> Violation | None:
     fix="choose a divisor of the model's attention heads",
 )
 def tensor_parallel_heads(facts: RoleFacts) -> Violation | None:
-    """Find attention heads that can't be spread evenly over the ranks. With attention DP each rank has all heads."""
+    """Find attention heads that can't be spread evenly over the ranks.
+
+    With attention DP each rank has all heads.
+    """
     if (
         facts.model is None
         or facts.on("enable_attention_dp")
@@ -106,7 +114,11 @@ def gpt_oss_pipeline(facts: RoleFacts) -> Violation | None:
 )
 def experts_with_context_parallel(facts: RoleFacts) -> Violation | None:
     """Find expert and context parallelism together, other than with Helix."""
-    if facts.has_helix or facts.size("moe_expert_parallel_size") == 1 or facts.size("context_parallel_size") == 1:
+    if (
+        facts.has_helix
+        or facts.size("moe_expert_parallel_size") == 1
+        or facts.size("context_parallel_size") == 1
+    ):
         return None
     return Violation(other=f"context_parallel_size {facts.shown('context_parallel_size')}")
 
@@ -116,7 +128,10 @@ def experts_with_context_parallel(facts: RoleFacts) -> Violation | None:
     "parallel-over-gpus",
     field="tensor_parallel_size",
     why="each rank needs a GPU: the engine cannot start on this host alone",
-    fix="lower the parallel sizes, make more GPUs visible, or start it on several hosts with trtllm-llmapi-launch",
+    fix=(
+        "lower the parallel sizes, make more GPUs visible, or start it on several hosts with"
+        " trtllm-llmapi-launch"
+    ),
 )
 def parallel_over_gpus(facts: RoleFacts) -> Violation | None:
     """Find more ranks than visible GPUs."""

@@ -60,7 +60,9 @@ def peer_layout(facts: PeerFacts[RoleFacts]) -> list[Violation]:
     for name in EQUAL_LAYOUT:
         mine, theirs = getattr(layout, name), getattr(facts.peer.layout, name)
         if mine != theirs:
-            found.append(Violation(field=f"layout.{name}", value=str(mine), other=f"{facts.name}: {theirs}"))
+            found.append(
+                Violation(field=f"layout.{name}", value=str(mine), other=f"{facts.name}: {theirs}")
+            )
     return found
 
 

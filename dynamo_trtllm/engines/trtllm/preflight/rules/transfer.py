@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
-from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, RUNTIME, TIMEOUT, RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.facts import (
+    BACKEND,
+    BUFFER,
+    RUNTIME,
+    TIMEOUT,
+    RoleFacts,
+)
 from dynamo_trtllm.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("KV transfer")
@@ -25,7 +31,10 @@ _WITHOUT_CANCEL = (
     "transceiver-missing",
     roles=_DISAGGREGATED,
     field=BACKEND,
-    why="without a transfer backend (unset or null) the first request of a prefill or decode worker fails",
+    why=(
+        "without a transfer backend (unset or null) the first request of a prefill or decode worker"
+        " fails"
+    ),
     fix="set it to NIXL or UCX, the same on both sides",
 )
 def transceiver_missing(facts: RoleFacts) -> Violation | None:
@@ -63,7 +72,9 @@ def transceiver_default(facts: RoleFacts) -> Violation | None:
     """Find a backend that environment variables choose."""
     if str(facts.args.get(BACKEND)).upper() != "DEFAULT":
         return None
-    return Violation(other=f"{facts.default_backend}, unless a TRTLLM_USE_*_KVCACHE variable is set")
+    return Violation(
+        other=f"{facts.default_backend}, unless a TRTLLM_USE_*_KVCACHE variable is set"
+    )
 
 
 @SECTION.rule(
@@ -115,25 +126,34 @@ def beam_width(facts: RoleFacts) -> Violation | None:
     "transfer-timeout-short",
     roles=_DISAGGREGATED,
     field=TIMEOUT,
-    why="it covers the decode queue as well as the transfer: if it is too short, all long prompts "
-    "fail (60 s did for 128 K tokens)",
-    fix="raise it and --ticket-ttl-s to at least 1 ms per prompt token; 600000 is known to work for 128 K tokens",
+    why=(
+        "it covers the decode queue as well as the transfer: if it is too short, all long prompts "
+        "fail (60 s did for 128 K tokens)"
+    ),
+    fix=(
+        "raise it and --ticket-ttl-s to at least 1 ms per prompt token; 600000 is known to work for"
+        " 128 K tokens"
+    ),
 )
 def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     """Find a timeout below 1 ms per prompt token.
 
-    With prompts of 128 K tokens, 60 s (0.5 ms per token) always failed, and 600 s (4.6 ms per token) worked.
+    With prompts of 128 K tokens, 60 s (0.5 ms per token) always failed, and 600 s (4.6 ms per
+    token) worked.
     """
     timeout, prompt = facts.number(TIMEOUT), facts.longest_prompt
     if timeout is None or prompt is None or timeout >= prompt:
         return None
-    # Without a load, prompts of this length may never come. Then only a value that was set is reported.
+    # Without a load, prompts of this length may never come. Then only a value that was set is
+    # reported.
     if not facts.is_given(TIMEOUT) and facts.load.isl is None:
         return None
     return Violation(
         other=f"prompts of up to {prompt} tokens",
-        fix=f"raise --ticket-ttl-s to at least {prompt / 1000:g}, and remove it or set it to at "
-        f"least {prompt}, on both sides",
+        fix=(
+            f"raise --ticket-ttl-s to at least {prompt / 1000:g}, and remove it or set it to at "
+            f"least {prompt}, on both sides"
+        ),
     )
 
 
@@ -143,8 +163,10 @@ def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     roles=(Role.PREFILL,),
     before=(1, 2),
     field="release",
-    why="before 1.2 TensorRT-LLM never frees KV that no decode worker fetches, such as that of "
-    "canceled requests. Workers start with a warning and restart at --max-leaked-kv-fraction",
+    why=(
+        "before 1.2 TensorRT-LLM never frees KV that no decode worker fetches, such as that of "
+        "canceled requests. Workers start with a warning and restart at --max-leaked-kv-fraction"
+    ),
     fix="use 1.2.1 or newer",
 )
 def unfetched_kv_leaks(facts: RoleFacts) -> Violation | None:
@@ -160,8 +182,10 @@ def unfetched_kv_leaks(facts: RoleFacts) -> Violation | None:
     roles=(Role.PREFILL,),
     since=(1, 2),
     field=TIMEOUT,
-    why="without a timeout TensorRT-LLM never frees KV that no decode worker fetches, such as that "
-    "of canceled requests. The worker restarts at --max-leaked-kv-fraction",
+    why=(
+        "without a timeout TensorRT-LLM never frees KV that no decode worker fetches, such as that "
+        "of canceled requests. The worker restarts at --max-leaked-kv-fraction"
+    ),
     fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
 )
 def transfer_timeout_null(facts: RoleFacts) -> Violation | None:
@@ -221,11 +245,17 @@ def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
     "python-transceiver-timeout",
     since=(1, 3),
     field=TIMEOUT,
-    why="the Python transceiver needs a finite timeout: without one it fails at start, or hangs on a lost peer",
+    why=(
+        "the Python transceiver needs a finite timeout: without one it fails at start, or hangs on"
+        " a lost peer"
+    ),
     fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
 )
 def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
-    """Find the Python transceiver without a timeout. With `auto`, TensorRT-LLM then takes the C++ transceiver."""
+    """Find the Python transceiver without a timeout.
+
+    With `auto`, TensorRT-LLM then takes the C++ transceiver.
+    """
     if facts.transceiver != "NIXL" or facts.set_runtime != "PYTHON":
         return None
     if facts.number(TIMEOUT) is not None:
@@ -254,12 +284,16 @@ def cpp_transceiver_deprecated(facts: RoleFacts) -> Violation | None:
     "beam-width-python-transceiver",
     roles=_DISAGGREGATED,
     field="max_beam_width",
-    why="the Python transceiver transfers the KV of several beams, but TensorRT-LLM only has a pair of files for "
-    "debugging it: whether its answers are right is not established",
+    why=(
+        "the Python transceiver transfers the KV of several beams, but TensorRT-LLM only has a pair"
+        " of files for debugging it: whether its answers are right is not established"
+    ),
     fix="set it to 1, or compare answers with those of an aggregated worker",
 )
 def beam_width_python_transceiver(facts: RoleFacts) -> Violation | None:
-    """Find beam search with the Python transceiver (examples/disaggregated/debug_experiment, pull request 14876)."""
+    """Find beam search with the Python transceiver (examples/disaggregated/debug_experiment, pull
+    request 14876).
+    """
     if (facts.number("max_beam_width") or 1) == 1 or facts.runtime != "PYTHON":
         return None
     return Violation(other=f"--disaggregation-mode {facts.role}")
@@ -270,12 +304,20 @@ def beam_width_python_transceiver(facts: RoleFacts) -> Violation | None:
     "runtime-auto-candidate",
     roles=_DISAGGREGATED,
     field=RUNTIME,
-    why="1.3.0rc15 to rc25 choose the transceiver for auto by the model, and the choice for this one is not "
-    "established. The worker assumes C++, whose buffer limits prompts",
-    fix="set cache_transceiver_config.transceiver_runtime: PYTHON or CPP on both sides, or use 1.3.0rc26 or newer",
+    why=(
+        "1.3.0rc15 to rc25 choose the transceiver for auto by the model, and the choice for this"
+        " one is not established. The worker assumes C++, whose buffer limits prompts"
+    ),
+    fix=(
+        "set cache_transceiver_config.transceiver_runtime: PYTHON or CPP on both sides, or use"
+        " 1.3.0rc26 or newer"
+    ),
 )
 def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
-    """Find a transceiver that is not established. `RoleFacts.is_runtime_uncertain` has the pull requests."""
+    """Find a transceiver that is not established.
+
+    `RoleFacts.is_runtime_uncertain` has the pull requests.
+    """
     if not facts.is_runtime_uncertain:
         return None
     return Violation(other=f"release {facts.release}")
@@ -287,12 +329,21 @@ def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
     roles=(Role.PREFILL,),
     since=(1, 3),
     field=TIMEOUT,
-    why="in candidates after 1.3.0rc12.post1, up to July 2026 or later, a prefill worker crashed when a transfer timed "
-    "out (pull request 14565). Its other requests are then retried on another prefill worker",
-    fix="use a newer candidate; null avoids the crash, but then KV that is not fetched is never freed",
+    why=(
+        "in candidates after 1.3.0rc12.post1, up to July 2026 or later, a prefill worker crashed"
+        " when a transfer timed out (pull request 14565). Its other requests are then retried on"
+        " another prefill worker"
+    ),
+    fix=(
+        "use a newer candidate; null avoids the crash, but then KV that is not fetched is never"
+        " freed"
+    ),
 )
 def transfer_timeout_crash(facts: RoleFacts) -> Violation | None:
-    """Find a timeout in candidates of which it is known that they crash. Which one is the last is not established."""
+    """Find a timeout in candidates of which it is known that they crash.
+
+    Which one is the last is not established.
+    """
     if facts.candidate is None or not 13 <= facts.candidate <= 15:
         return None
     if facts.runtime != "CPP" or facts.number(TIMEOUT) is None:
@@ -306,8 +357,10 @@ def transfer_timeout_crash(facts: RoleFacts) -> Violation | None:
     roles=(Role.PREFILL,),
     since=(1, 3),
     field="pipeline_parallel_size",
-    why="an idle loop of pipeline parallelism does not check the transfer timeout: KV that is not fetched stays until "
-    "the next request",
+    why=(
+        "an idle loop of pipeline parallelism does not check the transfer timeout: KV that is not"
+        " fetched stays until the next request"
+    ),
     fix="use tensor_parallel_size on prefill workers",
 )
 def pipeline_parallel_transfer_timeout(facts: RoleFacts) -> Violation | None:
@@ -322,19 +375,23 @@ def pipeline_parallel_transfer_timeout(facts: RoleFacts) -> Violation | None:
     "inflight-cancel-transceiver",
     since=(1, 3),
     field=_INFLIGHT_CANCEL,
-    why="TensorRT-LLM supports it for the C++ transceiver with backend NIXL over UCX and a finite timeout only, and "
-    "fails at start otherwise",
+    why=(
+        "TensorRT-LLM supports it for the C++ transceiver with backend NIXL over UCX and a finite"
+        " timeout only, and fails at start otherwise"
+    ),
     fix="unset it",
 )
 def inflight_cancel_transceiver(facts: RoleFacts) -> Violation | None:
     """Find in-flight cancellation where it is rejected.
 
-    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. DEFAULT is not resolved when it is checked.
+    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. DEFAULT is not resolved when it is
+    checked.
     """
     if facts.variable(_INFLIGHT_CANCEL) != "1" or not facts.transceiver:
         return None
     is_nixl_over_ucx = (
-        str(facts.args.get(BACKEND)).upper() == "NIXL" and (facts.variable(_AGENT) or "UCX").upper() == "UCX"
+        str(facts.args.get(BACKEND)).upper() == "NIXL"
+        and (facts.variable(_AGENT) or "UCX").upper() == "UCX"
     )
     has_timeout = facts.number(TIMEOUT) is not None
     conflict = next((name for name in _WITHOUT_CANCEL if facts.variable(name) == "1"), "")
@@ -352,14 +409,17 @@ def inflight_cancel_transceiver(facts: RoleFacts) -> Violation | None:
     roles=_DISAGGREGATED,
     since=(1, 3),
     field="context_parallel_size",
-    why="the Python transceiver has no context parallelism on prefill, and on decode not before 1.3.0rc25: it fails at "
-    "start",
+    why=(
+        "the Python transceiver has no context parallelism on prefill, and on decode not before"
+        " 1.3.0rc25: it fails at start"
+    ),
     fix="remove it, or set cache_transceiver_config.transceiver_runtime: CPP",
 )
 def context_parallel_python_transceiver(facts: RoleFacts) -> Violation | None:
     """Find context parallelism that the Python transceiver rejects.
 
-    Source: _torch/disaggregation/transceiver.py; Helix on decode came with pull request 17794, opened after rc24.
+    Source: _torch/disaggregation/transceiver.py; Helix on decode came with pull request 17794,
+    opened after rc24.
     """
     if facts.size("context_parallel_size") == 1 or facts.runtime != "PYTHON":
         return None
@@ -375,8 +435,10 @@ def context_parallel_python_transceiver(facts: RoleFacts) -> Violation | None:
     since=(1, 3),
     before=(1, 4),
     field="context_parallel_size",
-    why="the Python transceiver accepts context parallelism on decode since some candidate after 1.3.0rc24; which one "
-    "is not established. Older ones fail at start",
+    why=(
+        "the Python transceiver accepts context parallelism on decode since some candidate after"
+        " 1.3.0rc24; which one is not established. Older ones fail at start"
+    ),
     fix="use 1.4, or set cache_transceiver_config.transceiver_runtime: CPP",
 )
 def helix_python_transceiver(facts: RoleFacts) -> Violation | None:

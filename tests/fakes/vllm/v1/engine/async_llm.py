@@ -20,7 +20,8 @@ class AsyncLLM:
         self._logger = logger
         self._core: Core | None = None
         self._closed = False
-        self.passes: list[int] = []  # numbers of tokens of the model runner's passes without requests
+        # numbers of tokens of the model runner's passes without requests
+        self.passes: list[int] = []
         self.output_handler = None
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,16 +65,21 @@ class AsyncLLM:
         collector = RequestOutputCollector(params.output_kind, request_id)
         job_id, salt = f"{request_id}-{next(self._numbers):08x}", prompt.get("cache_salt")
         self.core.add(Job(job_id, ids, params, collector, salt, priority))
-        await asyncio.sleep(0)  # vLLM sends the request to its engine process here: outputs may come before this ends
+        # vLLM sends the request to its engine process here: outputs may come before this ends
+        await asyncio.sleep(0)
         return collector
 
     async def abort(self, request_id: str) -> None:
         self.core.abort(request_id)
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
         if method == "dynamo_bind_lifetime":
             return [True]  # it has no process of its own
-        extension = importlib.import_module("dynamo_trtllm.engines.vllm.extension").WorkerExtension()
+        extension = importlib.import_module(
+            "dynamo_trtllm.engines.vllm.extension"
+        ).WorkerExtension()
         extension.model_runner = self
         kv_transfer.current = self.core
         try:

@@ -21,4 +21,7 @@ class RequestOutputCollector:
         have.token_ids = [*have.token_ids, *new.token_ids]
         have.logprobs = None if have.logprobs is None else [*have.logprobs, *(new.logprobs or ())]
         have.finish_reason = new.finish_reason
-        self.output.finished, self.output.kv_transfer_params = output.finished, output.kv_transfer_params
+        self.output.finished, self.output.kv_transfer_params = (
+            output.finished,
+            output.kv_transfer_params,
+        )

@@ -1,4 +1,6 @@
-"""The scheduler's part in reads of KV: who has received it, and who is ended from outside a step."""
+"""The scheduler's part in reads of KV: who has received it, and who is ended from outside a
+step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ class Scheduler:
     def make_stats(self) -> Any:
         """Is not called either."""
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """As with several KV groups: no block is marked invalid, so a read that failed counts as received.
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        """As with several KV groups: no block is marked invalid, so a read that failed counts as
+        received.
 
         From 0.30 on its request ends.
         """

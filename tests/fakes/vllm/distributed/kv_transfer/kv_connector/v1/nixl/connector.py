@@ -1,4 +1,6 @@
-"""The connector: its half that says how much is read and where handshakes are waited for, and its half that reads."""
+"""The connector: its half that says how much is read and where handshakes are waited for, and its
+half that reads.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+)
 from vllm.standin.release import REPORTS_FAILED_READS
 
 
@@ -30,7 +35,9 @@ class Worker:
             assert not REPORTS_FAILED_READS, "a handle is kept, and nothing will release it"
 
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> bool | None:
-        """Over several KV groups vLLM 0.24.0 keeps no account of it: the read has ended, like one that went well."""
+        """Over several KV groups vLLM 0.24.0 keeps no account of it: the read has ended, like one
+        that went well.
+        """
         self._ended.add(req_id)
         if not REPORTS_FAILED_READS:
             return None
@@ -43,7 +50,9 @@ class Worker:
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(finished_recving=self.get_finished(), failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_recving=self.get_finished(), failed_recving=failed
+        )
 
 
 class NixlPullConnector(KVConnectorBase_V1):
@@ -58,7 +67,9 @@ class NixlPullConnector(KVConnectorBase_V1):
             side_channel_port=int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")),
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return len(request.prompt_token_ids) - num_computed_tokens, True
         return 0, False
@@ -74,7 +85,9 @@ class NixlPullConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         request.kv_transfer_params["do_remote_prefill"] = False
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
     def build_connector_worker_meta(self) -> Any:
