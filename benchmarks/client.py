@@ -96,7 +96,8 @@ class Client:
             " ".join(self._random.choices(WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)
         ]
         at = urlsplit(load.url)
-        self._host, self._port = at.hostname or "localhost", at.port or 80
+        self._host = at.hostname or "localhost"
+        self._port = at.port or 80
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
         self._idle: deque[StreamConnection] = deque()
         self._sent = 0
@@ -124,7 +125,8 @@ class Client:
 
         `run` returns when the active requests have ended.
         """
-        self.is_stopped, self._until_s = True, 0.0
+        self.is_stopped = True
+        self._until_s = 0.0
 
     async def _lane(self, left: Iterator[int], records: list[RequestRecord], wait_s: float) -> None:
         """Send one request after the other, from the requests that all lanes share."""
@@ -186,7 +188,8 @@ class Client:
                 self._host, self._port, keep_text=self._load.keep_text
             )
         except OSError:
-            record.error, record.end_s = "connect", time.perf_counter()
+            record.end_s = time.perf_counter()
+            record.error = "connect"
             await asyncio.sleep(0.05)  # limits the rate of attempts
             return None
 
@@ -274,9 +277,11 @@ async def run_shard(
     try:
         warmed = await client.run(warmup) if warmup else []
         on_warm()
-        begun_s, cpu_s = time.perf_counter(), time.process_time()
+        begun_s = time.perf_counter()
+        cpu_s = time.process_time()
         records = await client.run()
-        ended_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+        ended_s = time.perf_counter()
+        cpu_s = time.process_time() - cpu_s
         if client.is_stopped:
             records = warmed + records
         return ShardResult(
@@ -299,7 +304,8 @@ def summarize_shards(
     records = [record for shard in shards for record in shard.records]
     wall_s = max(shard.ended_s for shard in shards) - min(shard.begun_s for shard in shards)
     good = [record for record in records if record.is_ok]
-    tokens, requests = sum(record.output_tokens for record in good), len(good)
+    tokens = sum(record.output_tokens for record in good)
+    requests = len(good)
     costs = meter.costs(wall_s=wall_s, tokens=tokens, requests=requests)
     costs["client"] = cost(
         sum(shard.cpu_s for shard in shards), wall_s=wall_s, tokens=tokens, requests=requests
@@ -351,6 +357,23 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_load(parser)
+    add = parser.add_argument
+    add("--processes", type=int, default=1, help="number of client processes (default: 1)")
+    add(
+        "--pid",
+        action="append",
+        default=[],
+        metavar="NAME=PID",
+        help="measure the CPU time of this process and its children; may be repeated",
+    )
+    add("--records", type=Path, help="write one JSON line per request to this file")
+    add("--json", action="store_true", help="print the results as one JSON line")
+    return parser.parse_args()
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that define the load."""
     add = parser.add_argument
     add(
         "--url",
@@ -399,17 +422,6 @@ def _arguments() -> argparse.Namespace:
         default=0,
         help="seed of the prompts; 0: different prompts in every run (default: 0)",
     )
-    add("--processes", type=int, default=1, help="number of client processes (default: 1)")
-    add(
-        "--pid",
-        action="append",
-        default=[],
-        metavar="NAME=PID",
-        help="measure the CPU time of this process and its children; may be repeated",
-    )
-    add("--records", type=Path, help="write one JSON line per request to this file")
-    add("--json", action="store_true", help="print the results as one JSON line")
-    return parser.parse_args()
 
 
 def main() -> None:

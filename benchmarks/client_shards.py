@@ -33,7 +33,8 @@ class SharedCounters:
     """Counts the finished requests of all client processes, in shared memory."""
 
     def __init__(self, context: SpawnContext, processes: int) -> None:
-        self._ok, self._failed = context.RawArray("q", processes), context.RawArray("q", processes)
+        self._ok = context.RawArray("q", processes)
+        self._failed = context.RawArray("q", processes)
         self._errors = context.RawArray("q", processes)  # failures for another reason than overload
 
     def should_continue(self, process: int, record: RequestRecord) -> bool:
@@ -126,7 +127,8 @@ def measure_shards(
     warm = context.Barrier(len(parts) + 1)
     meter = ProcessMeter(pids)
     counters = SharedCounters(context, len(parts))
-    children, receivers = [], []
+    children = []
+    receivers = []
     for index, each in enumerate(parts):
         receiver, sender = context.Pipe(duplex=False)
         args = (each, -(-warmup // len(parts)), warm, sender, counters, index)

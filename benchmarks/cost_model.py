@@ -161,7 +161,8 @@ class Bench:
             sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
             deadline=time.time() + 600,
         )
-        begun_s, first_s = time.monotonic(), 0.0
+        begun_s = time.monotonic()
+        first_s = 0.0
         work = self._work(prompt_tokens)
         models = (("online", self.model), ("frozen", self.frozen))
         predictions = [
@@ -196,7 +197,9 @@ class Bench:
         """Return what the worker reports, and the prompts that were sent since, before this one."""
         report = self.service.load_report()
         if report.number != self.report_number:
-            self.report_number, self.new_tokens, self.new_requests = report.number, 0, 0
+            self.report_number = report.number
+            self.new_tokens = 0
+            self.new_requests = 0
         work = report.work(
             decodes=True, more_tokens=self.new_tokens, more_requests=self.new_requests
         )
@@ -303,7 +306,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             await bench.run(Loads(args.prompts, args.concurrency), args.load_s, args.seed)
             bench.learn()
-            bench.frozen, bench.prefix = bench.model, "unseen"
+            bench.frozen = bench.model
+            bench.prefix = "unseen"
             await bench.run(
                 Loads(args.unseen_prompts, args.unseen_concurrency), args.load_s, args.seed + 1000
             )
@@ -337,7 +341,8 @@ class SimulatedClock(selectors.SelectSelector):
 
 def simulated(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in simulated time, which no other program of the machine delays."""
-    clock, monotonic = SimulatedClock(), time.monotonic
+    clock = SimulatedClock()
+    monotonic = time.monotonic
     time.monotonic = lambda: clock.now_s
     try:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner:

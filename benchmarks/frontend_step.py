@@ -159,11 +159,13 @@ def make_exchange(
     channel: str, steps: int, **fields: Any
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Return a function that runs a request without socket and pipeline."""
-    pipeline, config = FakePipeline(make_chunks(make_stream(channel, steps))), FrontendConfig()
+    pipeline = FakePipeline(make_chunks(make_stream(channel, steps)))
+    config = FrontendConfig()
     state = AppState(
         config, cast("ModelRegistry", pipeline), cast("Pipeline", pipeline), FrontendMetrics()
     )
-    app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
+    app = GenerateEndpoint(CHAT, state)
+    body = make_request(**fields)
 
     async def exchange() -> None:
         request = HttpRequest("POST", "/v1/chat/completions", "", Headers(), "", lambda: None)
@@ -198,10 +200,8 @@ def main() -> None:
     )
     cases.append(("content, n=4", "content", {"n": 4}))
     for name, channel, fields in cases:
-        parse_us, exchange_us = (
-            parse_cost_us(channel, steps, **fields),
-            exchange_cost_us(channel, steps, **fields),
-        )
+        parse_us = parse_cost_us(channel, steps, **fields)
+        exchange_us = exchange_cost_us(channel, steps, **fields)
         print(f"{name:24}{parse_us:14.2f}{exchange_us:16.2f}")
 
 

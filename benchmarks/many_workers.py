@@ -56,7 +56,9 @@ _LEASE_TTL_S = 60.0
 
 async def serve_workers(role: Role, count: int, folder: Path) -> None:
     """Serve many workers in this process until SIGTERM."""
-    turns, stopped, workers = asyncio.Semaphore(_STARTING), asyncio.Event(), dict[int, Worker]()
+    turns = asyncio.Semaphore(_STARTING)
+    stopped = asyncio.Event()
+    workers = dict[int, Worker]()
     registered = _Registered()
     logging.getLogger("dynamo_trtllm.worker.worker").addHandler(registered)
 
@@ -129,7 +131,8 @@ async def ask_all(
     Return their outcomes, the seconds of the complete ones, and their ids.
     """
     outcomes: Counter[str] = Counter()
-    seconds, ids = [], []
+    seconds = []
+    ids = []
     body = {"model": MODEL, "max_tokens": 32, "messages": [{"role": "user", "content": "hello"}]}
     limits = httpx.Limits(max_connections=count, max_keepalive_connections=0)
     timeout = httpx.Timeout(None, connect=timeout_s)
@@ -138,7 +141,8 @@ async def ask_all(
     ) as client:
 
         async def ask(number: int) -> None:
-            begun_s, name = time.monotonic(), f"many-{number}"
+            begun_s = time.monotonic()
+            name = f"many-{number}"
             ids.append(name)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -180,7 +184,8 @@ async def _print_progress(outcomes: Counter[str], count: int) -> None:
 
 def explained(folder: Path, ids: list[str]) -> int:
     """Return how many requests have a recording from arrival to end."""
-    recordings, count = Recordings.read(folder), 0
+    recordings = Recordings.read(folder)
+    count = 0
     for name in ids:
         for request in recordings.find(name):
             events = {step.entry.event for step in request.steps}

@@ -50,7 +50,8 @@ def main() -> None:
         "--rounds", type=int, default=7, help="repetitions of which medians are shown (default: 7)"
     )
     rounds = parser.parse_args().rounds
-    renderer, encoding = HarmonyRenderer(), vocabulary.load_tokenizer().harmony
+    renderer = HarmonyRenderer()
+    encoding = vocabulary.load_tokenizer().harmony
     for name, text in HARMONY.items():
         ids = encoding.encode(text, allowed_special="all")
         _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)
@@ -71,9 +72,11 @@ def _make_parser(renderer: HarmonyRenderer, calls: str) -> OutputParser:
 def _report(
     name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int
 ) -> None:
-    totals, slowest = [], []
+    totals = []
+    slowest = []
     for _ in range(rounds):
-        parser, times = make(), []
+        parser = make()
+        times = []
         for ids in pushes:
             begun_s = time.perf_counter()
             parser.push(ids)

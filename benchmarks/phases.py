@@ -88,7 +88,9 @@ async def send(
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.read(1 << 16)
         live_s = time.perf_counter() - begun_s
-        begun_s, first_s, received = time.perf_counter(), 0.0, b""
+        begun_s = time.perf_counter()
+        first_s = 0.0
+        received = b""
         writer.write(head.encode() + body)
         async with asyncio.timeout(_TIMEOUT_S):
             while not received.endswith((b"data: [DONE]\n\n\r\n0\r\n\r\n", b'"error"')):
@@ -127,15 +129,14 @@ async def kill_workers(deployment: Deployment, every_s: float, killed: list[str]
 
 async def measure(deployment: Deployment, options: argparse.Namespace) -> dict[str, Any]:
     """Run the load. Return the summary of its requests."""
-    port, model = deployment.http_port, deployment.model
+    port = deployment.http_port
+    model = deployment.model
     warm: list[TimedRequest] = []
     await send(port, model, iter(range(20)), warm, [])
-    requests, results, killed, failed = (
-        iter(range(options.requests)),
-        list[TimedRequest](),
-        list[str](),
-        list[str](),
-    )
+    requests = iter(range(options.requests))
+    results = list[TimedRequest]()
+    killed = list[str]()
+    failed = list[str]()
     killing = asyncio.create_task(kill_workers(deployment, options.kill_every_s, killed))
     try:
         await asyncio.gather(

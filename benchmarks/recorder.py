@@ -42,7 +42,8 @@ _STREAMS = 1_000
 _ROUNDS = 15
 _ID = "0123456789abcdef-0123456789abcdef"
 _SWITCHES = ("frontend", "worker")  # as first argument: run this process with the switch
-_OFF, _ON = signal.SIGUSR1, signal.SIGUSR2
+_OFF = signal.SIGUSR1
+_ON = signal.SIGUSR2
 _SWITCHED_S = 0.05
 _LIMIT = 1 << 20  # bytes of a response
 _WAVES = 4  # not counted: they fill caches
@@ -124,7 +125,8 @@ def _run_switched(process: str) -> None:
 
     from .plane import runner_worker
 
-    divide, rings = metrics.divide, list[object]()
+    divide = metrics.divide
+    rings = list[object]()
 
     def switch_off(*_: object) -> None:
         rings.append(RECORDER._ring)
@@ -214,7 +216,8 @@ async def _print_parts(folder: Path) -> None:
 
 
 def _event_ns() -> float:
-    record, event = RECORDER.record, RecordedEvent.PROGRESS
+    record = RECORDER.record
+    event = RecordedEvent.PROGRESS
     begun_s = time.process_time()
     for number in range(_EVENTS):
         record(_ID, event, number)

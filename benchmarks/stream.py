@@ -71,7 +71,10 @@ class StreamConnection(asyncio.Protocol):
 
         Errors are stored in the record.
         """
-        self._record, self._rest, self._body, self._ended = record, b"", bytearray(), False
+        self._record = record
+        self._rest = b""
+        self._body = bytearray()
+        self._ended = False
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         if self._transport is None or not self.is_open:
@@ -83,7 +86,8 @@ class StreamConnection(asyncio.Protocol):
             async with asyncio.timeout(timeout_s):
                 await self._done
         except TimeoutError:
-            record.error, record.end_s = "timeout", time.perf_counter()
+            record.end_s = time.perf_counter()
+            record.error = "timeout"
         finally:
             self._record = self._done = None
 
@@ -96,7 +100,8 @@ class StreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport is no subclass
-        self._transport, self.is_open = cast("asyncio.Transport", transport), True
+        self._transport = cast("asyncio.Transport", transport)
+        self.is_open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
@@ -173,16 +178,15 @@ class StreamConnection(asyncio.Protocol):
                     **rest,
                 }
             }:
-                record.output_tokens, record.prompt_tokens = completion, prompt
+                record.output_tokens = completion
+                record.prompt_tokens = prompt
                 match rest.get("prompt_tokens_details"):
                     case {"cached_tokens": int(cached)}:
                         record.cached_tokens = cached
         match event.get("dynamo_trtllm"):
             case {"phase_s": {**phases}, "part_s": {**parts}, "ttft_s": float(ttft_s)}:
-                record.phase_s, record.server_ttft_s = (
-                    cast("dict[str, float]", phases | parts),
-                    ttft_s,
-                )
+                record.phase_s = cast("dict[str, float]", phases | parts)
+                record.server_ttft_s = ttft_s
 
     def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:

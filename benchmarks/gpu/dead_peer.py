@@ -93,7 +93,9 @@ class Trial:
     def __init__(
         self, name: str, watcher: Peer, device: str, region_bytes: int, logs: Path | None
     ) -> None:
-        self._variant, self._watcher, self._device = VARIANTS[name], watcher, device
+        self._variant = VARIANTS[name]
+        self._watcher = watcher
+        self._device = device
         self._region_bytes = region_bytes
         self.result: dict[str, Any] = {"variant": name, "env": self._variant.env}
         # UCX would choose other reads on a GPU without an active NVLink, as on a machine with one
@@ -137,7 +139,8 @@ class Trial:
 
     def _measure(self, reader: Peer, first: Peer, second: Peer) -> None:
         reader.answer()
-        first_memory, second_memory = first.answer(), second.answer()
+        first_memory = first.answer()
+        second_memory = second.answer()
         found = self.result
         found["connect"] = reader.call("connect", "first", *first_memory)
         for shape in ("blocks", "large", "pages"):

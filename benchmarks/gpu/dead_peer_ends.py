@@ -19,7 +19,9 @@ REGIONS = 8  # registered allocations of a prefill process, as vLLM has one for 
 UNREGISTERED_MIB = 2048  # stands for weights
 MIB = 1 << 20
 _BLOCKS = 16  # per region, of the read of blocks
-_PAGE, _PAGES = 16 << 10, 1024  # bytes, and number per region: vLLM's blocks of 16 tokens
+# Bytes of a page, and pages per region: vLLM's blocks of 16 tokens.
+_PAGE = 16 << 10
+_PAGES = 1024
 
 
 def watch(pipe: Connection, device: str) -> None:
@@ -83,7 +85,8 @@ class Reader:
     def __init__(self, device: str, region_bytes: int) -> None:
         import torch
 
-        self._device, self._piece = device, region_bytes // 8
+        self._device = device
+        self._piece = region_bytes // 8
         small = min(MIB, self._piece // _BLOCKS)
         self._shapes = {
             "blocks": [
@@ -107,7 +110,8 @@ class Reader:
         """Add a prefill process, and prepare reads: of blocks (1 MiB), of an eighth of each region,
         and of pages.
         """
-        agent, handles = self._agent, {}
+        agent = self._agent
+        handles = {}
         peer = agent.add_remote_agent(metadata)
         for shape, parts in self._shapes.items():
             remote = [(bases[n] + at, size, 0) for n, at, size in parts]
@@ -129,7 +133,8 @@ class Reader:
         """
         self._posts_s.clear()
         times = [self._read(name, shape) for _ in range(count)]
-        rest, posts = sorted(times[1:]) or times, sorted(self._posts_s)
+        rest = sorted(times[1:]) or times
+        posts = sorted(self._posts_s)
         num_bytes = sum(part[2] for part in self._shapes[shape])
         middle = rest[len(rest) // 2]
         self._check()
@@ -168,7 +173,8 @@ class Reader:
 
         Return how many reads ended well, and the error.
         """
-        until_s, done = time.perf_counter() + seconds, 0
+        until_s = time.perf_counter() + seconds
+        done = 0
         try:
             while time.perf_counter() < until_s:
                 self._read(name, "large")
@@ -187,7 +193,8 @@ class Reader:
         import torch
 
         alone = self._graphs(1.0)
-        ended, reads = threading.Event(), []
+        ended = threading.Event()
+        reads = []
 
         def reading() -> None:
             torch.cuda.set_device(self._device)
@@ -216,7 +223,8 @@ class Reader:
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for _ in range(24):
                     a @ a
-        times, until_s = [], time.perf_counter() + seconds
+        times = []
+        until_s = time.perf_counter() + seconds
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         while (begun_s := time.perf_counter()) < until_s:
             self._graph.replay()
@@ -277,7 +285,8 @@ def purge() -> list[int]:
         return []
     library = ctypes.CDLL(found[0])
     destroy: Callable[[ctypes.c_void_p], None] = library.uct_cuda_ipc_destroy_cache
-    table, purged = _Cache.in_dll(library, "uct_cuda_ipc_remote_cache"), []
+    table = _Cache.in_dll(library, "uct_cuda_ipc_remote_cache")
+    purged = []
     for n in range(table.buckets):
         shift = (n & 15) << 1
         if table.flags[n >> 4] >> shift & 3:  # empty or deleted

@@ -125,7 +125,8 @@ def _phases(alone: list[Times]) -> dict[str, float]:
 
 async def _many(reader: KvReader, prompt: Prompt, at_once: int, count: int) -> float:
     """Return the seconds per prompt with `at_once` transfers in flight."""
-    rows, slots = reader.end.rows(prompt.tokens), asyncio.Semaphore(at_once)
+    rows = reader.end.rows(prompt.tokens)
+    slots = asyncio.Semaphore(at_once)
 
     async def one() -> Times:
         async with slots:
@@ -152,7 +153,9 @@ async def _measure(reader: KvReader, plan: Plan) -> dict[str, Any]:
     kind = plan.device
     if plan.only_bytes:
         return {"contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]}}
-    default, compared, repeats = REGION_BYTES[kind], TOKENS_OF_PIECES[kind], REPEATS[kind]
+    default = REGION_BYTES[kind]
+    compared = TOKENS_OF_PIECES[kind]
+    repeats = REPEATS[kind]
     return {
         "contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]},
         "kv": {
@@ -187,7 +190,8 @@ def run(
 
 def bars(measured: dict[str, Any]) -> list[result.Row]:
     """Return the targets and the measured values."""
-    peer, rows = measured["peer copy"], []
+    peer = measured["peer copy"]
+    rows = []
     for size, wanted in ((64 * MIB, 0.97), (1024 * MIB, 0.99)):
         if row := measured["contiguous"].get(size):
             rows.append(
@@ -214,7 +218,8 @@ def bars(measured: dict[str, Any]) -> list[result.Row]:
 
 
 def _share(what: str, row: dict[str, float], peer: dict[str, float], wanted: float) -> result.Row:
-    reached, alone = peer["queued_s"] / row["queued_s"], peer["alone_s"] / row["alone_s"]
+    reached = peer["queued_s"] / row["queued_s"]
+    alone = peer["alone_s"] / row["alone_s"]
     value = f"{reached:.3f} in flight, {alone:.3f} alone"
     return result.Row(what=what, value=value, bar=f">= {wanted:g} in flight", met=reached >= wanted)
 
@@ -231,7 +236,8 @@ def show(measured: dict[str, Any]) -> None:
         (f"{tokens} tokens", row["bytes"], row) for tokens, row in measured.get("kv", {}).items()
     ]
     for name, size, row in rows:
-        queued, theirs = row.get("queued_s", row["alone_s"]), peer[size]
+        queued = row.get("queued_s", row["alone_s"])
+        theirs = peer[size]
         print(
             f"{name:>16} {size / theirs['queued_s'] / 1e9:13.1f} GB/s {size / queued / 1e9:13.1f}"
             f" GB/s {theirs['queued_s'] / queued:6.2f} {1e6 * row['alone_s']:9.0f}"

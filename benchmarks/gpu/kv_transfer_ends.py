@@ -160,7 +160,8 @@ class KvSource:
 
     async def run(self) -> None:
         """Fill the pool and execute commands until the reader stops."""
-        end, loop = self._end, asyncio.get_running_loop()
+        end = self._end
+        loop = asyncio.get_running_loop()
         every = torch.arange(len(end.pool.all_rows), device=end.device)
         words = end.pool.all_rows.view(torch.int64)
         for some in torch.split(every, 4096):
@@ -176,7 +177,9 @@ class KvSource:
         try:
             command, transfer_id, argument = self._connection.recv()
         except EOFError:  # the reader's process ended
-            command, transfer_id, argument = "stop", "", None
+            command = "stop"
+            transfer_id = ""
+            argument = None
         if command == "stop":
             self._stopped.set()
             return
@@ -233,7 +236,8 @@ class KvSource:
     async def _copies(self, transfer_id: str, prompt: Prompt) -> None:
         """Send the seconds of a gather alone and of a scatter alone."""
         end = self._end
-        rows, allocation = end.rows(prompt.tokens), await self._allocation(prompt)
+        rows = end.rows(prompt.tokens)
+        allocation = await self._allocation(prompt)
         ways = (
             partial(end.transfer_buffer.gather, allocation, rows),
             partial(_scatter, end.transfer_buffer, allocation, rows),

@@ -191,12 +191,11 @@ class Run:
             async with asyncio.timeout(max(1.0, self.left_s())):
                 rows, detail = await work
         except TimeoutError:
-            rows, detail = (
-                [Row(what=name, value="stopped: no time left", bar="a result", met=False)],
-                {},
-            )
+            rows = [Row(what=name, value="stopped: no time left", bar="a result", met=False)]
+            detail = {}
         except (NotReady, OSError) as exc:
-            rows, detail = [_failed(name, exc)], {}
+            rows = [_failed(name, exc)]
+            detail = {}
         self._record(name, rows, detail, time.monotonic() - begun_s)
         return detail
 
@@ -310,7 +309,8 @@ def arguments(
     )
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    args.only, args.victims = args.only.split(","), args.victims.split(",")
+    args.only = args.only.split(",")
+    args.victims = args.victims.split(",")
     for given, known in ((args.only, STEPS), (args.victims, ("prefill", "decode"))):
         if wrong := sorted(set(given) - set(known)):
             parser.error(f"unknown: {', '.join(wrong)}; choose from {', '.join(known)}")

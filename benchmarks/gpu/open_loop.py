@@ -355,7 +355,8 @@ def line(found: dict[str, Any]) -> str:
             strict=True,
         )
     )
-    ttft, gap = found["ttft_ms"], found["worst_gap_ms"]
+    ttft = found["ttft_ms"]
+    gap = found["worst_gap_ms"]
     parts: tuple[str, ...] = (
         (
             f"{found['topology']} {found['input_tokens']}/{found['output_tokens']} at"
@@ -407,6 +408,32 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan_arguments(parser)
+    _add_loads(parser)
+    _add_limits(parser)
+    add = parser.add_argument
+    add(
+        "--budget-s", default=570.0, type=float, help="begin no load after this time (default: 570)"
+    )
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    add(
+        "--out",
+        type=Path,
+        default=Path(f"benchmarks/results/open-loop-{day}.json"),
+        help="the result file",
+    )
+    args = parser.parse_args(argv)
+    needs_tokenizer = any(word.startswith(PREFIX) for word in args.topologies)
+    args.only = ["vllm-router"] if needs_tokenizer else []
+    try:
+        for word in args.topologies:
+            topology(plan_of(args, None), word.removeprefix(PREFIX))
+    except ValueError as exc:
+        parser.error(str(exc))
+    return args
+
+
+def _add_loads(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that define deployments and loads."""
     add = parser.add_argument
     add(
         "--topologies",
@@ -441,6 +468,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         help="share by which two warm-up rounds may differ (default: 0.15)",
     )
+    add("--seed", default=7, type=int, help="of prompts and arrivals (default: 7)")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the limits of a good request."""
+    add = parser.add_argument
     add(
         "--slo-ttft-ms",
         default=2000.0,
@@ -459,26 +492,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=_numbers,
         help="limits of the worst gap (default: 100,200)",
     )
-    add("--seed", default=7, type=int, help="of prompts and arrivals (default: 7)")
-    add(
-        "--budget-s", default=570.0, type=float, help="begin no load after this time (default: 570)"
-    )
-    day = time.strftime("%Y-%m-%d", time.gmtime())
-    add(
-        "--out",
-        type=Path,
-        default=Path(f"benchmarks/results/open-loop-{day}.json"),
-        help="the result file",
-    )
-    args = parser.parse_args(argv)
-    needs_tokenizer = any(word.startswith(PREFIX) for word in args.topologies)
-    args.only = ["vllm-router"] if needs_tokenizer else []
-    try:
-        for word in args.topologies:
-            topology(plan_of(args, None), word.removeprefix(PREFIX))
-    except ValueError as exc:
-        parser.error(str(exc))
-    return args
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -23,7 +23,8 @@ from .result import Row
 from .scenario import ScenarioResult, Sizes
 from .server import vllm_server
 
-OURS, THEIRS = "ours", "vLLM's server"
+OURS = "ours"
+THEIRS = "vLLM's server"
 _THROUGHPUT_BAR = 0.98
 _ADDED_TTFT_BAR_MS = 10.0
 _SHORT = 128
@@ -171,7 +172,8 @@ async def _loaded(url: str, sizes: Sizes, results: ArmResults, *, seed: int) -> 
 
 def rows(results: dict[str, ArmResults]) -> list[Row]:
     """Return the ratio of throughputs, the added TTFT, and the failed requests."""
-    ours, theirs = results[OURS], results[THEIRS]
+    ours = results[OURS]
+    theirs = results[THEIRS]
     compared = [_throughput(ours.tokens_per_s, theirs.tokens_per_s)]
     common = sorted(set(ours.ttft_ms) & set(theirs.ttft_ms), reverse=True)
     compared += [_first_token(isl, ours.ttft_ms[isl], theirs.ttft_ms[isl]) for isl in common]
@@ -199,7 +201,8 @@ def _throughput(ours: Sequence[float], theirs: Sequence[float]) -> Row:
 
 
 def _first_token(isl: int, ours: Sequence[float], theirs: Sequence[float]) -> Row:
-    mine, other = statistics.median(ours), statistics.median(theirs)
+    mine = statistics.median(ours)
+    other = statistics.median(theirs)
     return Row(
         what=f"TTFT of one request at a time, {isl} tokens: added by ours",
         value=f"{mine:.1f} - {other:.1f} = {mine - other:.1f} ms (medians of {len(ours)})",

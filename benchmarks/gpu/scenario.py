@@ -123,7 +123,8 @@ def shape_rows(arm: str, results: Mapping[str, dict[str, Any]], gpus: int) -> li
 
 
 def _format(results: dict[str, Any], gpus: int) -> str:
-    first, gaps = results["ttft_ms"], results["itl_ms"]
+    first = results["ttft_ms"]
+    gaps = results["itl_ms"]
     if not first or not gaps:
         return f"no answer, errors {results['errors']}"
     errors = f", errors {results['errors']}" if results["errors"] else ""

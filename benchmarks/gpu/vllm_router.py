@@ -84,7 +84,8 @@ class RoutedServers:
 
     def _server(self, worker: dict[str, Any]) -> Server:
         gpus = () if worker["devices"] == "cpu" else worker["devices"]
-        more, env = [], {}
+        more = []
+        env = {}
         if worker["disaggregation_mode"] != AGGREGATED:
             more = ["--kv-transfer-config", _CONNECTOR]
             env = {
@@ -115,7 +116,8 @@ def beside(pair: ShapeResults, found: ShapeResults) -> list[Row]:
     """Return the results of our workers as ratios of these, for shapes that both completed."""
     rows = []
     for name in found.keys() & pair.keys():
-        ours, theirs = pair[name], found[name]
+        ours = pair[name]
+        theirs = found[name]
         if ours["ok"] == theirs["ok"] > 0:
             tokens = ours["tokens_per_s"] / theirs["tokens_per_s"]
             first = ours["ttft_ms"]["p50"] / theirs["ttft_ms"]["p50"]

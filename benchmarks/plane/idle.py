@@ -34,7 +34,8 @@ async def idle(load: Load, seconds: float, pids: dict[str, int]) -> LoadSummary:
     await asyncio.sleep(load.ramp_s + _SETTLE_S)
     meter = ProcessMeter(pids)
     meter.start()
-    begun_s, cpu_s = time.perf_counter(), time.process_time()
+    begun_s = time.perf_counter()
+    cpu_s = time.process_time()
     await asyncio.sleep(seconds)
     share = ShardResult(
         records=[], begun_s=begun_s, ended_s=time.perf_counter(), cpu_s=time.process_time() - cpu_s

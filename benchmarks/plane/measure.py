@@ -41,9 +41,11 @@ class Run(TypedDict):
 def run(point: Point, stack: Stack, repetition: int) -> Run:
     """Measure a point. Raise NotReady if the client fails."""
     load_average = os.getloadavg()[0]
-    begun_s, busy_s = time.monotonic(), busy_seconds()
+    begun_s = time.monotonic()
+    busy_s = busy_seconds()
     figures = _client(point, stack)
-    wall_s, busy_s = time.monotonic() - begun_s, busy_seconds() - busy_s
+    wall_s = time.monotonic() - begun_s
+    busy_s = busy_seconds() - busy_s
     known_s = sum(spent["cpu_s"] for spent in figures["processes"].values())
     # wall_s includes the warm-up and the figures do not; assumes the same CPU use per second
     known_s *= wall_s / figures["wall_s"]

@@ -141,9 +141,9 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 def compare_bars(runs: Sequence[Run], bars: Sequence[Bar] = BARS) -> str:
     """Return a table with the ratio of medians for each target that both sides measured."""
-    lines = [
-        f"{'ours / Dynamo':<52}{'point':<11}{'against':<18}{'ours':>9}{'theirs':>9}{'ratio':>7}{'bar':>6}"
-    ]
+    names = f"{'ours / Dynamo':<52}{'point':<11}{'against':<18}"
+    values = f"{'ours':>9}{'theirs':>9}{'ratio':>7}{'bar':>6}"
+    lines = [names + values]
     for bar in bars:
         ours = median_of(runs, bar.point, "ours", bar.measure)
         theirs = median_of(runs, bar.point, bar.against, bar.measure)

@@ -61,9 +61,12 @@ class Stack:
     """The processes of a product, as a context manager. Use it from the main thread."""
 
     def __init__(self, recipe: Recipe, port: int, engines: Engines) -> None:
-        self.name, self.framing_tokens = recipe.name, recipe.framing_tokens
+        self.name = recipe.name
+        self.framing_tokens = recipe.framing_tokens
         self.url = f"http://{HOST}:{port}"
-        self._recipe, self._port, self._engines = recipe, port, engines
+        self._recipe = recipe
+        self._port = port
+        self._engines = engines
         self._exit = ExitStack()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._servers: dict[str, LocalServer] = {}

@@ -160,7 +160,8 @@ def _profiling(lines: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]
 
 
 def _record(index: int, line: Mapping[str, Any]) -> RequestRecord:
-    metadata, metrics = line["metadata"], line.get("metrics") or {}
+    metadata = line["metadata"]
+    metrics = line.get("metrics") or {}
 
     def value(name: str) -> Any:
         found = metrics.get(name)
@@ -168,7 +169,8 @@ def _record(index: int, line: Mapping[str, Any]) -> RequestRecord:
 
     begin_s = metadata["request_start_ns"] * _NS
     end_s = metadata["request_end_ns"] * _NS
-    ttft_ms, num_tokens = value("time_to_first_token"), int(value("output_sequence_length") or 0)
+    ttft_ms = value("time_to_first_token")
+    num_tokens = int(value("output_sequence_length") or 0)
     gap_ms = value("inter_token_latency")
     first_s = None if ttft_ms is None else begin_s + ttft_ms / 1e3
     last_s = (

@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     words = list(argv) if argv is not None else sys.argv[1:]
     try:
-        shape, limits = _shape(args), _limits(args)
+        shape = _shape(args)
+        limits = _limits(args)
         earlier = (
             None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
         )
@@ -207,6 +208,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_load(made)
+    _add_results(made)
+    return made
+
+
+def _add_load(made: argparse.ArgumentParser) -> None:
+    """Add the arguments that define the load and its server."""
     add = made.add_argument
     add(
         "--shape",
@@ -254,10 +262,14 @@ def parser() -> argparse.ArgumentParser:
     )
     aiperf_dir = "folder for aiperf, which is installed if it is missing (1.2 GB; default: .aiperf)"
     add("--aiperf-dir", type=Path, default=Path(".aiperf"), help=aiperf_dir)
+
+
+def _add_results(made: argparse.ArgumentParser) -> None:
+    """Add what becomes of the results: a folder, a comparison, limits."""
+    add = made.add_argument
     add("--out", type=Path, help="folder for the results; default: benchmark-results/SHAPE-TIME")
     add("--compare", type=Path, metavar="FOLDER", help="results of an earlier run to compare with")
     minimum = "fail if the median of a metric is lower; metrics: see summary.csv; may be repeated"
     add("--fail-under", action="append", default=[], metavar="METRIC=VALUE", help=minimum)
     maximum = "fail if the median of a metric is higher; may be repeated"
     add("--fail-over", action="append", default=[], metavar="METRIC=VALUE", help=maximum)
-    return made

@@ -49,7 +49,8 @@ def load_of(shape: Shape, target: Target, concurrency: int, repetition: int) -> 
 
 
 def _report(wanted: int, begun_s: float, tally: client_shards.SharedCounters) -> None:
-    ended, spent_s = tally.ok + tally.failed, time.monotonic() - begun_s
+    ended = tally.ok + tally.failed
+    spent_s = time.monotonic() - begun_s
     _LOG.info("  %d of %d requests done, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
 
 

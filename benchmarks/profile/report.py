@@ -11,8 +11,12 @@ from .plots import Series
 from .result import METRICS, Run, Spread, Summary, summary
 
 _CSS = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #111; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #ccc; }
+body {
+  font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+  color: #111;
+}
+h1 { font-size: 1.5rem; }
+h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #ccc; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; } small { color: #555; }
@@ -107,10 +111,10 @@ def warnings(run: Run) -> list[str]:
 def _table(found: Summary) -> str:
     head = "".join(f"<th>{concurrency}</th>" for concurrency in found)
     names = [name for name in METRICS if any(name in row for row in found.values())]
-    rows = "".join(
-        f"<tr><td>{html.escape(label(name))}</td>{''.join(_cell(row.get(name)) for row in found.values())}</tr>\n"
-        for name in names
-    )
+    rows = ""
+    for name in names:
+        cells = "".join(_cell(row.get(name)) for row in found.values())
+        rows += f"<tr><td>{html.escape(label(name))}</td>{cells}</tr>\n"
     return f'<div class="wide"><table>\n<tr><th>concurrency</th>{head}</tr>\n{rows}</table></div>'
 
 

@@ -19,12 +19,10 @@ from ..summary import LoadSummary
 from .shapes import Shape
 from .steady import Steady
 
-RUN_FILE, RECORDS_FILE, CSV_FILE, REPORT_FILE = (
-    "run.json",
-    "records.jsonl.gz",
-    "summary.csv",
-    "report.html",
-)
+RUN_FILE = "run.json"
+RECORDS_FILE = "records.jsonl.gz"
+CSV_FILE = "summary.csv"
+REPORT_FILE = "report.html"
 
 
 class Point(msgspec.Struct, kw_only=True):

@@ -27,7 +27,8 @@ def steady(records: Sequence[RequestRecord], concurrency: int) -> Steady | None:
     firsts = sorted(record.first_s for record in records if record.first_s is not None)
     if len(starts) <= concurrency or len(firsts) <= concurrency:
         return None
-    begin_s, end_s = firsts[0], starts[-1]
+    begin_s = firsts[0]
+    end_s = starts[-1]
     if end_s <= begin_s:
         return None
     good = [record for record in records if record.is_ok]
