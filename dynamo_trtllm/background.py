@@ -74,7 +74,8 @@ class BackgroundTasks:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         name = task.get_name()
         if isinstance(error, DynamoError):  # the process logs it when it exits
-            failure, reason = error, f"background task {name} failed: {error.message}"
+            failure = error
+            reason = f"background task {name} failed: {error.message}"
         else:
             reason = f"background task {name} " + (
                 "ended" if error is None else f"failed: {error!r}"
@@ -83,7 +84,8 @@ class BackgroundTasks:
             failure = InternalError(f"{reason}; see the log")
             failure.__cause__ = error
         if self.failure is None:
-            self.failure, self.reason = failure, reason
+            self.failure = failure
+            self.reason = reason
             self._failed.set()
             if self._on_failure is not None:
                 self._on_failure(reason)

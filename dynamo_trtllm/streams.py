@@ -160,7 +160,8 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
     For programs that embed an engine, and for tests.
     """
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by the request's tokens
-    handle, has_ended = generator.generate(request, events.put_nowait), False
+    handle = generator.generate(request, events.put_nowait)
+    has_ended = False
     try:
         while not has_ended:
             event = await events.get()
@@ -319,7 +320,8 @@ class TaskStream(Stream):
             task = asyncio.current_task()
             event = unexpected_error(exc, task.get_name() if task else "-")
         # so that the end of the stream does not cancel this task, which is done
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         try:
             if task is not None and self.has_ended:  # by a cancel that the work did not see
                 self._free()

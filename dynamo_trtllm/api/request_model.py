@@ -90,7 +90,8 @@ class RequestModel(BaseModel):
         are listed.
         """
         schema = handler.resolve_ref_schema(handler(core_schema))
-        properties, required = schema.setdefault("properties", {}), schema.get("required", ())
+        properties = schema.setdefault("properties", {})
+        required = schema.get("required", ())
         for name, value in properties.items():
             if name not in required and {"type": "null"} not in value.get("anyOf", ()):
                 properties[name] = _or_null(value)
@@ -265,7 +266,8 @@ def _check_count(body: bytes) -> None:
     if len(body) <= MAX_CONTAINERS:  # each container takes at least one byte
         return
     marks = body.translate(None, _NO_MARKS)
-    keys, containers = marks.count(b":"), marks.count(b"[") + marks.count(b"{")
+    keys = marks.count(b":")
+    containers = marks.count(b"[") + marks.count(b"{")
     for count, most, what in (
         (containers, MAX_CONTAINERS, "lists and objects, counted by its '[' and '{'"),
         (keys, MAX_KEYS, "keys, counted by its ':'"),
@@ -383,7 +385,8 @@ def _translated(error: ErrorDetails) -> InvalidRequest:
 
 
 def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
-    kind, given = error["type"], error.get("input")
+    kind = error["type"]
+    given = error.get("input")
     if kind in ("missing", "union_tag_not_found"):
         return "is required"
     if kind == "union_tag_invalid":
@@ -420,7 +423,8 @@ def _field_path(path: Iterable[int | str]) -> str:
 
     A union tag that could be mistaken for a field is written `<tag>`.
     """
-    text, after_index = "", False
+    text = ""
+    after_index = False
     for part in path:
         part = cut(part) if isinstance(part, str) else part
         if isinstance(part, int):

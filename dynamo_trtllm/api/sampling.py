@@ -240,7 +240,8 @@ class SamplingFields(RequestModel):
             deadline: in seconds since the epoch.
             session_id: the header X-Session-ID, which counts if the body names no conversation.
         """
-        nvext, conversation = self.nvext, self.conversation_params
+        nvext = self.nvext
+        conversation = self.conversation_params
         return GenerateRequest(
             request_id=request_id,
             model=self.model,

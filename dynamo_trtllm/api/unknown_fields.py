@@ -88,7 +88,8 @@ def _is_one_edit(one: str, other: str) -> bool:
     shortest = min(len(one), len(other))
     while begin < shortest and one[begin] == other[begin]:
         begin += 1
-    rest, others = one[begin:], other[begin:]
+    rest = one[begin:]
+    others = other[begin:]
     if rest[1:] == others[1:]:
         return True  # another character
     if rest[1:] == others or rest == others[1:]:

@@ -164,7 +164,8 @@ def described_library_arguments(args: LibraryArgs) -> Described:
 
     Defaults of arguments that only the engine sets do not apply.
     """
-    release, library = args.release, args.release.library
+    release = args.release
+    library = args.release.library
     title = f"{library.name} {release.title}"
     keys = [
         key

@@ -131,8 +131,11 @@ class BlockManager:
         if not self._has_prefix_cache:
             return
         self._changes += 1
-        size, width, data = self._block_tokens, tokens.itemsize, tokens.tobytes()
-        chain, parent = table.chain, table.chain[-1].hash if table.chain else None
+        size = self._block_tokens
+        width = tokens.itemsize
+        data = tokens.tobytes()
+        chain = table.chain
+        parent = table.chain[-1].hash if table.chain else None
         numbers = table.numbers[len(chain) :]
         # new blocks that follow each other, and the one before
         runs: list[tuple[int | None, list[KvBlock]]] = []
@@ -175,11 +178,13 @@ class BlockManager:
         self._free += table.own()
         self._free += self._release(table.chain)
         self._changes += bool(table.numbers)
-        table.numbers, table.chain = [], []
+        table.numbers = []
+        table.chain = []
 
     def _match(self, prompt: TokenIds, salt: str | None) -> list[CachedBlock]:
         found: list[CachedBlock] = []
-        size, data = self._block_tokens * prompt.itemsize, prompt.tobytes()
+        size = self._block_tokens * prompt.itemsize
+        data = prompt.tobytes()
         before: int | str | None = salt
         for begin in range(0, len(data) - size, size):
             block = self._blocks.get((before, data[begin : begin + size]))

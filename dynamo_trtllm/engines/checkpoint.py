@@ -346,7 +346,8 @@ def read_eos_token_ids(
         ConfigError: names the file and the field that is invalid. Without `vocab_size`, a negative
             id is invalid.
     """
-    path, source = folder / GENERATION_CONFIG, _Fields(folder / CONFIG, config)
+    path = folder / GENERATION_CONFIG
+    source = _Fields(folder / CONFIG, config)
     if (
         path.is_file()
         and (generation := _Fields(path, _read_json(path))).get("eos_token_id") is not None
@@ -411,8 +412,12 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     item = _DTYPE_BYTES[model.dtype]
     packed = _BITS.get(model.quantization or "", 8.0 * item) / 8
     dense = item if model.quantization == "mxfp4" else packed
-    hidden, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
-    heads, kv_heads, experts = model.num_attention_heads, model.num_kv_heads, model.num_experts
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    layers = model.num_layers
+    heads = model.num_attention_heads
+    kv_heads = model.num_kv_heads
+    experts = model.num_experts
     # only its experts have biases, and its attention has sinks
     is_gpt_oss = model.model_type == "gpt_oss"
     # Values of one layer: gate, up and down matrices; query, key, value and output matrices.

@@ -263,19 +263,25 @@ class DeltaBuilder:
         if self._channel is None and not self.reasoning_tokens:
             return NO_OUTPUT
         self._end()
-        deltas, num_reasoning = tuple(self._deltas), self.reasoning_tokens
+        deltas = tuple(self._deltas)
+        num_reasoning = self.reasoning_tokens
         step = StepOutput(deltas=deltas, reasoning_tokens=num_reasoning, num_calls=self._num_calls)
-        self._channel, self.reasoning_tokens, self._num_calls = None, 0, 0
+        self._channel = None
+        self.reasoning_tokens = 0
+        self._num_calls = 0
         self._deltas.clear()
         return step
 
     def _begin(self, channel: Channel, call_index: int = 0, name: str | None = None) -> None:
         self._end()
-        self._channel, self._call_index, self._name = channel, call_index, name
+        self._channel = channel
+        self._call_index = call_index
+        self._name = name
 
     def _end(self) -> None:
         if self._channel is not None:
-            text, index = "".join(self._texts), self._call_index
+            text = "".join(self._texts)
+            index = self._call_index
             delta = Delta(channel=self._channel, text=text, call_index=index, name=self._name)
             self._deltas.append(delta)
             self._texts.clear()
@@ -451,7 +457,8 @@ class WindowTextParser:
             if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
                 continue
             parts.append(text)
-            self._context, self._held = self._held, []
+            self._context = self._held
+            self._held = []
         return text_output("".join(parts))
 
     def finish(self) -> StepOutput:

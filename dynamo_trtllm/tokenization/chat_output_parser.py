@@ -91,7 +91,8 @@ class _Output:
 
     def _rest(self) -> str:
         """Consume and return all text that has come."""
-        text, self.at = self.text[self.at :], len(self.text)
+        text = self.text[self.at :]
+        self.at = len(self.text)
         return text
 
     # --- reasoning --------------------------------------------------------------------------------
@@ -114,7 +115,8 @@ class _Output:
             text += self._rest()
         if not self.is_inside:
             self.is_over = True
-            self.text, self.at = text, 0
+            self.text = text
+            self.at = 0
             return
         reasoning, marker, rest = shown.partition(END_THINK)
         while not marker:
@@ -124,11 +126,13 @@ class _Output:
             held = reasoning[len(reasoning) - num_held :]
             reasoning, marker, rest = (held + self._rest()).partition(END_THINK)
         self._reason(reasoning)
-        self.is_inside, self.is_over = False, True
+        self.is_inside = False
+        self.is_over = True
         while not (rest := rest.lstrip()):
             yield
             rest = self._rest()
-        self.text, self.at = rest, 0
+        self.text = rest
+        self.at = 0
 
     def _reason(self, text: str) -> None:
         if text:
@@ -209,7 +213,8 @@ class _Output:
             while self.at == len(self.text):
                 yield
             held = (held + self._rest()).lstrip()
-        self.text, self.at = held.removeprefix(END_TOOL_CALL), 0
+        self.text = held.removeprefix(END_TOOL_CALL)
+        self.at = 0
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -267,7 +272,8 @@ class _Output:
 
     def _take(self, end: int, *, is_argument: bool = False) -> str:
         """Consume the text up to an index, and return it."""
-        part, self.at = self.text[self.at : end], end
+        part = self.text[self.at : end]
+        self.at = end
         if not (is_argument and self._has_begun):
             self._unseen.append(part)
             if is_argument:
@@ -325,7 +331,9 @@ class _Output:
 
     def _delimited(self, *, is_argument: bool = False) -> Generator[None, None, str]:
         """Consume and return a string, an object or a list up to its closing quote or bracket."""
-        parts, closers, at = list[str](), [_CLOSERS[self.text[self.at]]], self.at + 1
+        parts = list[str]()
+        closers = [_CLOSERS[self.text[self.at]]]
+        at = self.at + 1
         while closers:
             stop = (_STRING_STOP if closers[-1] == '"' else _NESTED_STOP).search(self.text, at)
             if stop is None:
@@ -333,7 +341,8 @@ class _Output:
                 parts.append(self._take(len(self.text), is_argument=is_argument))
                 yield
                 continue
-            char, at = stop.group(), stop.end()
+            char = stop.group()
+            at = stop.end()
             if char == closers[-1]:
                 closers.pop()
             elif char == "\\":
@@ -392,9 +401,11 @@ class ChatOutputParser:
         return self._output.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
-        output, at = self._output, 0
+        output = self._output
+        at = 0
         while at < len(token_ids) and not output.is_over:
-            num_texts, was_inside = output.num_reasoning_texts, output.is_inside
+            num_texts = output.num_reasoning_texts
+            was_inside = output.is_inside
             self._push(self._text.push(token_ids[at : at + 1]))
             if (was_inside and output.is_inside) or output.num_reasoning_texts > num_texts:
                 # inside the markers, or with a part of the reasoning text
@@ -411,5 +422,6 @@ class ChatOutputParser:
                 self._parse(delta.text)
 
     def _parse(self, text: str) -> None:
-        self._output.text, self._output.at = text, 0
+        self._output.text = text
+        self._output.at = 0
         next(self._parsing)

@@ -219,7 +219,8 @@ class HarmonyRenderer:
             sender = author if role == oh.Role.TOOL else f"{sender}:{author}"
         address = "" if recipient is None else f" to={recipient}"
         if role != oh.Role.ASSISTANT or channel is None:
-            sender, address = sender + address, ""
+            sender = sender + address
+            address = ""
         ids = token_ids([harmony_parser.START, *self.encode(sender)])
         if channel is None:
             ids.append(harmony_parser.MESSAGE)
@@ -388,7 +389,8 @@ def _call(call: ToolCall, functions: frozenset[str]) -> HarmonyMessage:
         return HarmonyMessage(
             oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json"
         )
-    channel, content_type = harmony_builtins.CHANNEL, harmony_builtins.CONTENT_TYPE
+    channel = harmony_builtins.CHANNEL
+    content_type = harmony_builtins.CONTENT_TYPE
     return HarmonyMessage(oh.Role.ASSISTANT, text, None, call.name, channel, content_type)
 
 

@@ -257,7 +257,8 @@ class HarmonyParser:
             elif token_id in parts and token_id != START:
                 return None
             elif token_id != START:
-                control, parts[token_id] = token_id, []
+                control = token_id
+                parts[token_id] = []
         words = {
             control: self._bytes(ids).decode(errors="replace").split()
             for control, ids in parts.items()

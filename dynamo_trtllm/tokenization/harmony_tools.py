@@ -78,7 +78,8 @@ class DeveloperTexts:
             )
             if placeholders.num_values > _BATCH_VALUES:
                 yield self._batch(batch, placeholders)
-                batch, placeholders = [], _Placeholders()
+                batch = []
+                placeholders = _Placeholders()
         if batch:
             yield self._batch(batch, placeholders)
 

@@ -263,7 +263,8 @@ class SlowJsonTokenizer:
         return ids
 
     def _encode(self, text: str, *, is_plain: bool, is_prompt: bool = True) -> TokenIds:
-        library, adds_special = self._plain if is_plain else self._library, is_plain and is_prompt
+        library = self._plain if is_plain else self._library
+        adds_special = is_plain and is_prompt
         # Unlike `encode`, this releases the GIL and computes no offsets.
         (encoding,) = library.encode_batch_fast(
             [_well_formed(text)], add_special_tokens=adds_special

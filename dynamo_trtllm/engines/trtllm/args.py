@@ -427,10 +427,8 @@ def _check_together(get: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: two arguments conflict.
     """
-    sizes, largest = (
-        get.get("cuda_graph_config.batch_sizes"),
-        get.get("cuda_graph_config.max_batch_size"),
-    )
+    sizes = get.get("cuda_graph_config.batch_sizes")
+    largest = get.get("cuda_graph_config.max_batch_size")
     if sizes and largest and max(sizes) != largest:
         raise ConfigError(
             f"cuda_graph_config.batch_sizes ends at {max(sizes)}, but"

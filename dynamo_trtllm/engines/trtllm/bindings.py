@@ -163,7 +163,8 @@ class TrtllmBindings:
         if self.is_since_1_2:
             read: Callable[..., Sequence[Mapping[str, Any]]] = getattr(llm, name)
             return read
-        loop, iterate = asyncio.get_running_loop(), getattr(llm, f"{name}_async")
+        loop = asyncio.get_running_loop()
+        iterate = getattr(llm, f"{name}_async")
 
         async def rows(timeout: float) -> list[Mapping[str, Any]]:
             found: list[Mapping[str, Any]] = []

@@ -299,7 +299,9 @@ class TrtllmEngine(ExternalEngine):
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
-        facts, checkpoint, layout = self._facts, self._checkpoint, self._facts.layout()
+        facts = self._facts
+        checkpoint = self._checkpoint
+        layout = self._facts.layout()
         assert layout is not None  # the model was read
         info = EngineInfo(
             engine="trtllm",
@@ -354,7 +356,8 @@ def has_torch_sampler(args: TrtllmArgs) -> bool:
 
 def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
     """Return the fields of Sampling that this release does not support with these arguments."""
-    args, release = facts.args, facts.args.release
+    args = facts.args
+    release = facts.args.release
     features = [] if args.get("guided_decoding_backend") else ["guided"]
     if has_torch_sampler(args):
         # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of

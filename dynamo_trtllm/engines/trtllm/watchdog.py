@@ -132,7 +132,8 @@ class HangDetector:
         if self._turn is not None and not self._turn.is_set() and self._loop.is_running():
             self._still_s += passed_s
             return
-        self._turn, self._still_s = threading.Event(), 0.0
+        self._turn = threading.Event()
+        self._still_s = 0.0
         self._loop.call_soon_threadsafe(self._turn.set)
 
     def _note_call(self, passed_s: float) -> BlockingCall | None:
@@ -140,7 +141,8 @@ class HangDetector:
 
         Count for how long, without an iteration.
         """
-        call, iterated_at = self._calls.current, self._iterated_at()
+        call = self._calls.current
+        iterated_at = self._iterated_at()
         if call is not None and (call, iterated_at) == self._seen:
             self._blocked_s += passed_s
         else:

@@ -30,7 +30,8 @@ def release_for(version: str) -> ApiManifest:
     Raises:
         ConfigError: the version is older than 1.1 or not a version.
     """
-    line, candidate = _line(version), _candidate(version)
+    line = _line(version)
+    candidate = _candidate(version)
     known = [_line(release.name) for release in LIBRARY.releases if _line(release.name) <= line]
     if not known:
         raise ConfigError(f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer.")

@@ -53,7 +53,8 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
     Raises:
         ConfigError: the user has set another size than the engine has.
     """
-    assumed, actual = facts.block_tokens, reported.block_tokens
+    assumed = facts.block_tokens
+    actual = reported.block_tokens
     if not actual:
         _log.warning(
             "TensorRT-LLM does not report its KV cache, so the size of KV blocks can't be checked:"

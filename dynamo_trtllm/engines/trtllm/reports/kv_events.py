@@ -196,7 +196,8 @@ class KvEventConverter:
 
     def _stored(self, data: Mapping[str, Any], place: _Place) -> Iterator[BlocksStored]:
         """Yield the event of the full blocks. Only the last block of a prompt is not full."""
-        parent, blocks = data["parent_hash"], data["blocks"]
+        parent = data["parent_hash"]
+        blocks = data["blocks"]
         full: list[KvBlock] = []
         salt: str | None = None
         for index, block in enumerate(blocks):

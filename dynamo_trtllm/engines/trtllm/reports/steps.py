@@ -127,7 +127,8 @@ class StepReader:
         """Take the rows of one poll, the oldest first."""
         context, longest = self._running()
         self._context = context or self._context
-        self._longest, self._longest_now = max(longest, self._longest_now), longest
+        self._longest = max(longest, self._longest_now)
+        self._longest_now = longest
         for row in rows[-MOST_STEPS:]:
             try:
                 self._add(_Iteration(row))
@@ -139,7 +140,9 @@ class StepReader:
         self._is_warm_up = False
 
     def _restart(self) -> None:
-        self._pending, self._ended, self._cut = [], None, 0.0
+        self._pending = []
+        self._ended = None
+        self._cut = 0.0
 
     def _add(self, new: _Iteration) -> None:
         last = self._pending[-1] if self._pending else None
@@ -190,7 +193,8 @@ class StepReader:
         """Return the same, with the overlap scheduler. Remember when the step ended."""
         # `reader` is the iteration that read the results of `step`
         step, reader, after, last = self._pending[:4]
-        before, ended = self._ended, min(step.read, after.begun)
+        before = self._ended
+        ended = min(step.read, after.begun)
         self._ended = None if step.was_idle and after.was_idle else ended
         # it waited, while the results were there
         if reader.was_idle or reader.read - last.begun > _SLACK_S:

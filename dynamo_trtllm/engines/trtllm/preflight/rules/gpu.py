@@ -352,7 +352,8 @@ def _algorithm_without_kernels(facts: RoleFacts) -> str | None:
     """
     if not _is_mxfp4(facts) or facts.gpu is None:
         return None
-    sm, name = facts.gpu.sm, _moe_backend(facts)
+    sm = facts.gpu.sm
+    name = _moe_backend(facts)
     algorithm = facts.variable(_OVERRIDE) or _derived_algorithm(sm, name)
     if not algorithm.endswith(("MXFP4", "MXFP8", "MXFP4_FP8")):
         return None

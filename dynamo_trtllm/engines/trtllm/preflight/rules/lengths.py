@@ -48,7 +48,8 @@ def buffer_block_multiple(facts: RoleFacts) -> Violation | None:
 )
 def prompt_over_buffer(facts: RoleFacts) -> Violation | None:
     """Find prompts of the load that do not fit the transfer buffer."""
-    isl, buffer = facts.load.isl, facts.buffer
+    isl = facts.load.isl
+    buffer = facts.buffer
     if isl is None or buffer is None or isl <= buffer:
         return None
     if facts.transceiver == "NIXL":
@@ -132,7 +133,8 @@ def prompt_limit_over_num_tokens(facts: RoleFacts) -> Violation | None:
 )
 def request_over_seq_len(facts: RoleFacts) -> Violation | None:
     """Find requests of the load that are longer than a sequence may be."""
-    isl, limit = facts.load.isl, facts.max_seq_len
+    isl = facts.load.isl
+    limit = facts.max_seq_len
     if isl is None or limit is None:
         return None
     answer = 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1)

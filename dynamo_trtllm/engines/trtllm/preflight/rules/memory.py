@@ -23,7 +23,8 @@ _GIB = 2**30
 )
 def weights_over_memory(facts: RoleFacts) -> Violation | None:
     """Find weights that are larger than the memory."""
-    memory, gpu = memory_table(facts), facts.gpu
+    memory = memory_table(facts)
+    gpu = facts.gpu
     if memory is None or gpu is None or memory.weights_bytes < gpu.memory_bytes:
         return None
     return Violation(
@@ -46,7 +47,8 @@ def no_room_for_kv(facts: RoleFacts) -> Violation | None:
 
     The rule weights-over-memory reports those that do not fit.
     """
-    memory, gpu = memory_table(facts), facts.gpu
+    memory = memory_table(facts)
+    gpu = facts.gpu
     if memory is None or gpu is None or memory.weights_bytes >= gpu.memory_bytes:
         return None
     if memory.blocks is None or memory.blocks >= 1:
@@ -66,7 +68,8 @@ def no_room_for_kv(facts: RoleFacts) -> Violation | None:
 )
 def seq_len_over_kv(facts: RoleFacts) -> Violation | None:
     """Find sequences that are longer than the KV memory, also if windows free the most."""
-    memory, limit = memory_table(facts), facts.max_seq_len
+    memory = memory_table(facts)
+    limit = facts.max_seq_len
     if memory is None or limit is None or not memory.pool_tokens:
         return None
     if memory.pool_tokens * memory.window_gain >= limit:
@@ -86,7 +89,8 @@ def seq_len_over_kv(facts: RoleFacts) -> Violation | None:
 )
 def load_over_kv(facts: RoleFacts) -> Violation | None:
     """Find a load that needs more KV memory than there is."""
-    memory, wanted = memory_table(facts), facts.load.concurrency
+    memory = memory_table(facts)
+    wanted = facts.load.concurrency
     if memory is None or wanted is None or not memory.blocks:
         return None
     if memory.limited_by != "KV" or memory.concurrency is None:
@@ -107,7 +111,8 @@ def load_over_kv(facts: RoleFacts) -> Violation | None:
 )
 def load_over_batch(facts: RoleFacts) -> Violation | None:
     """Find a load of more requests than a batch has."""
-    memory, wanted = memory_table(facts), facts.load.concurrency
+    memory = memory_table(facts)
+    wanted = facts.load.concurrency
     if memory is None or wanted is None or not memory.blocks:
         return None
     if memory.limited_by != "max_batch_size" or memory.concurrency is None:

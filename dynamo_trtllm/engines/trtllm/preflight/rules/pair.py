@@ -49,11 +49,13 @@ _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", 
 )
 def model_equal(pair: PairFacts) -> Violation | None:
     """Find two models. Only what shapes the KV is compared."""
-    prefill, decode = pair.prefill.model, pair.decode.model
+    prefill = pair.prefill.model
+    decode = pair.decode.model
     if prefill is None or decode is None:
         return None
     for name in _MODEL:
-        mine, theirs = getattr(prefill, name), getattr(decode, name)
+        mine = getattr(prefill, name)
+        theirs = getattr(decode, name)
         if mine != theirs:
             return Violation(value=f"prefill: {name} {mine}", other=f"decode: {theirs}")
     return None
@@ -98,7 +100,8 @@ def build_equal(pair: PairFacts) -> Violation | None:
 )
 def strategy_equal(pair: PairFacts) -> Violation | None:
     """Find two strategies."""
-    prefill, decode = pair.prefill.strategy, pair.decode.strategy
+    prefill = pair.prefill.strategy
+    decode = pair.decode.strategy
     if prefill == decode:
         return None
     return Violation(value=f"prefill: {prefill}", other=f"decode: {decode}")
@@ -113,7 +116,8 @@ def strategy_equal(pair: PairFacts) -> Violation | None:
 )
 def transceiver_equal(pair: PairFacts) -> Violation | None:
     """Find two backends. The rule transceiver-missing reports a missing one."""
-    prefill, decode = pair.prefill.transceiver, pair.decode.transceiver
+    prefill = pair.prefill.transceiver
+    decode = pair.decode.transceiver
     if not prefill or not decode or prefill == decode:
         return None
     return _shown(pair, BACKEND)
@@ -209,7 +213,8 @@ def parallel_needs_trtllm_attention(pair: PairFacts) -> Violation | None:
 
     The rule attention-backend-equal reports two backends.
     """
-    prefill, decode = pair.prefill, pair.decode
+    prefill = pair.prefill
+    decode = pair.decode
     if prefill.attention != decode.attention or prefill.attention not in _OTHER_ATTENTION:
         return None
     if prefill.sharding == decode.sharding:
@@ -244,7 +249,8 @@ def pipeline_to_tensor(pair: PairFacts) -> Violation | None:
 )
 def seq_len_order(pair: PairFacts) -> Violation | None:
     """Find a prefill worker that accepts longer requests than decode."""
-    prefill, decode = pair.prefill.max_seq_len, pair.decode.max_seq_len
+    prefill = pair.prefill.max_seq_len
+    decode = pair.decode.max_seq_len
     if prefill is None or decode is None or prefill <= decode:
         return None
     return Violation(
@@ -261,7 +267,8 @@ def seq_len_order(pair: PairFacts) -> Violation | None:
 )
 def buffer_differs(pair: PairFacts) -> Violation | None:
     """Find two sizes of the transfer buffer."""
-    prefill, decode = pair.prefill.buffer, pair.decode.buffer
+    prefill = pair.prefill.buffer
+    decode = pair.decode.buffer
     if prefill is None or decode is None or prefill == decode:
         return None
     return Violation(
@@ -369,7 +376,8 @@ def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
     The reports are of GB200 and GB300, and of models with groups of attention heads. KV without
     heads, of latent attention, is not cut.
     """
-    prefill, decode = pair.prefill, pair.decode
+    prefill = pair.prefill
+    decode = pair.decode
     if not prefill.runtime == decode.runtime == "PYTHON" or prefill.sharding == decode.sharding:
         return None
     if prefill.number(_BOUNCE) or decode.number(_BOUNCE):

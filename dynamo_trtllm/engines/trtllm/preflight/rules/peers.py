@@ -38,7 +38,8 @@ def peer_engine(facts: PeerFacts[RoleFacts]) -> Violation | None:
 )
 def peer_strategy(facts: PeerFacts[RoleFacts]) -> Violation | None:
     """Find a worker with another strategy."""
-    mine, theirs = facts.mine.strategy, facts.peer.strategy
+    mine = facts.mine.strategy
+    theirs = facts.peer.strategy
     if facts.peer.engine != _ENGINE or theirs == mine:
         return None
     return Violation(value=mine, other=f"{facts.name}: {theirs}")
@@ -58,7 +59,8 @@ def peer_layout(facts: PeerFacts[RoleFacts]) -> list[Violation]:
         return []
     found = []
     for name in EQUAL_LAYOUT:
-        mine, theirs = getattr(layout, name), getattr(facts.peer.layout, name)
+        mine = getattr(layout, name)
+        theirs = getattr(facts.peer.layout, name)
         if mine != theirs:
             found.append(
                 Violation(field=f"layout.{name}", value=str(mine), other=f"{facts.name}: {theirs}")
@@ -95,7 +97,8 @@ def peer_pairing(facts: PeerFacts[RoleFacts]) -> list[Violation]:
 )
 def peer_context(facts: PeerFacts[RoleFacts]) -> Violation | None:
     """Find a prefill worker that accepts longer requests than its decode worker."""
-    mine, theirs = facts.mine.max_seq_len, facts.peer.card.context_length
+    mine = facts.mine.max_seq_len
+    theirs = facts.peer.card.context_length
     if facts.peer.engine != _ENGINE or mine is None or not theirs:
         return None
     prefill, decode = (mine, theirs) if facts.mine.role is Role.PREFILL else (theirs, mine)

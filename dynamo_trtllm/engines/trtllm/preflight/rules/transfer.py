@@ -141,7 +141,8 @@ def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     With prompts of 128 K tokens, 60 s (0.5 ms per token) always failed, and 600 s (4.6 ms per
     token) worked.
     """
-    timeout, prompt = facts.number(TIMEOUT), facts.longest_prompt
+    timeout = facts.number(TIMEOUT)
+    prompt = facts.longest_prompt
     if timeout is None or prompt is None or timeout >= prompt:
         return None
     # Without a load, prompts of this length may never come. Then only a value that was set is
