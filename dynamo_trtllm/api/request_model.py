@@ -336,7 +336,7 @@ def without_pydantic_extras(schema: Any) -> Any:
     "absent".
     """
     if isinstance(schema, list):
-        return [without_pydantic_extras(each) for each in schema]
+        return [without_pydantic_extras(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {

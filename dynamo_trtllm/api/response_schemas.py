@@ -492,12 +492,12 @@ def response_schemas() -> dict[str, Schema]:
 def _closed(value: Any) -> Any:
     """Return the schema with closed objects, and with the names that it has in the document."""
     if isinstance(value, list):
-        return [_closed(each) for each in value]
+        return [_closed(item) for item in value]
     if not isinstance(value, dict):
         return value
     if "$ref" in value:
         return value | {"$ref": value["$ref"].removesuffix("Object")}
-    closed = {key: _closed(each) for key, each in value.items()}
+    closed = {key: _closed(inner) for key, inner in value.items()}
     return {"additionalProperties": False} | closed if "properties" in value else closed
 
 

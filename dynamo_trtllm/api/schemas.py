@@ -56,7 +56,7 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not (
-        kinds and all(isinstance(each, str) and each in _TYPES for each in kinds)
+        kinds and all(isinstance(name, str) and name in _TYPES for name in kinds)
     ):
         invalid(
             f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not"

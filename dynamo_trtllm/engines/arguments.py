@@ -149,11 +149,9 @@ def check_source(layer: Source, release: ApiManifest) -> list[str]:
     except ConfigError as exc:
         key = exc.field or ""
         value = layers.merge([layer]).leaves.get(key)
-        hint = (
-            release.library.removed_values.get(key, {}).get(str(value.value))
-            if value is not None
-            else None
-        )
+        hint = None
+        if value is not None:
+            hint = release.library.removed_values.get(key, {}).get(str(value.value))
         if hint is None:
             raise
         raise ConfigError(f"{exc.message}. {hint}", field=exc.field) from exc
@@ -172,14 +170,17 @@ def described_library_arguments(args: LibraryArgs) -> Described:
         for key in library_schema.every_key(release, args.values)
         if key not in library.engine_set
     ]
-    every = {key: _default(args, key) for key in keys}
-    # unknown keys inside
-    sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}
-    every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
+    # A key is not listed itself if keys inside it are given.
+    sections = {key for key in keys if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}
+    values = {key: _default(args, key) for key in keys if key not in sections}
+    values |= args.leaves
     order = {key: i for i, key in enumerate(release.fields(library.root))}
-    ordered = dict(
-        sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order)))
-    )
+
+    def place(key: str) -> int:
+        first = key.partition(".")[0]
+        return order.get(first, len(order))
+
+    ordered = {key: values[key] for key in sorted(values, key=place)}
     return Described(title, args.leaves, ordered, args.notes)
 
 
@@ -206,13 +207,18 @@ def given_sources(config: WorkerConfig, flags: Mapping[str, str]) -> list[Source
     Raises:
         ConfigError: the file of `--extra-engine-args` is missing or is not a YAML mapping.
     """
-    values = [
-        Source(layers.nested({key: SourcedValue(value, "")}), config.source_of(field))
-        for field, key in flags.items()
-        if (value := getattr(config, field)) is not None
-    ]
-    values.sort(key=lambda layer: not layer.source.startswith("environment "))
-    return [file_layer(config), *values, override_layer(config)]
+    from_environment: list[Source] = []
+    from_flags: list[Source] = []
+    for field, key in flags.items():
+        value = getattr(config, field)
+        if value is None:
+            continue
+        source = Source(layers.nested({key: SourcedValue(value, "")}), config.source_of(field))
+        if source.source.startswith("environment "):
+            from_environment.append(source)
+        else:
+            from_flags.append(source)
+    return [file_layer(config), *from_environment, *from_flags, override_layer(config)]
 
 
 def file_layer(config: WorkerConfig) -> Source:
@@ -222,11 +228,9 @@ def file_layer(config: WorkerConfig) -> Source:
         ConfigError: the file is missing or is not a YAML mapping.
     """
     path = config.extra_engine_args
-    return (
-        Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}")
-        if path
-        else Source({}, "YAML")
-    )
+    if not path:
+        return Source({}, "YAML")
+    return Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}")
 
 
 def override_layer(config: WorkerConfig) -> Source:
@@ -235,7 +239,8 @@ def override_layer(config: WorkerConfig) -> Source:
 
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:
-    given = {name: value for name in ENGINE_FLAGS if (value := getattr(config, name)) is not None}
+    settings = {name: getattr(config, name) for name in ENGINE_FLAGS}
+    given = {name: value for name, value in settings.items() if value is not None}
     # Every engine supports a parallel size of 1.
     ones = {name for name, value in given.items() if name.endswith("_parallel_size") and value == 1}
     names = [name for name in given if name in schema.model_fields or name not in ones]

@@ -358,8 +358,8 @@ def read_eos_token_ids(
         return ()
     ids = found if isinstance(found, list) else [found]
     if vocab_size is not None:
-        ids = [each for each in ids if not isinstance(each, int) or 0 <= each < vocab_size]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        ids = [id_ for id_ in ids if not isinstance(id_, int) or 0 <= id_ < vocab_size]
+    if not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0 for id_ in ids):
         raise source.wrong("eos_token_id", "a token id or a list of them")
     return tuple(ids)
 

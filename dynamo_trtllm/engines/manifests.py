@@ -140,7 +140,7 @@ class ApiManifest:
             self.enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
             found = owners.keys() | manifest["enums"].keys()
             is_own = file == name
-            complete = {each for each in found if is_own and f"{each} in part" not in gaps}
+            complete = {name for name in found if is_own and f"{name} in part" not in gaps}
             partly = (partly | found) - complete
             not_read |= {gap for gap in gaps if not gap.endswith(" in part")}
         # Owners that no manifest covers; "… in part" for partly covered ones.
@@ -149,7 +149,7 @@ class ApiManifest:
         self.open_enums = frozenset(partly & self.enums.keys())
         # properties and methods with unknown types: `CompletionOutput.length`
         self.members = _members(self.enums)
-        types = " ".join(each.type for fields in self.owners.values() for each in fields.values())
+        types = " ".join(field.type for fields in self.owners.values() for field in fields.values())
         self.mentioned = frozenset(re.findall(r"\w+", types))  # every name in the annotations
 
     def as_nearest(self) -> ApiManifest:

@@ -159,27 +159,35 @@ def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
 def _having(library: LibraryReleases, key: str) -> str:
     """Return the names of the releases that have the argument."""
     return ", ".join(
-        each.name for each in library.releases if find(each, key).presence is Presence.PRESENT
+        release.name
+        for release in library.releases
+        if find(release, key).presence is Presence.PRESENT
     )
 
 
 def _known_places(library: LibraryReleases, key: str) -> str:
     """Return where the argument is known; "" if nowhere."""
-    if having := _having(library, key):
+    having = _having(library, key)
+    if having:
         return f"in {having}"
+    if library.unreleased is None:
+        return ""
     parent, _, name = key.rpartition(".")
-    above = [
-        field
-        for each in library.releases
-        if parent and (field := find(each, parent).field) is not None
-    ]
-    classes = {each for field in above for each in value_types.config_classes(field.type)} or {
-        library.root
-    }
-    is_planned = library.unreleased is not None and any(
-        name in library.unreleased.fields(each) for each in classes
-    )
-    return "in an unreleased commit" if is_planned else ""
+    for class_name in _classes_of(library, parent):
+        if name in library.unreleased.fields(class_name):
+            return "in an unreleased commit"
+    return ""
+
+
+def _classes_of(library: LibraryReleases, parent: str) -> set[str]:
+    """Return the classes whose fields stand under a key in any release, or the root's class."""
+    classes: set[str] = set()
+    if parent:
+        for release in library.releases:
+            field = find(release, parent).field
+            if field is not None:
+                classes.update(value_types.config_classes(field.type))
+    return classes or {library.root}
 
 
 def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:

@@ -73,7 +73,8 @@ class WarmUp:
             budget_s: no step begins after this time. A step that runs then is not interrupted.
         """
         self._budget_s = budget_s
-        self._done = self._total = 0
+        self._done = 0
+        self._total = 0
 
     def progress(self) -> str:
         """Describe the current step in a few words; "" when none runs."""
@@ -85,7 +86,8 @@ class WarmUp:
         Log and return the names of those that did not run or failed.
         """
         began = time.monotonic()
-        self._done, self._total = 0, len(steps)
+        self._done = 0
+        self._total = len(steps)
         failed: list[str] = []
         times: dict[str, float] = {}
         for step in steps:

@@ -307,8 +307,8 @@ def _place(delta: Delta) -> tuple[Channel, int]:
 def _one_delta(run: Sequence[Delta]) -> Delta:
     if len(run) == 1:
         return run[0]
-    text = "".join(each.text for each in run)
-    logprobs = tuple(each for delta in run for each in delta.logprobs)
+    text = "".join(delta.text for delta in run)
+    logprobs = tuple(logprob for delta in run for logprob in delta.logprobs)
     return msgspec.structs.replace(run[0], text=text, logprobs=logprobs)
 
 

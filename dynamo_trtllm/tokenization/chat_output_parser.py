@@ -49,7 +49,9 @@ class _Output:
     """
 
     def __init__(self, reasoning_parser: str, tool_call_parser: str) -> None:
-        self.text, self.at = "", 0  # the text received last, and where reading goes on
+        # the text received last, and where reading goes on
+        self.text = ""
+        self.at = 0
         self.has_ended = False  # no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
         self.num_reasoning_texts = 0  # that it has received

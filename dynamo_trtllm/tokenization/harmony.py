@@ -72,7 +72,9 @@ class HarmonyRenderer:
         self._token_texts = TokenTextCache(self._tokenizer.token_bytes)
         channels = (Channel.REASONING, Channel.COMMENTARY, Channel.FINAL)
         token_bytes = self._tokenizer.token_bytes
-        self._channel_texts = {each: TokenTextCache(token_bytes, each) for each in channels}
+        self._channel_texts = {
+            channel: TokenTextCache(token_bytes, channel) for channel in channels
+        }
         self._header = functools.lru_cache(maxsize=64)(self._make_header)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode(
@@ -120,8 +122,8 @@ class HarmonyRenderer:
         return self._tokenizer.decode(token_ids)
 
     def token_texts(self, token_ids: TokenIds) -> list[str]:
-        texts = {each: self._tokenizer.token_text(each) for each in set(token_ids)}
-        return [texts[each] for each in token_ids]
+        texts = {token: self._tokenizer.token_text(token) for token in set(token_ids)}
+        return [texts[token] for token in token_ids]
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None

@@ -121,9 +121,9 @@ class _Placeholders:
         if isinstance(value, str):
             return self._short(value)
         if isinstance(value, list):
-            return [self.put_into(each) for each in value]
+            return [self.put_into(item) for item in value]
         if isinstance(value, dict):
-            return {self._short(key): self.put_into(each) for key, each in value.items()}
+            return {self._short(key): self.put_into(item) for key, item in value.items()}
         return value
 
     def restored(self, text: str) -> str:

@@ -201,7 +201,7 @@ class O200kTokenizer:
         Raise InvalidRequest for an unknown id.
         """
         try:
-            parts = [self.token_bytes(each) or _SPECIAL_TEXTS[each].encode() for each in ids]
+            parts = [self.token_bytes(token) or _SPECIAL_TEXTS[token].encode() for token in ids]
         except KeyError as exc:
             raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
         return b"".join(parts).decode(errors="replace")

@@ -66,7 +66,7 @@ def choose_profile(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
     """
     if name is not None:
         return load_profile(name)
-    known = [load_profile(each) for each in BY_GPU]
+    known = [load_profile(name) for name in BY_GPU]
     fitting = {gpu.sm: next((p for p in known if gpu.sm in p.sm), None) for gpu in gpus}
     names = {profile.name if profile else FALLBACK for profile in fitting.values()}
     if len(names) > 1:
@@ -236,9 +236,9 @@ class _Work(NamedTuple):
                 )
         self._agree(old, new, last not in level or level[last] == value)
         level[last] = value
-        self._note(
-            old, f"{new}: {'true' if value is True else 'false' if value is False else value}"
-        )
+        # as YAML writes it
+        shown = str(value).lower() if isinstance(value, bool) else value
+        self._note(old, f"{new}: {shown}")
 
     def _agree(self, old: str, new: str, agrees: bool) -> None:
         if not agrees:

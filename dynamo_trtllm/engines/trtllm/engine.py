@@ -126,8 +126,8 @@ class TrtllmEngine(ExternalEngine):
             facts = replace(facts, running_block_tokens=sizes.pop())
         findings = [*check_role(self._facts), *check_peers(facts, peers, self._kv_compat)]
         return [
-            replace(each, severity="warning") if each.rule in _TOLERATED else each
-            for each in findings
+            replace(finding, severity="warning") if finding.rule in _TOLERATED else finding
+            for finding in findings
         ]
 
     @property
@@ -270,10 +270,10 @@ class TrtllmEngine(ExternalEngine):
         Called on a thread.
         """
         calls = list(self._inflight)
-        contexts = [tokens for call in calls if (tokens := call.tokens[1])]
-        return sum(contexts) / max(1, len(contexts)), max(
-            (sum(call.tokens) for call in calls), default=0
-        )
+        contexts = [call.tokens[1] for call in calls if call.tokens[1]]
+        mean_context = sum(contexts) / max(1, len(contexts))
+        longest_prompt = max((sum(call.tokens) for call in calls), default=0)
+        return mean_context, longest_prompt
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
         """Build the LLM; called on a thread.

@@ -99,10 +99,10 @@ def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
     kv = [row.get("kvCacheStats") or {} for row in rows]
     return Counts(
         waiting=sum(int(row.get("numQueuedRequests") or 0) for row in rows),
-        kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv)
+        kv_blocks_used=sum(int(pool.get("usedNumBlocks") or 0) for pool in kv)
         * num_ranks
         // len(rows),
-        kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv)
+        kv_blocks_total=sum(int(pool.get("maxNumBlocks") or 0) for pool in kv)
         * num_ranks
         // len(rows),
     )

@@ -233,6 +233,6 @@ class StepReader:
         share = self._num_ranks / step.num_ranks
         pairs = step.tokens * (cached + step.tokens / 2) / max(1, step.prompts)
         requests, context, tokens = (
-            round(each * share) for each in (step.requests, context, step.tokens)
+            round(count * share) for count in (step.requests, context, step.tokens)
         )
         self._steps.append(StepSample(seconds, requests, context, tokens, pairs * share))
