@@ -42,6 +42,7 @@ from dynamo_trtllm.messages import (
     ReleaseSlot,
     ReserveSlot,
 )
+from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
@@ -69,6 +70,16 @@ log = logging.getLogger(__name__)
 _RESERVE_TIMEOUT_S = 2.0
 # expiry of a slot, in case this frontend dies; a decode call without a slot is queued
 _RESERVED_S = 60.0
+# Overloaded workers can make thousands of calls fail in a second. So many lines are written in each
+# period, in seconds; the others are counted.
+_FAILURE_LINES = 100
+_FAILURE_LINES_PERIOD_S = 10.0
+
+
+def _log_failures_left_out(count: int) -> None:
+    log.warning(
+        "%d more calls failed within %g s and were tried again", count, _FAILURE_LINES_PERIOD_S
+    )
 
 
 @dataclass(eq=False)
@@ -91,6 +102,9 @@ class Pipeline:
     def __post_init__(self) -> None:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
+        self.failure_lines = LineLimit(
+            _FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
+        )
         self.background_control = BackgroundControl(self.plane)
         self.kv_collector = KvCollector(self.plane, self.background_control, self.on_kv_collected)
         # Changes whose new pairs are not withheld yet.
@@ -443,15 +457,24 @@ class _RunningRequest(Stream):
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         self._pipeline.record_unreachable(worker.id, error)
         self._pipeline.suspects.end(self._tracked)
-        request_id, span = self._flow.request.request_id, self._trace.spans[-1]
+        request_id = self._flow.request.request_id
         RECORDER.record(
             request_id, Recorded.CALL_FAILED, worker.id, bool(next_step), reason=error.code
         )
-        if next_step:
-            if span.phase == "first_token":
-                span.phase = "retry"
-            text, name = "request %s: call to worker %x failed, %s (%s): %s", short_id(request_id)
-            log.warning(text, name, worker.id, next_step, error.code, error.message)
+        if not next_step:
+            return
+        span = self._trace.spans[-1]
+        if span.phase == "first_token":
+            span.phase = "retry"
+        if self._pipeline.failure_lines.admits():
+            log.warning(
+                "request %s: call to worker %x failed, %s (%s): %s",
+                short_id(request_id),
+                worker.id,
+                next_step,
+                error.code,
+                error.message,
+            )
 
     def _end_placed(self, *, is_done: bool = False) -> None:
         if self._placed is not None:
