@@ -27,8 +27,10 @@ NEW_TOKEN_COST: Final = 12
 # has it while others are idle: in a simulation with eight workers and a prefix of 30,000 tokens,
 # p99 was 3.5 times as high without a limit.
 COSTLY_TOKENS: Final = 2560
-_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks up a member of an enum in 150 ns
-# what a request costs in a decode step besides its context; a rough value, not measured
+# Python 3.11 looks up a member of an enum in 150 ns.
+_PREFILL = Role.PREFILL
+_DECODE = Role.DECODE
+# What a request costs in a decode step besides its context. A rough value, not measured.
 REQUEST_TOKENS: Final = 256
 
 
@@ -76,7 +78,7 @@ class InstanceLoad:
     unseen_requests: int = 0  # those that no report includes
     unseen_prefill_tokens: int = 0  # of these, to compute
     unseen_kv_tokens: int = 0  # of their context
-    # the calls of it that were sent, the oldest first
+    # The calls of this frontend that were sent, the oldest first.
     sent: dict[Share, None] = field(default_factory=dict)
     report: LoadReport | None = None
     reported_at: float = -math.inf
@@ -96,8 +98,9 @@ _UNKNOWN = InstanceLoad()
 
 
 class FleetLoad:
-    """The load of all instances, as one frontend knows it: the last report of each, and its own
-    requests since then.
+    """The load of all instances, as one frontend knows it.
+
+    It is the last report of each instance, and the frontend's own requests since then.
 
     An instance that stops reporting counts as it last reported. For instances of releases that
     report no load, only this frontend's requests count.
@@ -114,7 +117,8 @@ class FleetLoad:
             load.token_s = 0.0 if load.cost is None else load.cost.token_s
         if load.report is not None and report.number <= load.report.number:
             return
-        load.report, load.reported_at = report, now
+        load.report = report
+        load.reported_at = now
         seen = [share for share in load.sent if share.sent_at < now - _SEEN_AFTER_S]
         for share in seen:
             share.seen()
@@ -123,7 +127,8 @@ class FleetLoad:
         """Return the load of an instance, without work if it is not known yet."""
         load = self._loads.get(instance_id)
         if load is None:
-            load = self._loads[instance_id] = InstanceLoad()
+            load = InstanceLoad()
+            self._loads[instance_id] = load
         return load
 
     def get(self, instance_id: int) -> InstanceLoad:
@@ -165,11 +170,14 @@ def instance_cost(
         prompt_tokens: of the request.
         overlap_tokens: those of them that the instance has in its cache.
     """
-    report, role = load.report, instance.role
-    cost = new_tokens = prompt_tokens - overlap_tokens
+    report = load.report
+    role = instance.role
+    new_tokens = prompt_tokens - overlap_tokens
+    cost = new_tokens
     if role is not _DECODE:
         costly_tokens = new_tokens if new_tokens < COSTLY_TOKENS else COSTLY_TOKENS
-        cost += (NEW_TOKEN_COST - 1) * costly_tokens + load.unseen_prefill_tokens
+        cost += (NEW_TOKEN_COST - 1) * costly_tokens
+        cost += load.unseen_prefill_tokens
         if report is not None:
             cost += report.queued_prefill_tokens
         if role is _PREFILL:
@@ -182,7 +190,7 @@ def instance_cost(
         block_tokens = instance.layout.block_tokens
         kv_total = report.kv_blocks_total * block_tokens
         kv_tokens += report.kv_blocks_used * block_tokens if kv_total else report.context_tokens
-        # cached blocks may be evicted before the request begins
+        # The cached tokens count as well: their blocks may be evicted before the request begins.
         if 0 < kv_total < kv_tokens + prompt_tokens:
             cost += kv_total
     return cost + kv_tokens
@@ -204,14 +212,16 @@ def predicted_first_token_s(
     Returns:
         None if its load or its cost is unknown.
     """
-    report, cost = load.report, load.cost
+    report = load.report
+    cost = load.cost
     if cost is None or report is None or now - load.reported_at > STALE_S:
         return None
     if role is Role.DECODE:
         return cost.predict_kv_transfer(new_tokens + cached_tokens)
-    decodes, more_requests = role is not Role.PREFILL, load.unseen_requests
     work = report.work(
-        decodes=decodes, more_tokens=load.unseen_prefill_tokens, more_requests=more_requests
+        decodes=role is not Role.PREFILL,
+        more_tokens=load.unseen_prefill_tokens,
+        more_requests=load.unseen_requests,
     )
     return cost.predict_first_token(new_tokens, cached_tokens, work)
 
@@ -245,20 +255,25 @@ class PlacedRequest:
         self._loads = loads
         self._prompts = prompts
         self._tokens = len(request.token_ids)
-        prefill, decode = selection.prefill, selection.decode
+        prefill = selection.prefill
+        decode = selection.decode
+        selected = [decode] if prefill is None else [prefill, decode]
+        # Predictions are of the loads without this request, so they come before it is counted.
+        cached_tokens = self._tokens - new_tokens
         parts = [
             predicted_first_token_s(
-                loads.get(each.id), each.role, new_tokens, self._tokens - new_tokens, now
+                loads.get(instance.id), instance.role, new_tokens, cached_tokens, now
             )
-            for each in (prefill, decode)
-            if each is not None
+            for instance in selected
         ]
         predicted = Prediction.total(parts)
         self.expected = None if predicted is None else (now, predicted)
-        self._prefill = (
-            None if prefill is None else loads.of(prefill.id).place(new_tokens, self._tokens)
-        )
-        self._decode = loads.of(decode.id).place(new_tokens if prefill is None else 0, self._tokens)
+        self._prefill: Share | None = None
+        decode_prefill_tokens = new_tokens
+        if prefill is not None:
+            self._prefill = loads.of(prefill.id).place(new_tokens, self._tokens)
+            decode_prefill_tokens = 0
+        self._decode = loads.of(decode.id).place(decode_prefill_tokens, self._tokens)
         self._decode_id = decode.id
 
     def sent(self, instance_id: int, phase: Phase, now: float) -> None:
@@ -271,14 +286,13 @@ class PlacedRequest:
             self._prompts[0].is_computed = True
         self._end_prefill()
         if instance_id != self._decode_id:
+            # The selected decode instance does not fetch the KV.
             for prompt in self._prompts[1:]:
-                prompt.end()  # the selected decode instance does not fetch the KV
+                prompt.end()
             self._prompts = self._prompts[:1]
             self._decode.end()
-            self._decode, self._decode_id = (
-                self._loads.of(instance_id).place(0, self._tokens),
-                instance_id,
-            )
+            self._decode = self._loads.of(instance_id).place(0, self._tokens)
+            self._decode_id = instance_id
         self._decode.sent(now)
 
     def prefilled(self) -> None:
@@ -297,5 +311,7 @@ class PlacedRequest:
         self._end_prefill()
         self._decode.end()
         for index, prompt in enumerate(self._prompts):
-            prompt.is_computed |= is_done and not index
+            # The first one is of the instance that computes the prompt.
+            if is_done and index == 0:
+                prompt.is_computed = True
             prompt.end()

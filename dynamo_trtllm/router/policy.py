@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -63,7 +63,7 @@ class PairStatus:
     open_until: float = 0.0
     is_wrong: bool = False  # its last answers to a probe were wrong: only a probe can clear it
     is_proven: bool = False  # a probe has passed since the pair was last wrong
-    # while it works but is not proven: time of the last probe, or when it began to work
+    # While it works but is not proven: time of the last probe, or when it began to work.
     tried_at: float = 0.0
 
 
@@ -78,13 +78,13 @@ class PairBreakers:
         self._statuses: dict[Pair, PairStatus] = {}
         self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that wait for a probe
-        # by instance id: its pairs of the three above
+        # By instance id: its pairs of the three above.
         self._known: defaultdict[int, set[Pair]] = defaultdict(set)
-        # decode id: prefill ids of its pairs that get no requests
+        # By decode id: the prefill ids of its pairs that get no requests.
         self.open_partners: dict[int, set[int | None]] = {}
         self._half_open_at = math.inf  # no breaker of `_open` may become half open earlier
         self.revision = object()  # another one after each change of `open_partners`
-        # pairs that may be due earlier than before; the probes empty it
+        # Pairs that may be due earlier than before. The probes empty it.
         self.rescheduled: set[Pair] = set()
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
@@ -106,7 +106,8 @@ class PairBreakers:
         """Return the status of a pair, which is known from now on."""
         status = self._statuses.get(pair)
         if status is None:
-            status = self._statuses[pair] = PairStatus()
+            status = PairStatus()
+            self._statuses[pair] = status
             self._index(pair)
         return status
 
@@ -119,9 +120,13 @@ class PairBreakers:
         """Update `open_partners` after a change of a pair."""
         prefill, decode = pair
         partners = self.open_partners.setdefault(decode, set())
-        if self.is_open(pair) != (prefill in partners):
+        is_open = self.is_open(pair)
+        if is_open != (prefill in partners):
             self.revision = object()
-            partners ^= {prefill}
+            if is_open:
+                partners.add(prefill)
+            else:
+                partners.remove(prefill)
         if not partners:
             del self.open_partners[decode]
 
@@ -134,28 +139,30 @@ class PairBreakers:
         not work before.
         """
         status = self._statuses.get(pair)
-        if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
-            # the request began before the pair was withheld or wrong, and its answer may be wrong
-            return False
-        if not is_probe and status is None and len(self._statuses) >= MOST_STATUSES:
-            # thousands of workers have millions of pairs; one without a status gets requests, too
-            return False
-        status = status or self._status(pair)
+        if not is_probe:
+            # The request began before the pair was withheld or wrong, and its answer may be wrong.
+            if pair in self._withheld or (status is not None and status.is_wrong):
+                return False
+            # Thousands of workers have millions of pairs. One without a status gets requests, too.
+            if status is None and len(self._statuses) >= MOST_STATUSES:
+                return False
+        if status is None:
+            status = self._status(pair)
         changed = status.state is not PairState.WORKING
         if changed:
-            status.state, status.reason, status.failures, status.num_openings = (
-                PairState.WORKING,
-                "",
-                0,
-                0,
-            )
+            status.state = PairState.WORKING
+            status.reason = ""
+            status.failures = 0
+            status.num_openings = 0
             status.tried_at = now
             self._open.discard(pair)
             self._withheld.discard(pair)
             self._update(pair)
             self.rescheduled.add(pair)
         if is_probe:
-            status.is_proven, status.is_wrong, status.reason = True, False, note
+            status.is_proven = True
+            status.is_wrong = False
+            status.reason = note
         status.seen_at = now
         return changed
 
@@ -169,27 +176,26 @@ class PairBreakers:
         Return True if this opened the breaker for the first time since the pair worked.
         """
         self.rescheduled.add(pair)
-        limits, status = self._limits, self._status(pair)
-        status.reason, status.seen_at = reason, now
+        limits = self._limits
+        status = self._status(pair)
+        status.reason = reason
+        status.seen_at = now
         self._withheld.discard(pair)
         self._update(pair)
         if is_wrong:
-            status.is_wrong, status.is_proven = True, False
-        if status.state is PairState.QUARANTINED and now < status.open_until:
-            # the call began before the quarantine; many such calls must not count as failed probes
+            status.is_wrong = True
+            status.is_proven = False
+        was_quarantined = status.state is PairState.QUARANTINED
+        if was_quarantined and now < status.open_until:
+            # The call began before the quarantine. Many such calls must not count as failed probes.
             return False
         status.failures += 1
-        if (
-            not is_wrong
-            and status.failures < limits.failures
-            and status.state is not PairState.QUARANTINED
-        ):
+        if not is_wrong and not was_quarantined and status.failures < limits.failures:
             status.state = PairState.FAILING
             return False
         status.state = PairState.QUARANTINED
-        status.open_until = now + min(
-            limits.max_open_s, limits.open_s * 2 ** min(status.num_openings, _MOST_DOUBLINGS)
-        )
+        num_doublings = min(status.num_openings, _MOST_DOUBLINGS)
+        status.open_until = now + min(limits.max_open_s, limits.open_s * 2**num_doublings)
         status.num_openings += 1
         self._half_open_at = min(self._half_open_at, status.open_until)
         self._open.add(pair)
@@ -211,7 +217,8 @@ class PairBreakers:
         if status.state is PairState.QUARANTINED:
             status.open_until = max(status.open_until, now + self._limits.open_s)
         else:
-            status.state, status.reason = PairState.FAILING, reason
+            status.state = PairState.FAILING
+            status.reason = reason
         return worked
 
     def pairs_with(self, instance_id: int) -> list[Pair]:
@@ -225,7 +232,8 @@ class PairBreakers:
         would get none.
         """
         status = self._status(pair)
-        status.seen_at = status.tried_at = now
+        status.seen_at = now
+        status.tried_at = now
         self._withheld.discard(pair)
         self._update(pair)
         if status.state is PairState.QUARANTINED:
@@ -236,14 +244,15 @@ class PairBreakers:
 
         Their outcome decides.
         """
+        # This is called per request.
         if now < self._half_open_at:
-            return  # this is called per request
-        for pair in [pair for pair in self._open if self._statuses[pair].open_until <= now]:
+            return
+        due = [pair for pair in self._open if self._statuses[pair].open_until <= now]
+        for pair in due:
             self._open.discard(pair)
             self._update(pair)
-        self._half_open_at = min(
-            (self._statuses[pair].open_until for pair in self._open), default=math.inf
-        )
+        still_open_until = (self._statuses[pair].open_until for pair in self._open)
+        self._half_open_at = min(still_open_until, default=math.inf)
 
     def is_open(self, pair: Pair) -> bool:
         """Return True if this pair gets no requests."""
@@ -266,29 +275,30 @@ class PairBreakers:
         return self._statuses.get(pair, PairStatus())
 
     def due_at(self, pair: Pair, interval_s: float) -> float:
-        """Return when the pair is to be probed: a new pair at once, a quarantined one after its
-        open time.
+        """Return when the pair is to be probed.
 
-        An idle pair is due after `interval_s`, and one that works for requests but has not passed a
-        probe soon.
+        A new pair is due at once, a quarantined one after its open time. An idle pair is due after
+        `interval_s`, and one that works for requests but has not passed a probe soon.
         """
         status = self._statuses.get(pair)
         if status is None:
             return 0.0
         if status.state is PairState.QUARANTINED:
             return status.open_until
+        soon_s = min(1.0, interval_s)
         if status.state is not PairState.WORKING:
-            return status.seen_at + min(1.0, interval_s)
-        return (
-            status.seen_at + interval_s
-            if status.is_proven
-            else status.tried_at + min(1.0, interval_s)
-        )
+            return status.seen_at + soon_s
+        if not status.is_proven:
+            return status.tried_at + soon_s
+        return status.seen_at + interval_s
 
     def keep_only(self, ids: Container[int]) -> None:
         """Drop the pairs of instances that are not in `ids`."""
-        gone = [each for each in self._known if each not in ids]
-        for pair in [pair for instance_id in gone for pair in self._known.pop(instance_id)]:
+        gone = [instance_id for instance_id in self._known if instance_id not in ids]
+        pairs: list[Pair] = []
+        for instance_id in gone:
+            pairs += self._known.pop(instance_id)
+        for pair in pairs:
             self._statuses.pop(pair, None)
             self._open.discard(pair)
             self._withheld.discard(pair)
@@ -334,30 +344,55 @@ def select(
             that differ.
     """
     if not view.prefill or not view.decode:
-        return WorkerSelection(
-            None,
-            _select_aggregated(
-                view, model, round_robin_index, breakers, decode_fallback=decode_fallback
-            ),
+        instance = _select_aggregated(
+            view, model, round_robin_index, breakers, decode_fallback=decode_fallback
         )
+        return WorkerSelection(None, instance)
     if not view.paired:
         why = differences(view.prefill[0], view.decode[0])
         raise TransferMismatch(
             f"no prefill worker of model {model!r} matches a decode worker: {why}"
         )
+    usable = _usable(view, model, breakers, avoid)
+    decode = usable.paired[round_robin_index % len(usable.paired)]
+    prefill = _select_prefill(usable, decode, round_robin_index, breakers, avoid)
+    return WorkerSelection(prefill, decode)
+
+
+def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | None) -> ModelView:
+    """Return the view without decode instances that have no usable prefill instance.
+
+    Raises:
+        NoInstances: the breakers of all pairs are open.
+    """
     usable = view
     if breakers.any_open:
         usable = view.excluding(_blocked(view, breakers))
         if not usable.paired:
-            pairs = (
-                (p.id, d.id) for d in view.paired for p in view.groups[view.keys[d.id]].prefill
-            )
-            raise _all_open(model, breakers, pairs)
-    # a decode instance that works only with this prefill instance would use it again
+            raise _all_open(model, breakers, _matching_pairs(view))
     if avoid is not None:
+        # A decode instance that works only with this prefill instance would use it again.
         others = usable.excluding(_blocked_without(usable, breakers, avoid))
-        usable = others if others.paired else usable
-    decode = usable.paired[round_robin_index % len(usable.paired)]
+        if others.paired:
+            usable = others
+    return usable
+
+
+def _matching_pairs(view: ModelView) -> Iterator[Pair]:
+    """Return all pairs whose pairing keys are equal."""
+    for decode in view.paired:
+        for prefill in view.groups[view.keys[decode.id]].prefill:
+            yield prefill.id, decode.id
+
+
+def _select_prefill(
+    usable: ModelView,
+    decode: Instance,
+    round_robin_index: int,
+    breakers: PairBreakers,
+    avoid: int | None,
+) -> Instance:
+    """Return the prefill instance of a request whose decode instance is selected."""
     group = usable.groups[usable.keys[decode.id]]
     prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
     if avoid is not None:
@@ -365,47 +400,49 @@ def select(
     # Requests are counted per key: an index over the decodes of all keys would skip prefills of
     # this key.
     num_peers = len(group.decode)
-    index_in_key = round_robin_index // len(usable.paired) * num_peers + position(
-        group.decode, decode.id
-    )
+    num_cycles = round_robin_index // len(usable.paired)
+    index_in_key = num_cycles * num_peers + position(group.decode, decode.id)
     # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use
     # two of four pairs.
-    shifted = index_in_key + index_in_key // math.lcm(num_peers, len(prefills))
-    return WorkerSelection(prefills[shifted % len(prefills)], decode)
+    shift = index_in_key // math.lcm(num_peers, len(prefills))
+    return prefills[(index_in_key + shift) % len(prefills)]
 
 
 def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
-    """Return the decode instances that get no requests because the breakers of all their pairs are
-    open.
+    """Return the decode instances of whose pairs all breakers are open. They get no requests.
 
     The result is cached until a breaker opens or closes.
     """
     cached: tuple[object, frozenset[int]] | None = view.cache.get("blocked")
-    if cached is None or cached[0] is not breakers.revision:
-        cached = view.cache["blocked"] = breakers.revision, _blocked_without(view, breakers, None)
-    return cached[1]
+    if cached is not None:
+        revision, blocked = cached
+        if revision is breakers.revision:
+            return blocked
+    blocked = _blocked_without(view, breakers, None)
+    view.cache["blocked"] = breakers.revision, blocked
+    return blocked
 
 
 def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None) -> frozenset[int]:
-    """Return the decode instances that would get no requests without the prefill instance
-    `avoid`.
-    """
+    """Return the decode instances that get no requests without the prefill instance `avoid`."""
     blocked: set[int] = set()
     for group in view.groups.values():
         if len(group.prefill) == 1 and group.prefill[0].id == avoid:
             blocked.update(decode.id for decode in group.decode)
     for decode_id, partners in breakers.open_partners.items():
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
-        if len(partners) + 1 >= len(group.prefill) and all(
-            p.id in partners or p.id == avoid for p in group.prefill
-        ):
+        # Usually fewer are open, and a look at the number is enough.
+        if len(partners) + 1 < len(group.prefill):
+            continue
+        if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
             blocked.add(decode_id)
     return frozenset(blocked)
 
 
 def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
-    """Return the instances that can't run this request, because they would ignore when or where it
-    wants to run.
+    """Return the instances that can't run this request.
+
+    They would ignore when or where it wants to run.
 
     Raises:
         UnsupportedParameter: the other instances are not enough to run it; `field` is the client's
@@ -441,7 +478,9 @@ def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
 
 def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
     """Return the features that a worker of this role needs, by the field that needs them."""
-    needs = {"priority": "priority"} if request.priority else {}
+    needs: dict[str, str] = {}
+    if request.priority:
+        needs["priority"] = "priority"
     if role is not Role.PREFILL and request.dp_rank is not None:
         needs["nvext.dp_rank"] = "dp_rank"
     if role is not Role.DECODE and request.prefill_dp_rank is not None:
@@ -473,6 +512,7 @@ def _select_aggregated(
 
 def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
     some = itertools.islice(pairs, _MOST_REASONS_FROM)
+    # The different ones, in this order.
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
     return NoInstances(
         f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
@@ -480,13 +520,16 @@ def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoIn
     )
 
 
-def differences(a: Instance, b: Instance) -> str:
-    """Return the fields in which two instances must be equal but differ, with both values, as text
-    for people.
-    """
-    ours, theirs = dict(pairing_fields(a)), dict(pairing_fields(b))
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return "; ".join(
-        f"{name} is {ours.get(name)!r} at {a.role} and {theirs.get(name)!r} at {b.role}"
-        for name in names
-    )
+def differences(instance: Instance, other: Instance) -> str:
+    """Return the fields in which two instances must be equal but differ, as text for people."""
+    fields = dict(pairing_fields(instance))
+    other_fields = dict(pairing_fields(other))
+    texts: list[str] = []
+    for name in fields | other_fields:
+        value = fields.get(name)
+        other_value = other_fields.get(name)
+        if value != other_value:
+            texts.append(
+                f"{name} is {value!r} at {instance.role} and {other_value!r} at {other.role}"
+            )
+    return "; ".join(texts)

@@ -1,10 +1,9 @@
-"""Know which prompt prefixes the workers' caches have: from their KV events, and from what this
-frontend sent. Pure.
+"""Know which prompt prefixes the workers' caches have. Pure.
 
-A prefix hash stands for a block of tokens and all blocks before it, see `kv_events`. Each hash has
-a bit mask of the instances that have the block. Engines free a prefix from its end, so the masks of
-a prompt's blocks only lose bits from block to block, and a binary search finds where. Callers pass
-the time.
+It follows from the workers' KV events, and from what this frontend sent. A prefix hash stands for a
+block of tokens and all blocks before it, see `kv_events`. Each hash has a bit mask of the instances
+that have the block. Engines free a prefix from its end, so the masks of a prompt's blocks only lose
+bits from block to block, and a binary search finds where. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
-# a number of blocks, and the mask of the instances that have at least so many
+# A number of blocks, and the mask of the instances that have at least so many.
 Level: TypeAlias = tuple[int, int]
 
 
 class _Masks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
-    # of blocks that no instance has. A function of Python would take twice as long
+    # Returns 0 for a block that no instance has. Look-ups call it often, and a function of Python
+    # would take twice as long as this method of the number 0.
     __missing__ = (0).__mul__
 
 
@@ -73,33 +73,40 @@ class PrefixIndex:
 
         Each mask includes the one before it.
         """
-        block_mask, found = self.masks.__getitem__, list[Level]()
-        every, at, mask = block_mask(hashes[-1]), 0, block_mask(hashes[0])
+        masks = self.masks
+        levels: list[Level] = []
+        # `hashes` begins with the last block of the prompt. All instances that match any of the
+        # prompt have its first block.
+        matching = masks[hashes[-1]]
+        mask = masks[hashes[0]]
         if mask:
-            found.append((len(hashes), mask))
-        # Each block has the bits of the block after it, and maybe more, so that the masks are
-        # sorted as numbers, too.
-        while every | mask != mask and len(found) < _MOST_LEVELS:
-            at = bisect_right(hashes, mask, at, key=block_mask)
-            if at == len(hashes):
+            levels.append((len(hashes), mask))
+        # The mask of a block has the bits of the block after it, and maybe more. So a mask with
+        # more bits is a larger number, and a binary search finds the next block that has more.
+        index = 0
+        while matching | mask != mask and len(levels) < _MOST_LEVELS:
+            index = bisect_right(hashes, mask, index, key=masks.__getitem__)
+            if index == len(hashes):
                 break
-            mask |= block_mask(hashes[at])
-            found.append((len(hashes) - at, mask))
-        return found
+            mask |= masks[hashes[index]]
+            levels.append((len(hashes) - index, mask))
+        return levels
 
     def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
         """Return ids of at most `limit` instances of a mask.
 
         Another `turn` begins at another instance.
         """
-        ids = self._ids
         found: list[int] = []
-        start = turn % len(ids)
+        start = turn % len(self._ids)
         while mask and len(found) < limit:
-            left = mask >> start << start or mask
-            bit = left & -left
-            found.append(ids[bit.bit_length() - 1])
-            mask ^= bit
+            # The bits from `start` on come first, then those before it.
+            rest = mask >> start << start
+            if not rest:
+                rest = mask
+            lowest_bit = rest & -rest
+            found.append(self._ids[lowest_bit.bit_length() - 1])
+            mask ^= lowest_bit
         return found
 
 
@@ -120,13 +127,13 @@ class PromptHashes:
         hashes = self._hashes.get(block_tokens)
         if hashes is None:
             request = self.request
-            # engines then compute the whole prompt
-            is_scored = request.sampling.prompt_logprobs is not None
-            ids = request.token_ids[:0] if is_scored else request.token_ids[:-1]
-            hashes = self._hashes[block_tokens] = prefix_hashes(
-                ids, block_tokens, root_hash(request.cache_salt)
-            )
+            reusable = request.token_ids[:-1]
+            # For log-probabilities of the prompt, an engine computes all of it.
+            if request.sampling.prompt_logprobs is not None:
+                reusable = request.token_ids[:0]
+            hashes = prefix_hashes(reusable, block_tokens, root_hash(request.cache_salt))
             hashes.reverse()
+            self._hashes[block_tokens] = hashes
         return hashes
 
 
@@ -139,7 +146,7 @@ class _Cache:
     index: PrefixIndex = field(init=False)
     bit: int = field(init=False)  # of the masks, shared by its many blocks
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
-    # prefix hash -> when it expires
+    # Prefix hash -> when it expires.
     expires: dict[int, float] = field(init=False, default_factory=dict)
     next_number: int = -1  # of the instance's next update
     is_synced: bool = False
@@ -157,25 +164,28 @@ class _Cache:
 
     def store(self, hashes: Iterable[int]) -> set[int]:
         """Add blocks. Return those that are new."""
-        bit, masks = self.bit, self.index.masks
+        bit = self.bit
+        masks = self.index.masks
         new = set(hashes) - self.blocks
         self.blocks |= new
         for prefix in new:
             mask = masks.get(prefix)
-            # most blocks are of one instance and share its number
+            # Most blocks are of one instance. They share its number, which saves memory.
             masks[prefix] = bit if mask is None else mask | bit
         return new
 
     def discard(self, hashes: Iterable[int]) -> None:
         """Remove blocks. Unknown ones are ignored."""
-        bit, own, masks = self.bit, self.blocks, self.index.masks
+        masks = self.index.masks
         for prefix in hashes:
-            if prefix in own:
-                own.discard(prefix)
-                if rest := masks[prefix] ^ bit:
-                    masks[prefix] = rest
-                else:
-                    del masks[prefix]
+            if prefix not in self.blocks:
+                continue
+            self.blocks.discard(prefix)
+            others = masks[prefix] ^ self.bit
+            if others:
+                masks[prefix] = others
+            else:
+                del masks[prefix]
 
 
 class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tuple
@@ -185,16 +195,26 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
     hashes: Sequence[int]
     levels: list[Level]
 
+    def depth(self, bit: int) -> int:
+        """Return how many of the prompt's first blocks an instance has."""
+        for depth, mask in self.levels:
+            if mask & bit:
+                return depth
+        return self.search(bit)
+
     def search(self, bit: int) -> int:
-        """Return how many of the prompt's first blocks an instance has that is in none of the
-        levels.
-        """
+        """Return how many of the prompt's first blocks an instance has that is in no level."""
+        # With fewer levels, they have all instances that match.
         if len(self.levels) < _MOST_LEVELS:
             return 0
         masks = self.index.masks
-        return len(self.hashes) - bisect_left(
-            self.hashes, True, key=lambda prefix: bool(masks[prefix] & bit)
-        )
+
+        def has_block(prefix: int) -> bool:
+            return masks[prefix] & bit != 0
+
+        # `hashes` begins with the last block: first come those that the instance lacks.
+        num_lacking = bisect_left(self.hashes, True, key=has_block)
+        return len(self.hashes) - num_lacking
 
 
 class PrefixOverlaps(msgspec.Struct):
@@ -210,49 +230,53 @@ class PrefixOverlaps(msgspec.Struct):
 
     def of(self, instance_ids: Collection[int]) -> list[int]:
         """Return the overlap of each instance."""
-        found, caches = [0] * len(instance_ids), self.caches
+        found = [0] * len(instance_ids)
         for match in self.matches:
-            match_index, levels = match.index, match.levels
             for index, instance_id in enumerate(instance_ids):
-                if (cache := caches.get(instance_id)) is None or cache.index is not match_index:
-                    continue  # its blocks have another size
-                bit = cache.bit
-                for depth, mask in levels:  # noqa: B007 - read below
-                    if mask & bit:
-                        break
-                else:
-                    depth = match.search(bit)
+                cache = self.caches.get(instance_id)
+                # The blocks of other indexes have another size.
+                if cache is None or cache.index is not match.index:
+                    continue
+                depth = match.depth(cache.bit)
                 if depth and cache.expires:
                     depth = self._unexpired(match, depth, cache.expires)
-                found[index] = depth * match_index.block_tokens
+                found[index] = depth * match.index.block_tokens
         return found
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
         """Return how many of the blocks have not expired. The others are removed later."""
-        now, hashes, get = self.now, match.hashes, expires.get
-        if get(hashes[-depth], math.inf) > now:
+        hashes = match.hashes
+        first = len(hashes) - depth  # index of the last block that the instance has
+        if expires.get(hashes[first], math.inf) > self.now:
             return depth
-        return len(hashes) - bisect_left(
-            hashes, True, len(hashes) - depth, key=lambda prefix: get(prefix, 0.0) > now
-        )
+
+        def is_unexpired(prefix: int) -> bool:
+            return expires.get(prefix, 0.0) > self.now
+
+        # The first blocks of a prompt are in later prompts as well, and expire last.
+        return len(hashes) - bisect_left(hashes, True, first, key=is_unexpired)
 
     def deepest(self, role: Role, limit: int) -> list[int]:
-        """Return at most `limit` instances of a role per block size, those with the longest
-        overlaps first.
+        """Return the instances of a role with the longest overlaps, the longest one first.
 
-        Of equal ones, others come first with each request, so that they share the load. Those whose
-        prompts have just expired may be among them.
+        There are at most `limit` per block size. Of equal ones, others come first with each
+        request, so that they share the load. Those whose prompts have just expired may be among
+        them.
         """
         found: list[int] = []
         for match in self.matches:
-            of_role, left = match.index.roles[role], limit
+            num_left = limit
+            candidates = match.index.roles[role]
             for _, mask in match.levels:
-                if others := mask & of_role:
-                    ids = match.index.ids_of(others, left, self.turn)
-                    found += ids
-                    of_role, left = of_role ^ others, left - len(ids)
-                    if not left:
-                        break
+                deepest = mask & candidates
+                if not deepest:
+                    continue
+                ids = match.index.ids_of(deepest, num_left, self.turn)
+                found += ids
+                num_left -= len(ids)
+                if not num_left:
+                    break
+                candidates ^= deepest
         return found
 
 
@@ -268,12 +292,20 @@ class SentPrompt:
     is_computed: bool = False
 
     def end(self) -> None:
-        """Stop counting the blocks, unless the instance has computed the prompt and publishes no KV
-        events.
+        """Stop counting the blocks.
+
+        They still count if the instance has computed the prompt and publishes no KV events.
         """
         cache = self._cache
-        if cache is not None and (cache.has_events or not self.is_computed):
-            cache.discard([each for each in self._blocks if cache.expires.pop(each, None)])
+        if cache is None:
+            return
+        if self.is_computed and not cache.has_events:
+            return
+        # Blocks without an expiry stay: the instance has reported them.
+        unreported = [prefix for prefix in self._blocks if prefix in cache.expires]
+        for prefix in unreported:
+            del cache.expires[prefix]
+        cache.discard(unreported)
 
 
 class _Sent(NamedTuple):
@@ -295,7 +327,7 @@ class KnownPrefixes:
         self.reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _Cache] = {}
-        # by model and block size
+        # By model and block size.
         self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
@@ -319,10 +351,10 @@ class KnownPrefixes:
             self.unsynced.add(instance.id)
 
     def _join_index(self, cache: _Cache, block_tokens: int) -> None:
-        index = self._indexes[cache.instance.card.name].setdefault(
-            block_tokens, PrefixIndex(block_tokens)
-        )
-        cache.index, cache.bit = index, index.add(cache.instance)
+        indexes = self._indexes[cache.instance.card.name]
+        index = indexes.setdefault(block_tokens, PrefixIndex(block_tokens))
+        cache.index = index
+        cache.bit = index.add(cache.instance)
 
     def remove_instance(self, instance_id: int) -> None:
         """Remove an instance and what is known of its cache. Unknown ids are ignored."""
@@ -351,79 +383,100 @@ class KnownPrefixes:
         if cache is None or not cache.has_events:
             return
         if update.number != cache.next_number:
-            cache.is_synced = cache.reads_snapshot = False
+            cache.is_synced = False
+            cache.reads_snapshot = False
             self.unsynced.add(update.instance_id)
         cache.next_number = update.number + 1
         if not update.snapshot:
             self._apply(cache, update)
         elif not cache.is_synced:
-            cache.reads_snapshot |= update.cleared
+            # The first part of a snapshot is `cleared`, and the last one has the number 1.
+            if update.cleared:
+                cache.reads_snapshot = True
             if cache.reads_snapshot:
                 self._apply(cache, update)
                 if update.snapshot == 1:
-                    cache.is_synced, cache.reads_snapshot = True, False
+                    cache.is_synced = True
+                    cache.reads_snapshot = False
                     self.unsynced.discard(update.instance_id)
 
     def _apply(self, cache: _Cache, update: KvCacheUpdate) -> None:
-        expected, cache.next_number = cache.next_number, -1  # until all of it is applied
+        # A malformed update raises before all of it is applied. The instance is out of sync then,
+        # because no update has this number.
+        expected = cache.next_number
+        cache.next_number = -1
         if update.block_tokens not in (0, cache.index.block_tokens):
             cache.leave()
             self._join_index(cache, update.block_tokens)
         if update.cleared:
             cache.clear()
         cache.discard(unpack_hashes(update.removed))
-        cache.store(stored := unpack_hashes(update.stored))
+        stored = unpack_hashes(update.stored)
+        cache.store(stored)
         if cache.expires:
             for prefix in stored:
                 cache.expires.pop(prefix, None)
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
-        """Count a prompt as cached where it is sent to, but not by a decode instance that publishes
-        KV events.
+        """Count a prompt as cached by the instance that it is sent to.
+
+        It does not count at a decode instance that publishes KV events.
         """
         cache = self._caches.get(instance_id)
-        is_reported = cache is not None and cache.has_events and cache.instance.role is Role.DECODE
-        if cache is None or is_reported or not (hashes := prompt.of(cache.index.block_tokens)):
+        if cache is None:
+            return SentPrompt(None, ())
+        if cache.has_events and cache.instance.role is Role.DECODE:
             return SentPrompt(cache, ())
-        new, expires_s = cache.store(hashes), now + self._ttl_s
-        cache.expires.update(
-            dict.fromkeys(new, math.inf) if cache.has_events else dict.fromkeys(hashes, expires_s)
-        )
-        if not cache.has_events:
-            self._sent.append(_Sent(expires_s, cache, hashes))
-            self._num_sent += len(hashes)
-            budget = max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes))
-            self._expire(now, max(MAX_SENT_BLOCKS, len(hashes)), budget)
+        hashes = prompt.of(cache.index.block_tokens)
+        if not hashes:
+            return SentPrompt(cache, ())
+        new = cache.store(hashes)
+        if cache.has_events:
+            # They count until the instance reports them or the request ends.
+            cache.expires.update(dict.fromkeys(new, math.inf))
+            return SentPrompt(cache, new)
+        expires_s = now + self._ttl_s
+        cache.expires.update(dict.fromkeys(hashes, expires_s))
+        self._sent.append(_Sent(expires_s, cache, hashes))
+        self._num_sent += len(hashes)
+        budget = max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes))
+        self._expire(now, max(MAX_SENT_BLOCKS, len(hashes)), budget)
         return SentPrompt(cache, new)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
-        """Remove the oldest prompts: all above a limit of blocks, and about `budget` blocks of
-        expired ones.
+        """Remove all prompts above a limit of blocks, and about `budget` blocks of expired ones.
+
+        The oldest prompts go first.
         """
-        while self._sent and (
-            self._num_sent > limit or (budget > 0 and self._sent[0].expires_s <= now)
-        ):
+        while self._sent:
+            is_above_limit = self._num_sent > limit
+            is_expired = budget > 0 and self._sent[0].expires_s <= now
+            if not is_above_limit and not is_expired:
+                break
             expires_s, cache, hashes = self._sent.popleft()
             self._num_sent -= len(hashes)
             budget -= len(hashes) + 1
-            old = [each for each in hashes if cache.expires.get(each, math.inf) <= expires_s]
-            for each in old:
-                del cache.expires[each]
-            cache.discard(old)
+            # Blocks that a later prompt has as well expire with that one.
+            expired = [
+                prefix for prefix in hashes if cache.expires.get(prefix, math.inf) <= expires_s
+            ]
+            for prefix in expired:
+                del cache.expires[prefix]
+            cache.discard(expired)
 
     def overlaps(self, prompt: PromptHashes, now: float) -> PrefixOverlaps:
         """Return what the instances of the prompt's model have of it."""
         if self._sent:
-            # maybe nothing is recorded any more
+            # `record_sent` also removes expired prompts, but maybe it is not called any more.
             self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)
         self._turn += 1
         matches = []
         for block_tokens, index in self._indexes.get(prompt.request.model, {}).items():
-            if (
-                index.masks
-                and (hashes := prompt.of(block_tokens))
-                and (levels := index.levels(hashes))
-            ):
+            if not index.masks:
+                continue
+            hashes = prompt.of(block_tokens)
+            levels = index.levels(hashes) if hashes else []
+            if levels:
                 matches.append(_IndexMatch(index, hashes, levels))
         return PrefixOverlaps(matches, self._caches, now, self._turn)
