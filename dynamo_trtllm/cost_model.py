@@ -1,5 +1,4 @@
-"""Predict from fitted coefficients how long an engine's steps take, and how long a prompt takes
-until its first token.
+"""Predict from fitted coefficients how long steps and first tokens of an engine take.
 
 A worker fits the coefficients (see `worker.cost_fit`) and sends them with its load, so that every
 frontend can predict.
@@ -18,19 +17,19 @@ from dynamo_trtllm.number_types import Count
 
 Features: TypeAlias = Sequence[float]
 
-_DECODE_KNOTS: Final = (0, 32, 128)  # requests; between them, the time of a decode step is linear
+# Between two knots, the time of a step is linear.
+_DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 4096)  # prompt tokens
 _KI: Final = 1 / 1024
 _MI: Final = 1 / (1 << 20)
-# coefficients that are slopes of adjacent segments
+# The coefficients that are slopes of adjacent segments.
 DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))
 PREFILL_SEGMENTS: Final = range(1, 1 + len(_PREFILL_KNOTS))
 
 
 def _slopes(name: str, knots: Sequence[int]) -> list[str]:
-    return [
-        f"{name}_{low}_to_{high}" for low, high in zip(knots, (*knots[1:], "more"), strict=True)
-    ]
+    ends = (*knots[1:], "more")
+    return [f"{name}_{begin}_to_{end}" for begin, end in zip(knots, ends, strict=True)]
 
 
 DECODE_TERMS: Final = ("step", *_slopes("requests", _DECODE_KNOTS), "context_ki", "sqrt_requests")
@@ -63,14 +62,16 @@ class StepSample(NamedTuple):
 
 
 def _segments(value: float, knots: Sequence[int]) -> list[float]:
-    """Return how much of `value` lies after each knot and before the next, so that each part has a
-    slope of its own.
+    """Return how much of `value` lies after each knot and before the next.
+
+    So each part has a slope of its own.
     """
     parts = [0.0] * len(knots)
-    for at in reversed(range(len(knots))):
-        if value > knots[at]:
-            parts[at] = value - knots[at]
-            value = knots[at]
+    for index in reversed(range(len(knots))):
+        knot = knots[index]
+        if value > knot:
+            parts[index] = value - knot
+            value = knot
     return parts
 
 
@@ -80,7 +81,8 @@ def decode_features(requests: float, context_tokens: float) -> Features:
     The root stands for what grows more slowly with each further request, such as the experts of a
     layer that are used.
     """
-    return 1.0, *_segments(requests, _DECODE_KNOTS), context_tokens * _KI, math.sqrt(requests)
+    parts = _segments(requests, _DECODE_KNOTS)
+    return 1.0, *parts, context_tokens * _KI, math.sqrt(requests)
 
 
 def prefill_features(
@@ -95,8 +97,7 @@ def prefill_features(
 
 
 def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
-    """Return the values on which the time of a prefill or aggregated call until its first token
-    depends.
+    """Return the values on which the time to first token of a prefill or aggregated call depends.
 
     The coefficient of the running step says how much of it a call waits for: about half on average,
     and more where the engine schedules the next step before it ends.
@@ -110,8 +111,9 @@ def first_token_features(prompt_tokens: float, running_s: float, steps_s: float)
 
 
 def kv_transfer_features(prompt_tokens: float) -> Features:
-    """Return the values on which the time of a decode call until its first token depends: it
-    fetches the KV.
+    """Return the values on which the time to first token of a decode call depends.
+
+    The call fetches the KV of its prompt.
     """
     return 1.0, prompt_tokens * _KI
 
@@ -131,14 +133,12 @@ class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_samples: Count  # 0: the coefficients are a prior from the configuration
 
     def is_valid(self, num_terms: int) -> bool:
-        """Return True if it has so many coefficients, and none is negative, too large or not a
-        number.
-        """
-        return (
-            len(self.coefficients) == num_terms
-            and all(0 <= each <= _MOST for each in self.coefficients)
-            and 0 <= self.low <= self.high <= _MOST
-        )
+        """Return True if no coefficient is missing, negative, too large or not a number."""
+        if len(self.coefficients) != num_terms:
+            return False
+        if not all(0 <= coefficient <= _MOST for coefficient in self.coefficients):
+            return False
+        return 0 <= self.low <= self.high <= _MOST
 
     def predict(self, features: Features) -> float:
         """Return the predicted seconds."""
@@ -157,8 +157,9 @@ def linear_decode_fit(base_s: float, request_s: float = 0.0, context_token_s: fl
 def linear_prefill_fit(
     base_s: float, token_s: float, request_s: float = 0.0, context_token_s: float = 0.0
 ) -> Fit:
-    """Return a prior for steps with prompt tokens: a time per step and prompt token, and as for
-    decode steps.
+    """Return a prior for steps with prompt tokens.
+
+    It is a time per step and per prompt token, and as for decode steps.
     """
     slopes = [token_s] * len(_PREFILL_KNOTS)
     return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
@@ -182,25 +183,33 @@ class Prediction(NamedTuple):
     def of(cls, fit: Fit, features: Features) -> Prediction | None:
         """Return the prediction of a fit. None: the time is not finite."""
         seconds = fit.predict(features)
-        return (
-            cls(seconds, seconds * fit.low, seconds * fit.high) if math.isfinite(seconds) else None
-        )
+        if not math.isfinite(seconds):
+            return None
+        return cls(seconds, seconds * fit.low, seconds * fit.high)
 
     @classmethod
     def total(cls, parts: Sequence[Prediction | None]) -> Prediction | None:
         """Return the time of parts that follow each other. None: one of them is not known."""
         known = [part for part in parts if part is not None]
-        return cls(*map(sum, zip(*known, strict=True))) if 0 < len(known) == len(parts) else None
+        if not known or len(known) < len(parts):
+            return None
+        return cls(
+            seconds=sum(part.seconds for part in known),
+            low_s=sum(part.low_s for part in known),
+            high_s=sum(part.high_s for part in known),
+        )
 
     def packed(self) -> int:
-        """Return the prediction in a number of 64 bits."""
-        seconds, low, high = (min(round(each / _TICK_S) + 1, _MOST_TICKS) for each in self)
+        """Return the prediction in a number of 64 bits: each time has 21, in ticks plus one."""
+        seconds, low, high = (min(round(time_s / _TICK_S) + 1, _MOST_TICKS) for time_s in self)
         return seconds << 42 | low << 21 | high
 
     @classmethod
     def unpacked(cls, number: int) -> Prediction:
-        ticks = number >> 42, number >> 21 & _MOST_TICKS, number & _MOST_TICKS
-        return cls(*((each - 1) * _TICK_S for each in ticks))
+        seconds = number >> 42
+        low = number >> 21 & _MOST_TICKS
+        high = number & _MOST_TICKS
+        return cls(*((ticks - 1) * _TICK_S for ticks in (seconds, low, high)))
 
 
 class EngineWork(NamedTuple):
@@ -217,7 +226,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     decode: Fit | None = None  # of steps without prompt tokens
     prefill: Fit | None = None  # of steps with prompt tokens
-    # of prefill and aggregated calls until it, from the predicted time of their steps
+    # Of prefill and aggregated calls until it, from the predicted time of their steps.
     first_token: Fit | None = None
     step_tokens: Count = 0  # most prompt tokens of one step
     kv_transfer: Fit | None = None  # of decode calls until their first token
@@ -229,17 +238,16 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def token_s(self) -> float:
-        """Seconds per prompt token in a full step; without these, per request in a decode step of
-        32. 0: not known.
+        """Seconds per prompt token in a full step. 0: not known.
+
+        Without prefill steps, they are seconds per request in a decode step of 32 requests.
         """
         if self.prefill is not None and self.step_tokens:
-            return (
-                self.prefill.predict(prefill_features(0, 0, self.step_tokens, 0.0))
-                / self.step_tokens
-            )
-        return (
-            0.0 if self.decode is None else self.decode.predict(decode_features(32, 32 * 1024)) / 32
-        )
+            full_step = prefill_features(0, 0, self.step_tokens, 0.0)
+            return self.prefill.predict(full_step) / self.step_tokens
+        if self.decode is not None:
+            return self.decode.predict(decode_features(32, 32 * 1024)) / 32
+        return 0.0
 
     def fits(self) -> dict[str, tuple[Sequence[str], Fit | None]]:
         """Return by name what the coefficients of a fit stand for, and the fit."""
@@ -253,10 +261,10 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def prefill_steps_s(
         self, new_tokens: int, cached_tokens: int, work: EngineWork
     ) -> tuple[float, float] | None:
-        """Return the predicted time of the step that runs, and of those after it until the first
-        token of a prompt.
+        """Return the predicted times of the running step, and of those after it.
 
-        Prompts are computed in the order of arrival, as many tokens per step as fit.
+        The last one makes the first token of a prompt. Prompts are computed in the order of
+        arrival, as many tokens per step as fit.
 
         Args:
             new_tokens: of the prompt, to compute.
@@ -266,49 +274,53 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Returns:
             None: it is not known yet.
         """
-        fit, decoding, context, queued = (
-            self.prefill,
-            work.decode_requests,
-            work.context_tokens,
-            work.queued_tokens,
-        )
+        fit = self.prefill
         if fit is None or not self.step_tokens:
             return None
-        others, running_s = work.queued_requests, 0.0
-        # tokens in the step: of a request that has begun
-        running = min(queued // (others + 1), self.step_tokens)
-        if running > 0:
-            running_s = fit.predict(prefill_features(decoding, context, running, 0.0))
-            queued -= running
+        decoding = work.decode_requests
+        context = work.context_tokens
+        queued_tokens = work.queued_tokens
+        # Tokens in the running step. They are of a request that has begun, and as many as each of
+        # the others has on average.
+        running_tokens = min(queued_tokens // (work.queued_requests + 1), self.step_tokens)
+        running_s = 0.0
+        if running_tokens > 0:
+            running_s = fit.predict(prefill_features(decoding, context, running_tokens, 0.0))
+            queued_tokens -= running_tokens
         elif decoding and self.decode is not None:
             running_s = self.decode.predict(decode_features(decoding, context))
-        steps, rest = divmod(queued + max(1, new_tokens), self.step_tokens)
+        num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), self.step_tokens)
         seconds = 0.0
-        if steps:
-            seconds = steps * fit.predict(
-                prefill_features(decoding, context, self.step_tokens, 0.0)
-            )
-        if rest:
-            seconds += fit.predict(prefill_features(decoding, context, rest, 0.0))
+        if num_full:
+            full_step = prefill_features(decoding, context, self.step_tokens, 0.0)
+            seconds = num_full * fit.predict(full_step)
+        if rest_tokens:
+            seconds += fit.predict(prefill_features(decoding, context, rest_tokens, 0.0))
+        # Pairs of attention are added for all of these steps together, with the last coefficient.
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
-        if others:
-            pairs += queued * (queued / others) / 2
-        return running_s, seconds + fit.coefficients[-1] * pairs * _MI
+        if work.queued_requests:
+            pairs += queued_tokens * (queued_tokens / work.queued_requests) / 2
+        attention_s = fit.coefficients[-1] * pairs * _MI
+        return running_s, seconds + attention_s
 
     def predict_first_token(
         self, new_tokens: int, cached_tokens: int, work: EngineWork
     ) -> Prediction | None:
-        """Predict the time of a prefill or aggregated call until its first token, with its time in
-        the queue.
+        """Predict the time of a prefill or aggregated call until its first token.
+
+        It includes the time in the queue.
         """
-        steps_s = self.prefill_steps_s(new_tokens, cached_tokens, work)
-        if steps_s is None or self.first_token is None:
+        predicted = self.prefill_steps_s(new_tokens, cached_tokens, work)
+        if predicted is None or self.first_token is None:
             return None
-        return Prediction.of(self.first_token, first_token_features(new_tokens, *steps_s))
+        running_s, steps_s = predicted
+        features = first_token_features(new_tokens, running_s, steps_s)
+        return Prediction.of(self.first_token, features)
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
-        """Predict the time of a decode call until its first token: it fetches the KV of the
-        prompt.
+        """Predict the time of a decode call until its first token.
+
+        It fetches the KV of the prompt.
         """
         if self.kv_transfer is None:
             return None

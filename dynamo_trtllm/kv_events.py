@@ -1,10 +1,9 @@
-"""Define the events of a worker's prefix cache, and publish its changes: which prompt prefixes can
-be reused there.
+"""Define the events of a worker's prefix cache, and publish its changes.
 
-Engines name KV blocks by hashes of their own. The publisher replaces them with prefix hashes, which
-frontends compute from a prompt's tokens, too. Updates contain neither tokens nor text. They are
-numbered per worker. A reader that is new or that missed an update asks the worker with the control
-verb `ResyncKvEvents` to publish everything again.
+They say which prompt prefixes can be reused there. Engines name KV blocks by hashes of their own.
+The publisher replaces them with prefix hashes, which frontends compute from a prompt's tokens, too.
+Updates contain neither tokens nor text. They are numbered per worker. A reader that is new or that
+missed an update asks the worker with the control verb `ResyncKvEvents` to publish everything again.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import sys
 from array import array
 from collections import defaultdict, deque
@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from dynamo_trtllm.messages import TokenIds, encode, packed
 from dynamo_trtllm.number_types import Count, Number
@@ -51,9 +51,9 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Consecutive blocks can be reused from now on."""
 
     blocks: tuple[KvBlock, ...]  # in the order of the prompt
-    # hash of the block before the first one; None: the prompt begins with it
+    # Hash of the block before the first one. None: the prompt begins with it.
     parent: int | None = None
-    # attention window in tokens of the layers that share the blocks; 0: all layers
+    # Attention window in tokens of the layers that share the blocks. 0: all layers.
     cache_group: int = 0
     dp_rank: int = 0  # attention-DP rank
     cache_salt: str | None = None  # of the requests that can reuse them
@@ -93,9 +93,7 @@ class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def kv_events_subject(namespace: str) -> str:
-    """Return the request-plane subject at which all workers of a namespace publish
-    `KvCacheUpdate`.
-    """
+    """Return the subject at which all workers of a namespace publish `KvCacheUpdate`."""
     return f"{namespace}.kv_events"
 
 
@@ -106,7 +104,8 @@ def root_hash(cache_salt: str | None) -> int:
     """
     if not cache_salt:
         return 0
-    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
@@ -119,9 +118,13 @@ def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
         ids: tokens that follow `parent`.
         parent: hash of the block before `ids`, or `root_hash`.
     """
-    data, size, hash_of, hashes = packed(ids), 4 * block_tokens, xxhash.xxh3_64_intdigest, []
-    for begin in range(0, len(data) - size + 1, size):
-        parent = hash_of(data[begin : begin + size], parent)  # the parent is the seed
+    data = packed(ids)
+    block_bytes = 4 * block_tokens
+    hashes: list[int] = []
+    for begin in range(0, len(data) - block_bytes + 1, block_bytes):
+        block = data[begin : begin + block_bytes]
+        # The hash of the blocks before is the seed.
+        parent = xxh3_64_intdigest(block, parent)
         hashes.append(parent)
     return hashes
 
@@ -164,11 +167,11 @@ class KvEventPublisher:
         self._publish = publish
         self._window = 0  # the largest one seen
         self._block_tokens = 0
-        # rank -> engine's name -> block
+        # Rank -> engine's name -> block.
         self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
         self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # likewise
         self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
-        # prefix hash -> True: stored, False: removed; since the last update
+        # Prefix hash -> True: stored, False: removed. Since the last update.
         self._changes: dict[int, bool] = {}
         self._cleared = False  # before `_changes`
         self._is_resync_due = False
@@ -192,7 +195,9 @@ class KvEventPublisher:
                 case BlocksCleared():
                     self._clear()
         if len(self._changes) > len(self._copies) + _MAX_REMOVALS:
-            self._changes, self._cleared = dict.fromkeys(self._copies, True), True
+            # It is less to forget all blocks, and to store those that are there.
+            self._changes = dict.fromkeys(self._copies, True)
+            self._cleared = True
         self._flush_at(asyncio.get_running_loop().time() + _INTERVAL_S)
 
     def resync(self) -> None:
@@ -203,7 +208,8 @@ class KvEventPublisher:
     def _on_removed(self, event: BlocksRemoved) -> None:
         if not self._is_indexed(event.cache_group):
             return
-        known, was_cleared = self._known[event.dp_rank], self._was_cleared[event.dp_rank]
+        known = self._known[event.dp_rank]
+        was_cleared = self._was_cleared[event.dp_rank]
         for name in event.hashes:
             was_cleared.pop(name, None)
             block = known.pop(name, None)
@@ -213,36 +219,45 @@ class KvEventPublisher:
     def _on_stored(self, event: BlocksStored) -> None:
         if not event.blocks or not self._is_indexed(event.cache_group):
             return
-        rank, parent = event.dp_rank, event.parent
+        rank = event.dp_rank
+        parent = event.parent
         prefix = root_hash(event.cache_salt) if parent is None else self._prefix_of(rank, parent)
-        self._block_tokens = self._block_tokens or len(event.blocks[0].token_ids)
+        # The first block sets the size of all.
+        if not self._block_tokens:
+            self._block_tokens = len(event.blocks[0].token_ids)
         for index, block in enumerate(event.blocks):
             if prefix is None or len(block.token_ids) != self._block_tokens:
-                if not self.num_skipped:
-                    _log.info(
-                        "KV blocks are not published: the block before them is unknown, or they"
-                        " differ in size"
-                    )
-                self.num_skipped += len(event.blocks) - index
+                self._skip(len(event.blocks) - index)
                 return
             (prefix,) = prefix_hashes(block.token_ids, self._block_tokens, prefix)
             self._add(rank, block.hash, _KnownBlock(prefix, parent))
             parent = block.hash
 
+    def _skip(self, num_blocks: int) -> None:
+        """Count blocks that can't be published, and log the first time."""
+        if not self.num_skipped:
+            _log.info(
+                "KV blocks are not published: the block before them is unknown, or they"
+                " differ in size"
+            )
+        self.num_skipped += num_blocks
+
     def _prefix_of(self, rank: int, name: int) -> int | None:
-        """Return the prefix hash of a block that another one follows; None if it was never
-        stored.
+        """Return the prefix hash of a block that another one follows.
+
+        None: it was never stored.
         """
-        known, was_cleared = self._known[rank], self._was_cleared[rank]
-        # blocks that were cleared, from this one to the begin of the prompt
+        known = self._known[rank]
+        was_cleared = self._was_cleared[rank]
+        # The blocks that were cleared, from this one back to the start of the prompt.
         chain: list[tuple[int, _KnownBlock]] = []
-        at: int | None = name
-        while at is not None and at not in known:
-            block = was_cleared.pop(at, None)
+        ancestor: int | None = name
+        while ancestor is not None and ancestor not in known:
+            block = was_cleared.pop(ancestor, None)
             if block is None:
                 return None
-            chain.append((at, block))
-            at = block.parent
+            chain.append((ancestor, block))
+            ancestor = block.parent
         for cleared_name, block in reversed(chain):
             self._add(rank, cleared_name, block)
         return known[name].prefix
@@ -250,13 +265,14 @@ class KvEventPublisher:
     def _add(self, rank: int, name: int, block: _KnownBlock) -> None:
         known = self._known[rank]
         before = known.get(name)
-        if before is not None and before.prefix == block.prefix:
-            return
         if before is not None:
+            if before.prefix == block.prefix:
+                return
             self._remove(before.prefix)
         known[name] = block
-        copies = self._copies[block.prefix] = self._copies.get(block.prefix, 0) + 1
-        if copies == 1:
+        num_copies = self._copies.get(block.prefix, 0) + 1
+        self._copies[block.prefix] = num_copies
+        if num_copies == 1:
             self._changes[block.prefix] = True
 
     def _is_indexed(self, window: int) -> bool:
@@ -264,17 +280,20 @@ class KvEventPublisher:
 
         A larger one replaces the others.
         """
-        window = window or sys.maxsize
+        # 0 stands for blocks that all layers share.
+        if window == 0:
+            window = sys.maxsize
         if window > self._window:
             if self._known:
                 self._clear()
-            self._was_cleared.clear()  # they are of other layers
+            # They are of other layers.
+            self._was_cleared.clear()
             self._window = window
         return window == self._window
 
     def _remove(self, prefix: int) -> None:
-        copies = self._copies[prefix] = self._copies[prefix] - 1
-        if not copies:
+        self._copies[prefix] -= 1
+        if not self._copies[prefix]:
             del self._copies[prefix]
             self._changes[prefix] = False
 
@@ -282,7 +301,9 @@ class KvEventPublisher:
         for rank, known in self._known.items():
             was_cleared = self._was_cleared[rank]
             was_cleared.update(known)
-            for name in list(islice(was_cleared, max(0, len(was_cleared) - _MAX_CLEARED))):
+            num_too_many = max(0, len(was_cleared) - _MAX_CLEARED)
+            oldest = list(islice(was_cleared, num_too_many))
+            for name in oldest:
                 del was_cleared[name]
         self._known.clear()
         self._copies.clear()
@@ -297,7 +318,7 @@ class KvEventPublisher:
             if self._due_at <= time_s:
                 return
             self._timer.cancel()
-        # a timer of uvloop does not have its time if that is less than 0.5 ms away
+        # The timer can't tell its time: that of uvloop has none if it is less than 0.5 ms away.
         self._due_at = time_s
         self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
 
@@ -309,22 +330,22 @@ class KvEventPublisher:
                 self._flush_at(now + _INTERVAL_S)
                 return
             self._unsent.popleft()
-        self._flush_at(
-            min(self._idle_at, self._resync_at) if self._is_resync_due else self._idle_at
-        )
+        next_at = self._idle_at
+        if self._is_resync_due:
+            next_at = min(next_at, self._resync_at)
+        self._flush_at(next_at)
 
     def _encode_pending(self, now: float) -> bool:
         """Encode the changes, then the snapshot if one is due.
 
-        Return True if there is an update to send.
-
-        If nothing has changed for some time, it is an empty one, whose number shows readers whether
-        they missed one.
+        If nothing has changed for some time, encode an empty update, whose number shows readers
+        whether they missed one. Return True if there is an update to send.
         """
         self._encode_changes()
         if self._is_resync_due and now >= self._resync_at:
             self._encode_snapshot()
-            self._is_resync_due, self._resync_at = False, now + _RESYNC_INTERVAL_S
+            self._is_resync_due = False
+            self._resync_at = now + _RESYNC_INTERVAL_S
         if self._unsent:
             self._idle_at = now + _IDLE_S
         elif now >= self._idle_at:
@@ -334,7 +355,11 @@ class KvEventPublisher:
 
     def _encode_changes(self) -> None:
         changes = iter(self._changes.items())
-        while (part := list(islice(changes, MAX_UPDATE_BLOCKS))) or self._cleared:
+        while True:
+            part = list(islice(changes, MAX_UPDATE_BLOCKS))
+            # Without changes, an update still says that all was cleared.
+            if not part and not self._cleared:
+                break
             removed = pack_hashes(prefix for prefix, is_stored in part if not is_stored)
             stored = pack_hashes(prefix for prefix, is_stored in part if is_stored)
             self._encode(cleared=self._cleared, removed=removed, stored=stored)
@@ -342,17 +367,21 @@ class KvEventPublisher:
         self._changes.clear()
 
     def _encode_snapshot(self) -> None:
-        left = max(1, -(-len(self._copies) // MAX_UPDATE_BLOCKS))
+        # Also an empty cache has one part.
+        num_parts = max(1, math.ceil(len(self._copies) / MAX_UPDATE_BLOCKS))
         prefixes = iter(self._copies)
-        for parts in range(left, 0, -1):
+        for parts_left in range(num_parts, 0, -1):
             stored = pack_hashes(islice(prefixes, MAX_UPDATE_BLOCKS))
-            self._encode(cleared=parts == left, stored=stored, snapshot=parts)
+            is_first = parts_left == num_parts
+            self._encode(cleared=is_first, stored=stored, snapshot=parts_left)
 
     def _encode(self, **changes: Any) -> None:
         """Number an update with these fields, and queue it."""
-        number, block_tokens = self._next, self._block_tokens
         update = KvCacheUpdate(
-            instance_id=self._instance_id, number=number, block_tokens=block_tokens, **changes
+            instance_id=self._instance_id,
+            number=self._next,
+            block_tokens=self._block_tokens,
+            **changes,
         )
         self._next += 1
         self._unsent.append(encode(update))
