@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import mul
 from statistics import median
 from typing import Final, NamedTuple
@@ -41,9 +41,9 @@ _MIN_SAMPLES = 24  # after which the fit replaces the prior
 _RATIOS = 256  # of measured to predicted times
 _FIRST_RATIOS = 20  # after which the interval comes from them
 _FIRST_INTERVAL = (0.5, 2.0)
-# samples of known kinds: if all but one are too fast, or too slow, older samples are dropped
+# Samples of known kinds. If all but one are too fast, or too slow, older samples are dropped.
 _CHANGED = 12
-# samples for which the coefficients stay until it is clear that the engine has changed
+# Samples for which the coefficients stay until it is clear that the engine has changed.
 _MOST_DOUBTED = 64
 _MISS_RATE: Final = 0.1
 _ADAPT = 0.01
@@ -83,14 +83,15 @@ class RobustFit:
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        # with the numbers of the samples
+        # With the numbers of the samples.
         self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
-        # number of the last sample before the samples that may be of a changed engine
+        # Number of the last sample before those that may be of a changed engine.
         self._doubted_at = 0
         self.num_fitted = 0  # samples at the last `refit`
-        self.num_samples = self.num_changes = 0
+        self.num_samples = 0
+        self.num_changes = 0
 
     def add(self, features: Features, kind: Hashable, seconds: float) -> None:
         """Take a sample. Evaluate the prediction before it, if there were enough samples.
@@ -109,23 +110,27 @@ class RobustFit:
             return
         samples = self._kinds.pop(kind, None)
         if self._coefficients is not None and self.num_samples > _MIN_SAMPLES:
-            ratio = seconds / max(1e-9, sum(map(mul, self._coefficients, features)))
-            self._evaluate(ratio, is_known=samples is not None and len(samples) * 2 >= _PER_KIND)
+            predicted_s = sum(map(mul, self._coefficients, features))
+            ratio = seconds / max(1e-9, predicted_s)
+            is_known = samples is not None and len(samples) * 2 >= _PER_KIND
+            self._evaluate(ratio, is_known=is_known)
         if samples is None:
             samples = deque(maxlen=_PER_KIND)
             if len(self._kinds) >= _MOST_KINDS:
-                del self._kinds[next(iter(self._kinds))]
+                oldest = next(iter(self._kinds))
+                del self._kinds[oldest]
         samples.append(_Sample(self.num_samples, features, seconds))
-        self._kinds[kind] = samples  # as the last one
+        # It was removed above, so it is the last one now.
+        self._kinds[kind] = samples
 
     def _evaluate(self, ratio: float, *, is_known: bool) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
         # If more or fewer than one of ten times are outside the interval, it gets wider or
         # narrower.
-        self._miss_rate = min(
-            0.2, max(0.01, self._miss_rate + _ADAPT * (_MISS_RATE - (not is_covered)))
-        )
+        missed = 0.0 if is_covered else 1.0
+        miss_rate = self._miss_rate + _ADAPT * (_MISS_RATE - missed)
+        self._miss_rate = min(0.2, max(0.01, miss_rate))
         self._ratios.append(ratio)
         if is_known:
             self._known_ratios.append((self.num_samples, ratio))
@@ -140,37 +145,43 @@ class RobustFit:
         is_fitted = self.num_samples >= _MIN_SAMPLES
         if not self._may_have_changed():
             if is_fitted:
-                self._coefficients = self._solved(
-                    [sample for kind in self._kinds.values() for sample in kind]
-                )
+                samples = list(chain.from_iterable(self._kinds.values()))
+                self._coefficients = self._solved(samples)
             if len(self._ratios) >= _FIRST_RATIOS:
                 self._interval = _quantiles(self._ratios, self._miss_rate)
         if self._coefficients is None:
             return None
-        return Fit(tuple(self._coefficients), *self._interval, self.num_samples if is_fitted else 0)
+        low, high = self._interval
+        num_samples = self.num_samples if is_fitted else 0
+        return Fit(tuple(self._coefficients), low, high, num_samples)
 
     def _may_have_changed(self) -> bool:
-        """Return True if the next samples decide whether the engine has changed, for example its
-        clock rate.
+        """Return True if the next samples decide whether the engine has changed.
 
-        If it has changed, drop what was measured before.
+        For example, its clock rate may change. If it has changed, drop what was measured before.
         """
         low, high = self._interval
         ratios = [ratio for _, ratio in self._known_ratios]
-        num_out = max(sum(ratio < low for ratio in ratios), sum(ratio > high for ratio in ratios))
+        num_too_fast = sum(1 for ratio in ratios if ratio < low)
+        num_too_slow = sum(1 for ratio in ratios if ratio > high)
+        num_out = max(num_too_fast, num_too_slow)
         has_few = len(ratios) < _CHANGED or 2 * num_out < _CHANGED
         if not self.can_change or has_few or self._coefficients is None:
             self._doubted_at = self.num_samples
             return False
         if num_out < _CHANGED - 1:
             return self.num_samples - self._doubted_at < _MOST_DOUBTED
-        self._drop_before(self._known_ratios[1][0], self._coefficients, median(ratios))
+        # The first of these samples may be the one that is as before.
+        first_changed, _ = self._known_ratios[1]
+        self._drop_before(first_changed, self._coefficients, median(ratios))
         return False
 
     def _drop_before(self, number: int, coefficients: Sequence[float], change: float) -> None:
         """Drop older samples. Other kinds are assumed to have changed by the same factor."""
         self.num_changes += 1
-        self._coefficients = self.prior = [each * change for each in coefficients]
+        changed = [coefficient * change for coefficient in coefficients]
+        self._coefficients = changed
+        self.prior = changed
         for kind, samples in list(self._kinds.items()):
             recent = [sample for sample in samples if sample.number >= number]
             self._kinds[kind] = deque(recent, _PER_KIND)
@@ -181,67 +192,107 @@ class RobustFit:
         self._interval = _FIRST_INTERVAL
 
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
-        columns = [
-            list(column) for column in zip(*(each.features for each in samples), strict=True)
-        ]
-        seconds = [each.seconds for each in samples]
-        scale, weights, coefficients = seconds, [1.0] * len(seconds), list[float]()
+        """Return the coefficients with the least squares of relative errors.
+
+        In each round, errors are relative to the times that the last one predicted, and samples
+        with large errors weigh less.
+        """
+        features = [sample.features for sample in samples]
+        columns = [list(column) for column in zip(*features, strict=True)]
+        seconds = [sample.seconds for sample in samples]
+        scales = seconds
+        weights = [1.0] * len(seconds)
+        coefficients: list[float] = []
         for _ in range(_ROUNDS):
             factors = [
-                math.sqrt(weight) / each for weight, each in zip(weights, scale, strict=True)
+                math.sqrt(weight) / scale for weight, scale in zip(weights, scales, strict=True)
             ]
-            scaled = [list(map(mul, column, factors)) for column in columns]
-            coefficients = self._least_squares(scaled, list(map(mul, seconds, factors)))
-            predicted = [0.0] * len(seconds)
-            for coefficient, column in zip(coefficients, columns, strict=True):
-                if coefficient:
-                    predicted = [
-                        total + coefficient * each
-                        for total, each in zip(predicted, column, strict=True)
-                    ]
-            scale = [
-                max(each, measured / 5) for each, measured in zip(predicted, seconds, strict=True)
+            scaled_columns = [list(map(mul, column, factors)) for column in columns]
+            scaled_seconds = list(map(mul, seconds, factors))
+            coefficients = self._least_squares(scaled_columns, scaled_seconds)
+            predicted = _predicted(columns, coefficients)
+            # Else a sample whose prediction is near zero would outweigh the others.
+            scales = [
+                max(prediction, measured / 5)
+                for prediction, measured in zip(predicted, seconds, strict=True)
             ]
             errors = [
-                abs(measured / each - 1) for measured, each in zip(seconds, scale, strict=True)
+                abs(measured / scale - 1) for measured, scale in zip(seconds, scales, strict=True)
             ]
-            limit = max(0.01, 2.0 * median(errors))
-            weights = [1.0 if error <= limit else limit / error for error in errors]
+            weights = _huber_weights(errors)
         return coefficients
 
     def _least_squares(self, columns: list[list[float]], target: list[float]) -> list[float]:
-        """Solve for coefficients that are not negative, near the prior as far as the samples leave
-        it open.
+        """Solve for coefficients that are not negative.
+
+        As far as the samples leave them open, they are near the prior, or near zero without one.
         """
-        count, size, prior = len(target), len(columns), self.prior
+        size = len(columns)
+        prior = self.prior
         matrix = [[0.0] * size for _ in range(size)]
         for i, column in enumerate(columns):
             for j in range(i + 1):
-                matrix[i][j] = matrix[j][i] = sum(map(mul, column, columns[j]))
+                product = sum(map(mul, column, columns[j]))
+                matrix[i][j] = product
+                matrix[j][i] = product
         right = [sum(map(mul, column, target)) for column in columns]
-        whole = max(matrix[i][i] for i in range(size))
-        scales = [matrix[i][i] or 1e-6 * whole for i in range(size)]
-        if segments := self.segments:
-            common = sum(matrix[i][j] for i in segments for j in segments) or 1e-6 * whole
-            for i, j in pairwise(segments):
-                tie = _TIES * common
-                matrix[i][i] += tie
-                matrix[j][j] += tie
-                matrix[i][j] -= tie
-                matrix[j][i] -= tie
-        ridge = _RIDGE if prior is None else max(_RIDGE, _PRIOR_SAMPLES / count)
+        diagonal = [matrix[i][i] for i in range(size)]
+        # The scale of features that are zero in all samples.
+        least_scale = 1e-6 * max(diagonal)
+        scales = [value if value else least_scale for value in diagonal]
+        _tie_segments(matrix, self.segments, least_scale)
+        ridge = _RIDGE
+        if prior is not None:
+            ridge = max(_RIDGE, _PRIOR_SAMPLES / len(target))
         for i in range(size):
-            matrix[i][i] += ridge * scales[i]
+            weight = ridge * scales[i]
+            matrix[i][i] += weight
             if prior is not None:
-                right[i] += ridge * scales[i] * prior[i]
+                right[i] += weight * prior[i]
         return _non_negative(matrix, right)
+
+
+def _predicted(columns: list[list[float]], coefficients: Sequence[float]) -> list[float]:
+    """Return the time that the coefficients predict for each sample."""
+    predicted = [0.0] * len(columns[0])
+    for coefficient, column in zip(coefficients, columns, strict=True):
+        if coefficient:
+            predicted = [
+                total + coefficient * feature
+                for total, feature in zip(predicted, column, strict=True)
+            ]
+    return predicted
+
+
+def _huber_weights(errors: Sequence[float]) -> list[float]:
+    """Return 1 for usual errors, and less for larger ones, so that outliers count linearly."""
+    limit = max(0.01, 2.0 * median(errors))
+    return [1.0 if error <= limit else limit / error for error in errors]
+
+
+def _tie_segments(matrix: list[list[float]], segments: range, least_scale: float) -> None:
+    """Add the weight of equal slopes of adjacent segments to a system of equations."""
+    if not segments:
+        return
+    common = sum(matrix[i][j] for i in segments for j in segments)
+    if not common:
+        common = least_scale
+    tie = _TIES * common
+    for i, j in pairwise(segments):
+        matrix[i][i] += tie
+        matrix[j][j] += tie
+        matrix[i][j] -= tie
+        matrix[j][i] -= tie
 
 
 def _non_negative(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve a symmetric positive system, without the unknowns that would be negative."""
-    used, found = list(range(len(right))), [0.0] * len(right)
+    used = list(range(len(right)))
+    found = [0.0] * len(right)
     while used:
-        solution = _solve([[matrix[i][j] for j in used] for i in used], [right[i] for i in used])
+        used_matrix = [[matrix[i][j] for j in used] for i in used]
+        used_right = [right[i] for i in used]
+        solution = _solve(used_matrix, used_right)
         least = min(solution)
         if least >= 0:
             for i, value in zip(used, solution, strict=True):
@@ -255,16 +306,17 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve a symmetric positive system by elimination."""
     size = len(right)
     for i in range(size):
-        pivot = matrix[i][i]
+        upper = matrix[i]
         for k in range(i + 1, size):
-            factor = matrix[k][i] / pivot
+            row = matrix[k]
+            factor = row[i] / upper[i]
             if factor:
-                row, upper = matrix[k], matrix[i]
                 for j in range(i, size):
                     row[j] -= factor * upper[j]
                 right[k] -= factor * right[i]
     for i in reversed(range(size)):
-        right[i] = (right[i] - sum(map(mul, matrix[i][i + 1 :], right[i + 1 :]))) / matrix[i][i]
+        known = sum(map(mul, matrix[i][i + 1 :], right[i + 1 :]))
+        right[i] = (right[i] - known) / matrix[i][i]
     return right
 
 
@@ -290,6 +342,10 @@ _LEARN_EVERY_S = 1.0
 _MOST_CALLS = 256  # from which the model has not learned yet
 
 
+def _ignore_outcome(name: str, ratio: float, is_covered: bool) -> None:
+    """Do nothing."""
+
+
 class CostFit:
     """The cost model of one worker, as far as it is known.
 
@@ -303,22 +359,27 @@ class CostFit:
         self,
         prior: CostModel | None = None,
         steps: deque[StepSample] | None = None,
-        on_outcome: Callable[[str, float, bool], None] = lambda name, ratio, is_covered: None,
+        on_outcome: Callable[[str, float, bool], None] = _ignore_outcome,
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
         self._steps.clear()  # those of the warm-up
         self.calls: deque[CallSample] = deque(maxlen=_MOST_CALLS)  # that the caller has measured
         self._learned_at = -math.inf
-        self.model = prior = prior or CostModel()
-        self._has_step_tokens = bool(prior.step_tokens)
-        decode, prefill = (
-            None if fit is None else fit.coefficients for fit in (prior.decode, prior.prefill)
-        )
+        if prior is None:
+            prior = CostModel()
+        self.model = prior
+        self._has_step_tokens = prior.step_tokens > 0
         self.decode = RobustFit(
-            partial(on_outcome, "decode_step"), decode, DECODE_SEGMENTS, can_change=True
+            partial(on_outcome, "decode_step"),
+            None if prior.decode is None else prior.decode.coefficients,
+            DECODE_SEGMENTS,
+            can_change=True,
         )
         self.prefill = RobustFit(
-            partial(on_outcome, "prefill_step"), prefill, PREFILL_SEGMENTS, can_change=True
+            partial(on_outcome, "prefill_step"),
+            None if prior.prefill is None else prior.prefill.coefficients,
+            PREFILL_SEGMENTS,
+            can_change=True,
         )
         self.first_token = RobustFit(partial(on_outcome, "first_token"), (0.0, 0.0, 0.5, 1.0))
         self.kv_transfer = RobustFit(partial(on_outcome, "kv_transfer"))
@@ -333,11 +394,12 @@ class CostFit:
         """
         if now - self._learned_at >= _LEARN_EVERY_S:
             self._learned_at = now
+            # Another thread may add steps meanwhile.
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
             calls = [self.calls.popleft() for _ in range(len(self.calls))]
             try:
                 self.take(steps, calls)
-            # of damaged samples: the worker goes on with the last model
+            # Samples are damaged. The worker goes on with the last model.
             except (ArithmeticError, ValueError):
                 _log.exception(
                     "the cost model could not learn from %d steps and %d calls",
@@ -352,41 +414,49 @@ class CostFit:
         Each call refits the kinds of times that have new samples.
         """
         for step in steps:
-            tokens, requests, context = (
-                step.prefill_tokens,
-                step.decode_requests,
-                step.context_tokens,
-            )
-            if tokens > self.model.step_tokens and not self._has_step_tokens:
-                self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-            if tokens:
-                self.prefill.add(
-                    step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds
-                )
-            else:
-                self.decode.add(
-                    step.features, (requests.bit_length(), context.bit_length()), step.seconds
-                )
+            self._take_step(step)
         for call in calls:
-            tokens, work = call.new_tokens, call.work
-            if call.fetches_kv:
-                self.kv_transfer.add(
-                    kv_transfer_features(tokens), tokens.bit_length(), call.seconds
-                )
-            elif (
-                steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)
-            ) is not None:
-                kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
-                self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
+            self._take_call(call)
         fits = {
-            name: getattr(self, name)
-            for name in ("decode", "prefill", "first_token", "kv_transfer")
+            "decode": self.decode,
+            "prefill": self.prefill,
+            "first_token": self.first_token,
+            "kv_transfer": self.kv_transfer,
         }
         changes = {
             name: fit.refit() for name, fit in fits.items() if fit.num_samples > fit.num_fitted
         }
+        # Its prior can be used as soon as the time of prefill steps is known.
         if "prefill" in changes and self.model.first_token is None:
             changes["first_token"] = self.first_token.refit()
         if changes:
             self.model = msgspec.structs.replace(self.model, **changes)
         return self.model
+
+    def _take_step(self, step: StepSample) -> None:
+        tokens = step.prefill_tokens
+        if tokens > self.model.step_tokens and not self._has_step_tokens:
+            self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
+        # Steps are alike whose numbers have equally many bits.
+        request_bits = step.decode_requests.bit_length()
+        if tokens:
+            kind = tokens.bit_length(), request_bits // 2
+            self.prefill.add(step.features, kind, step.seconds)
+        else:
+            kind = request_bits, step.context_tokens.bit_length()
+            self.decode.add(step.features, kind, step.seconds)
+
+    def _take_call(self, call: CallSample) -> None:
+        tokens = call.new_tokens
+        if call.fetches_kv:
+            features = kv_transfer_features(tokens)
+            self.kv_transfer.add(features, tokens.bit_length(), call.seconds)
+            return
+        predicted = self.model.prefill_steps_s(tokens, call.cached_tokens, call.work)
+        if predicted is None:
+            return
+        running_s, steps_s = predicted
+        features = first_token_features(tokens, running_s, steps_s)
+        tenths_of_ms = int(1e4 * (running_s + steps_s))
+        kind = tenths_of_ms.bit_length(), call.work.queued_tokens > 0
+        self.first_token.add(features, kind, call.seconds)

@@ -1,5 +1,4 @@
-"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics; and /sleep and
-/wake.
+"""Serve a worker's /live, /ready, /health and /metrics, /sleep and /wake over HTTP.
 
 The load of the worker, which frontends place requests by, is broadcast instead.
 """
@@ -39,9 +38,9 @@ _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 class Health:
     """Health of a worker. The worker updates it and the routes read it."""
 
-    # starting, loading, registering, serving, draining, asleep, waking, stopped
+    # One of: starting, loading, registering, serving, draining, asleep, waking, stopped.
     phase: str = "starting"
-    # why the worker is not ready, as text for users; while loading, the current step
+    # Why the worker is not ready, as text for users. While loading, the current step.
     reason: str = ""
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 
@@ -59,8 +58,9 @@ Verbs = Mapping[str, Callable[[], str]]
 def health_app(
     health: Health, render_metrics: Callable[[], bytes], verbs: Verbs | None = None
 ) -> Router:
-    """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker
-    accepts requests.
+    """Return the app.
+
+    /live is 200 while the event loop runs, /ready and /health while the worker accepts requests.
 
     Args:
         health: health of the worker.
@@ -73,16 +73,16 @@ def health_app(
         response.send_json(200, {"status": "live"})
 
     def send(response: HttpResponse, about: dict[str, str]) -> None:
-        about |= {"reason": health.failure or health.reason, "instance_id": health.instance_id}
+        about["reason"] = health.failure or health.reason
+        about["instance_id"] = health.instance_id
         response.send_json(200 if health.is_ready else 503, about)
 
     async def ready(_: HttpRequest, response: HttpResponse) -> None:
         send(response, {"status": health.phase})
 
     async def report(_: HttpRequest, response: HttpResponse) -> None:
-        send(
-            response, {"status": "ready" if health.is_ready else "notready", "phase": health.phase}
-        )
+        status = "ready" if health.is_ready else "notready"
+        send(response, {"status": status, "phase": health.phase})
 
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")
@@ -90,13 +90,10 @@ def health_app(
     def changing(begin: Callable[[], str]) -> Handler:
         async def change(request: HttpRequest, response: HttpResponse) -> None:
             # Browsers send Origin: pages of other sites can make them ask this machine.
-            address = ipaddress.ip_address(request.client.partition("%")[0])
-            is_local = (getattr(address, "ipv4_mapped", None) or address).is_loopback
-            if not is_local or request.header(b"origin") is not None:
-                response.send_json(
-                    403,
-                    {"reason": "only processes of the worker's machine may do this, not web pages"},
-                )
+            is_from_page = request.header(b"origin") is not None
+            if is_from_page or not _is_local(request.client):
+                refusal = "only processes of the worker's machine may do this, not web pages"
+                response.send_json(403, {"reason": refusal})
                 return
             reason = begin()
             response.send_json(409 if reason else 202, {"status": health.phase, "reason": reason})
@@ -105,9 +102,20 @@ def health_app(
 
     handlers = {"/live": live, "/ready": ready, "/health": report, "/metrics": metrics}
     routes = [Route("GET", path, handler) for path, handler in handlers.items()]
-    return Router(
-        [*routes, *(Route("POST", path, changing(begin)) for path, begin in (verbs or {}).items())]
-    )
+    if verbs is not None:
+        routes += [Route("POST", path, changing(begin)) for path, begin in verbs.items()]
+    return Router(routes)
+
+
+def _is_local(client: str) -> bool:
+    """Return True if a client's address is of this machine."""
+    without_scope = client.partition("%")[0]
+    address = ipaddress.ip_address(without_scope)
+    # A socket for both families shows 127.0.0.1 as ::ffff:127.0.0.1.
+    mapped = getattr(address, "ipv4_mapped", None)
+    if mapped is not None:
+        address = mapped
+    return address.is_loopback
 
 
 @asynccontextmanager
@@ -133,15 +141,14 @@ async def health_server(
         server = HttpServer(app, LIMITS, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
         warn_if_exposed(host, port, "read health and metrics", "--system-host")
-        log.info(
-            "health at http://%s:%d", "localhost" if host in _REACHED_AS_LOCALHOST else host, port
-        )
+        shown_host = "localhost" if host in _REACHED_AS_LOCALHOST else host
+        log.info("health at http://%s:%d", shown_host, port)
         try:
             yield port
         finally:
             tasks.release(task)
             server.stop()
-            # `BackgroundTasks` has reported a failure
+            # `BackgroundTasks` has reported a failure.
             await asyncio.gather(task, return_exceptions=True)
 
 
@@ -155,22 +162,24 @@ _CALLED_S = 0.05  # between a call and the broadcast that it causes
 async def broadcast_load(
     load: Callable[[], LoadReport], called: asyncio.Event, publish: Callable[[bytes], bool]
 ) -> None:
-    """Publish the load every _BROADCAST_S if it has changed, and every ten seconds otherwise, until
-    cancelled.
+    """Publish the load every _BROADCAST_S if it has changed, else every _UNCHANGED_S.
 
-    While no request runs, this task sleeps, so that thousands of idle workers cost little.
+    It runs until it is cancelled. While no request runs, this task sleeps, so that thousands of
+    idle workers cost little.
 
     Args:
         load: returns the load.
         called: is set by each call to the worker.
         publish: sends a report; False: it was not accepted now, and is tried again.
     """
+    clock = asyncio.get_running_loop().time
     last: LoadReport | None = None
-    published_at, clock = 0.0, asyncio.get_running_loop().time
+    published_at = 0.0
     while True:
         was_called = called.is_set()
         called.clear()
         report = load()
+        # Apart from its number.
         is_same = last is not None and msgspec.structs.replace(last, number=report.number) == report
         if not is_same or clock() - published_at >= _UNCHANGED_S:
             if not publish(encode(report)):

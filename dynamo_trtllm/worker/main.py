@@ -1,5 +1,6 @@
-"""Run a worker from the command line (`python -m dynamo_trtllm`), or print its engine arguments or
-environment.
+"""Run a worker from the command line (`python -m dynamo_trtllm`).
+
+It can also print the engine arguments or the environment.
 """
 
 from __future__ import annotations
@@ -61,24 +62,24 @@ def table(config: WorkerConfig) -> str:
     """Return a table of all engine arguments with value and source, followed by notes."""
     arguments = described(config)
     rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in arguments.every.items()]
+    heading = f"\narguments of {arguments.title}\n"
+    body = columns([("argument", "value", "source"), *rows])
     notes = "".join(f"note: {note}\n" for note in arguments.notes)
-    return (
-        f"\narguments of {arguments.title}\n"
-        + columns([("argument", "value", "source"), *rows])
-        + notes
-    )
+    return heading + body + notes
 
 
 def dump(config: WorkerConfig, path: Path) -> None:
-    """Write the arguments that were set, each with its source, as a YAML file for
-    `--extra-engine-args`.
+    """Write the arguments that were set as a YAML file for `--extra-engine-args`.
+
+    Each has its source.
 
     Raises:
         ConfigError: an argument is invalid, or the file can't be written.
     """
     arguments = described(config)
+    text = f"# {arguments.title}\n{layers.as_yaml(arguments.given)}"
     try:
-        path.write_text(f"# {arguments.title}\n{layers.as_yaml(arguments.given)}", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(
             f"--dump-config-to {path} can't be written: {exc.strerror or exc}; pass another path",
@@ -100,8 +101,9 @@ def _trtllm(config: WorkerConfig) -> Described:
 
 
 def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
-    """Return lines with which a shell exports what the ranks of an engine on several nodes read,
-    before they start.
+    """Return lines with which a shell exports the environment of ranks before they start.
+
+    They are the ranks of an engine on several nodes.
 
     Args:
         config: settings of the worker.
@@ -132,7 +134,11 @@ def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 @command(WorkerConfig, "python -m dynamo_trtllm", more=table)
@@ -175,4 +181,5 @@ def limit_exit(status: int) -> None:
     # What is registered last runs first. `atexit` comes after these functions, in which libraries
     # may hang already.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(threading.Thread(target=end, name="exit-limit", daemon=True).start)
+    limit = threading.Thread(target=end, name="exit-limit", daemon=True)
+    register(limit.start)

@@ -56,10 +56,10 @@ _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers
 
 @dataclass(eq=False)
 class Admission:
-    """Limits of the work of one worker: calls that run or wait in the engine, reserved decode
-    slots, KV to transfer.
+    """Limits of the work of one worker.
 
-    A call beyond the limits is rejected before it reaches the engine, so that the frontend can try
+    It limits calls that run or wait in the engine, reserved decode slots, and KV to transfer. A
+    call beyond the limits is rejected before it reaches the engine, so that the frontend can try
     another worker.
 
     Args:
@@ -73,9 +73,9 @@ class Admission:
     max_pending_transfer_fraction: float = 1.0
     clock: Callable[[], float] = time.time
     _num_active: int = field(default=0, init=False)
-    # reservation id -> when it expires
+    # Reservation id -> when it expires.
     _reservations: dict[str, float] = field(default_factory=dict, init=False)
-    # of KV to transfer, at every prefill call since then
+    # The KV to transfer was above its share at every prefill call since then.
     _above_share_since: float | None = field(default=None, init=False)
 
     def active(self) -> int:
@@ -118,10 +118,11 @@ class Admission:
         Raises:
             Overloaded: a limit is reached.
         """
-        if (
-            request.reservation_id is None
-            or self._reservations.pop(request.reservation_id, None) is None
-        ):
+        # A call with a reservation uses its slot. If that has expired, it needs another one.
+        has_slot = False
+        if request.reservation_id is not None:
+            has_slot = self._reservations.pop(request.reservation_id, None) is not None
+        if not has_slot:
             self._check_capacity()
         if stats is not None:
             self._check_pending_transfers(stats)
@@ -135,6 +136,7 @@ class Admission:
         limit = self.max_active
         if limit is None or self._num_active + len(self._reservations) < limit:
             return
+        # Expired reservations are only looked for when the worker seems full.
         self._expire()
         if self._num_active + len(self._reservations) >= limit:
             raise Overloaded(
@@ -143,8 +145,7 @@ class Admission:
             )
 
     def _check_pending_transfers(self, stats: EngineStats) -> None:
-        """Reject prompts while decode workers do not fetch KV, because further KV would fill the
-        cache.
+        """Reject prompts while decode workers do not fetch KV: more KV would fill the cache.
 
         The KV of one long prompt may exceed the share until it is fetched, which is no reason to
         reject others.
@@ -164,9 +165,12 @@ class Admission:
 
     def _expire(self) -> None:
         now = self.clock()
-        for reservation_id in [
-            name for name, expires_at in self._reservations.items() if expires_at <= now
-        ]:
+        expired = [
+            reservation_id
+            for reservation_id, expires_at in self._reservations.items()
+            if expires_at <= now
+        ]
+        for reservation_id in expired:
             del self._reservations[reservation_id]
 
 
@@ -174,8 +178,17 @@ class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
     __slots__ = (
-        *("_arrived_s", "_calls", "_metrics", "_num_prompt_tokens", "_phase"),
-        *("_is_stopped", "admission", "num_tokens", "request_id", "source", "work"),
+        "_arrived_s",
+        "_calls",
+        "_is_stopped",
+        "_metrics",
+        "_num_prompt_tokens",
+        "_phase",
+        "admission",
+        "num_tokens",
+        "request_id",
+        "source",
+        "work",
     )
 
     def __init__(
@@ -187,7 +200,8 @@ class _ServiceStream(Stream):
     ) -> None:
         super().__init__(on_event)
         self._calls: deque[CallSample] | None = calls  # None: the first token was there
-        self._arrived_s, self._num_prompt_tokens = time.monotonic(), len(request.token_ids)
+        self._arrived_s = time.monotonic()
+        self._num_prompt_tokens = len(request.token_ids)
         self.work = EngineWork()  # what the engine did before it got the call
         self.request_id = request.request_id
         self._phase = request.phase
@@ -199,6 +213,7 @@ class _ServiceStream(Stream):
 
     def emit(self, event: StreamEvent) -> None:
         if isinstance(event, Chunk):
+            # The first chunk of a prefill call may have KV transfer parameters and no token.
             if not self.num_tokens and (event.token_ids or event.kv_params is not None):
                 self._note_first(event)
             self.num_tokens += len(event.token_ids)
@@ -213,15 +228,21 @@ class _ServiceStream(Stream):
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
-        calls, self._calls = self._calls, None
-        if calls is not None:
-            tokens = self._num_prompt_tokens
-            cached_tokens = 0 if chunk.stats is None else min(tokens, chunk.stats.cached_tokens)
-            fetches_kv = self._phase is Phase.DECODE
-            took_s = time.monotonic() - self._arrived_s
-            calls.append(
-                CallSample(took_s, tokens - cached_tokens, cached_tokens, self.work, fetches_kv)
-            )
+        if self._calls is None:
+            return
+        prompt_tokens = self._num_prompt_tokens
+        cached_tokens = 0
+        if chunk.stats is not None:
+            cached_tokens = min(prompt_tokens, chunk.stats.cached_tokens)
+        sample = CallSample(
+            seconds=time.monotonic() - self._arrived_s,
+            new_tokens=prompt_tokens - cached_tokens,
+            cached_tokens=cached_tokens,
+            work=self.work,
+            fetches_kv=self._phase is Phase.DECODE,
+        )
+        self._calls.append(sample)
+        self._calls = None
 
     def cancel(self) -> None:
         super().cancel()
@@ -232,7 +253,8 @@ class _ServiceStream(Stream):
         if self.source is None or not self.source.stop():
             return False
         self._is_stopped = True
-        self.admission.close()  # as for a cancelled call
+        # As for a cancelled call.
+        self.admission.close()
         return True
 
     @property
@@ -240,18 +262,18 @@ class _ServiceStream(Stream):
         return self.source is not None and self.source.holds_kv
 
     def _close(self, last: StreamEvent | None) -> None:
+        finish_reason = None
         if isinstance(last, Chunk):
             code = "ok"
+            finish_reason = last.finish_reason
+        elif last is None or self._is_stopped:
+            code = "cancelled"
         else:
-            code = "cancelled" if last is None or self._is_stopped else last.code
+            code = last.code
         RECORDER.unfollow(self)
-        reason = (
-            last.finish_reason
-            if isinstance(last, Chunk) and last.finish_reason is not None
-            else code
-        )
+        reason = code if finish_reason is None else finish_reason
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
-        # the engine may hold a cancelled call for longer: until its fetch has stopped
+        # The engine may hold a cancelled call for longer: until its fetch has stopped.
         self.admission.close()
         self._metrics.child("requests_total", self._phase, code).inc()
         self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
@@ -283,16 +305,16 @@ class WorkerService:
     cost_prior: CostModel | None = None
 
     def __post_init__(self) -> None:
-        engine, instance = self.engine, self.instance
         self.called = asyncio.Event()  # set by each call
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
-        self._new_tokens = self._new_requests = 0  # of prompts that came since
-        self._cost = CostFit(self.cost_prior, engine.steps, self.metrics.observe_prediction)
-        self._phases = {
-            Phase[instance.role.name],
-            *([Phase.AGGREGATED] if instance.can_aggregate else []),
-        }
+        # Of prompts that came since then.
+        self._new_tokens = 0
+        self._new_requests = 0
+        self._cost = CostFit(self.cost_prior, self.engine.steps, self.metrics.observe_prediction)
+        self._phases = {Phase[self.instance.role.name]}
+        if self.instance.can_aggregate:
+            self._phases.add(Phase.AGGREGATED)
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
         self.metrics.watch(
@@ -301,17 +323,20 @@ class WorkerService:
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls)
-        name, tokens = request.request_id, len(request.token_ids)
-        RECORDER.record(name, RecordedEvent.CALL_RECEIVED, tokens, reason=request.phase)
+        prompt_tokens = len(request.token_ids)
+        RECORDER.record(
+            request.request_id, RecordedEvent.CALL_RECEIVED, prompt_tokens, reason=request.phase
+        )
         self.called.set()
-        context = contextvars.copy_context()  # of the stream's log lines
+        # The context of the stream's log lines.
+        context = contextvars.copy_context()
         context.run(request_id.set, request.request_id)
         try:
             self._check(request)
             stats = self.engine.stats() if request.phase is Phase.PREFILL else None
             stream.admission.enter_context(self.admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
-                stream.work = self._work(tokens)
+                stream.work = self._work(prompt_tokens)
             RECORDER.follow(stream)
             stream.source = context.run(self.engine.generate, request, stream.emit)
         except DynamoError as exc:
@@ -338,23 +363,35 @@ class WorkerService:
                 f" {len(request.token_ids)}",
                 field="resumed_tokens",
             )
-        if (request.phase is Phase.DECODE) != (request.kv_params is not None):
+        needs_kv_params = request.phase is Phase.DECODE
+        if needs_kv_params != (request.kv_params is not None):
             has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     def load_report(self) -> LoadReport:
-        """Return the load, at most _SAME_LOAD_S old: many callers get it, and engines count all
-        requests for it.
+        """Return the load, at most _SAME_LOAD_S old.
+
+        Many callers get it, and engines count all requests for it.
         """
-        now, last = time.monotonic(), self._last_load
+        now = time.monotonic()
+        last = self._last_load
         if last is not None and now - self._load_read_at < _SAME_LOAD_S:
             return last
         stats = self.engine.stats()
-        work = stats.running, stats.waiting, stats.queued_prefill_tokens
-        kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
-        load = LoadReport(self.instance.id, 1 if last is None else last.number + 1, *work, *kv)
-        self._last_load, self._load_read_at = load, now
-        self._new_tokens = self._new_requests = 0
+        load = LoadReport(
+            instance_id=self.instance.id,
+            number=1 if last is None else last.number + 1,
+            running=stats.running,
+            waiting=stats.waiting,
+            queued_prefill_tokens=stats.queued_prefill_tokens,
+            kv_blocks_used=stats.kv_blocks_used,
+            kv_blocks_total=stats.kv_blocks_total,
+            context_tokens=stats.context_tokens,
+        )
+        self._last_load = load
+        self._load_read_at = now
+        self._new_tokens = 0
+        self._new_requests = 0
         return load
 
     def load_report_with_cost(self) -> LoadReport:
@@ -364,12 +401,13 @@ class WorkerService:
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
     def _work(self, prompt_tokens: int) -> EngineWork:
-        """Return what the engine does when a prompt arrives, and count the prompt for the next
-        one.
-        """
-        load, decodes = self.load_report(), self.instance.role is not Role.PREFILL
+        """Return what the engine does when a prompt arrives, and count it for the next one."""
+        # This may set the two counts to zero, so it comes first.
+        load = self.load_report()
         work = load.work(
-            decodes=decodes, more_tokens=self._new_tokens, more_requests=self._new_requests
+            decodes=self.instance.role is not Role.PREFILL,
+            more_tokens=self._new_tokens,
+            more_requests=self._new_requests,
         )
         self._new_tokens += prompt_tokens
         self._new_requests += 1
@@ -386,9 +424,10 @@ class WorkerService:
                     raise InvalidRequest(
                         f"a {self.instance.role} worker has no decode slots to reserve"
                     )
-                self.admission.reserve(
-                    reservation_id, time.time() + left_s if left_s else expires_at
-                )
+                # The clocks of two machines may differ. 0: an older sender names no time left.
+                if left_s:
+                    expires_at = time.time() + left_s
+                self.admission.reserve(reservation_id, expires_at)
             case messages.ReleaseSlot(reservation_id):
                 self.admission.unreserve(reservation_id)
             case messages.ResyncKvEvents():
@@ -403,8 +442,9 @@ class WorkerService:
         return b""
 
     async def until_failed(self) -> None:
-        """Wait until the engine fails, leaks too much KV, or a restart is requested: EngineFailed
-        ends the worker.
+        """Wait until the worker must end, and raise EngineFailed.
+
+        It must end if the engine fails or leaks too much KV, or if a restart is requested.
         """
         while not self._restart_asked.is_set():
             await self.engine.check()

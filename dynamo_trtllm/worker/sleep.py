@@ -1,5 +1,6 @@
-"""Drain a worker, before it stops or sleeps; put its engine to sleep, which frees its GPU memory,
-and wake it again.
+"""Drain a worker before it stops or sleeps, put its engine to sleep, and wake it again.
+
+An engine that sleeps has freed its GPU memory.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ _CHANGE_S = 300.0  # longest change of the engine's memory; TensorRT-LLM's ranks
 
 
 async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
-    """Wait until running requests and pending KV transfers have ended, or until `timeout_s` with a
-    warning.
+    """Wait until running requests and pending KV transfers have ended.
 
     Args:
         engine: the engine to drain.
         serving: the server of its requests; it rejects new ones from now on.
-        timeout_s: longest wait in seconds.
+        timeout_s: longest wait in seconds, which ends with a warning.
     """
     serving.is_accepting = False
     try:
-        if await first_of(
+        is_drained = await first_of(
             _finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s
-        ):
+        )
+        if is_drained:
             _log.info("drained")
         else:
             text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
@@ -54,7 +55,8 @@ async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> No
 
 
 async def _finish(engine: Engine, serving: EndpointServer) -> bool:
-    await serving.finished()  # includes requests that have not reached the engine yet
+    # This includes requests that have not reached the engine yet.
+    await serving.finished()
     await engine.drain()
     return True
 
@@ -71,21 +73,22 @@ async def _log_progress(engine: Engine, serving: EndpointServer, timeout_s: floa
 
 
 def _left(engine: Engine, serving: EndpointServer) -> str:
-    return (
-        f"running requests: {serving.running}, pending KV transfers: {engine.stats().tickets_held}"
-    )
+    num_transfers = engine.stats().tickets_held
+    return f"running requests: {serving.running}, pending KV transfers: {num_transfers}"
 
 
 @dataclass
 class Sleeper:
     """Changes a serving worker to an asleep one, and back. Only one change runs at a time.
 
-    | phase    | registered | what happens                                                    | next phase            |
-    |----------|------------|-----------------------------------------------------------------|-----------------------|
-    | serving  | yes        | requests                                                        | draining              |
-    | draining | no         | running requests end; if they take too long, the worker stays   | asleep or serving     |
-    | asleep   | no         | nothing; GPU memory is free                                     | waking                |
-    | waking   | no         | the engine restores its memory and gives a known answer again   | serving               |
+    | phase    | registered | what happens                                     | next phase        |
+    |----------|------------|--------------------------------------------------|-------------------|
+    | serving  | yes        | requests                                         | draining          |
+    | draining | no         | running requests end; if they take too long, the | asleep or serving |
+    |          |            | worker stays                                     |                   |
+    | asleep   | no         | nothing; GPU memory is free                      | waking            |
+    | waking   | no         | the engine restores its memory and gives a known | serving           |
+    |          |            | answer again                                     |                   |
 
     An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in
     an unknown state. The change is then a failed task of `tasks`.
@@ -127,9 +130,9 @@ class Sleeper:
 
         Return why it can't, as text; "" if it can.
         """
-        return (
-            "" if self.health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
-        )
+        if self.health.phase == "serving":
+            return ""
+        return self._begin("asleep", "waking", self._wake_up)
 
     async def aclose(self) -> None:
         """End the change in progress, and deregister. Idempotent."""
@@ -189,8 +192,11 @@ class Sleeper:
             sampling=Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
             deadline=time.time() + _ANSWER_S,
         )
+        answer: list[int] = []
         async with aclosing(as_stream(self.engine, request)) as chunks:
-            return [token async for chunk in chunks for token in chunk.token_ids]
+            async for chunk in chunks:
+                answer += chunk.token_ids
+        return answer
 
 
 async def _within_limit(change: Awaitable[None], what: str) -> None:

@@ -1,5 +1,6 @@
-"""Start a worker's engine: check flags and parsers, run preflight against live peers, and report
-loading progress.
+"""Start a worker's engine.
+
+Check flags and parsers, run preflight against live peers, and report loading progress.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dynamo_trtllm.worker.health import Health
 
 log = logging.getLogger(__name__)
 
-# have no effect
+# Values that have no effect.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -43,7 +44,7 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     Raises:
         ConfigError: the file has an invalid value.
     """
-    # the mock engine does not sample
+    # The mock engine does not sample.
     if config.generation_config == "none" or config.engine == "mock":
         return SamplingDefaults()
     return demo_models.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
@@ -52,13 +53,13 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
 def without_unsupported(
     defaults: SamplingDefaults, unsupported_features: Collection[str]
 ) -> SamplingDefaults:
-    """Return the defaults without those that the engine does not support, which would make each
-    request fail.
+    """Return the defaults without those that the engine does not support.
 
-    Log a warning about dropped defaults.
+    They would make each request fail. Log a warning about dropped defaults that have an effect.
     """
     dropped = [name for name in defaults.given() if name in unsupported_features]
-    if missed := [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]:
+    missed = [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]
+    if missed:
         text = (
             "generation config: %s ignored, this engine does not support it; --generation-config"
             " none turns all off"
@@ -68,8 +69,9 @@ def without_unsupported(
 
 
 def check_flags(config: WorkerConfig) -> None:
-    """Check the flags of parsers and template before the model is loaded, if the model's folder
-    shows its format.
+    """Check the flags of parsers and template before the model is loaded.
+
+    Whether they fit the model is checked only if the model's folder shows its format.
 
     Raises:
         ConfigError: like `parsers` and `with_template`, or the template can't be read.
@@ -80,10 +82,12 @@ def check_flags(config: WorkerConfig) -> None:
     flags = config.dyn_reasoning_parser, config.dyn_tool_call_parser, template
     if config.engine == "mock" or not any(flags):
         return
+    config_file = Path(config.model_path) / CONFIG
     try:
-        model_type = json.loads((Path(config.model_path) / CONFIG).read_bytes())["model_type"]
+        model_type = json.loads(config_file.read_bytes())["model_type"]
     except (OSError, ValueError, TypeError, KeyError):
-        return  # the engine reports an unreadable model
+        # The engine reports an unreadable model.
+        return
     renderer = renderer_of(model_type)
     parsers(config, renderer)
     with_template(config, renderer, {})
@@ -104,8 +108,9 @@ def _check_template(path: Path) -> None:
 def with_template(
     config: WorkerConfig, renderer: str, files: Mapping[str, Path]
 ) -> dict[str, Path]:
-    """Return the files for frontends by name, with the template of --custom-jinja-template instead
-    of the model's own.
+    """Return the files for frontends by name.
+
+    The template of --custom-jinja-template replaces the model's own.
 
     Args:
         config: has the flag.
@@ -140,8 +145,9 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
     names = {}
     for field, known in PARSERS[renderer].items():
         chosen = getattr(config, f"dyn_{field}")
-        names[field] = known[0] if chosen is None else chosen
-        if names[field] not in known:
+        name = known[0] if chosen is None else chosen
+        names[field] = name
+        if name not in known:
             flag = f"--dyn-{field.replace('_', '-')}"
             writes = "the Harmony format" if renderer == "harmony" else "a chat template"
             raise ConfigError(
@@ -167,14 +173,15 @@ async def live_peers(
     Raises:
         Unreachable: discovery does not answer. It is better to know this before loading.
     """
-    instances = []
+    instances: list[Instance] = []
     async with aclosing(discovery.watch(namespace)) as events:
         async for event in events:
             if isinstance(event, Synced):
                 break
             if isinstance(event, Added):
                 instances.append(event.instance)
-    return [peer for peer in instances if peer.card.name == model and peer.role is _OTHER.get(role)]
+    peer_role = _OTHER.get(role)
+    return [peer for peer in instances if peer.card.name == model and peer.role is peer_role]
 
 
 async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
@@ -196,9 +203,11 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
             format_finding(finding),
         )
     errors = [finding for finding in findings if finding.severity == "error"]
-    if errors:
-        more = f" (and {len(errors) - 1} more, see the log)" if len(errors) > 1 else ""
-        raise ConfigError(f"preflight: {format_finding(errors[0])}{more}", field=errors[0].field)
+    if not errors:
+        return
+    first = errors[0]
+    more = f" (and {len(errors) - 1} more, see the log)" if len(errors) > 1 else ""
+    raise ConfigError(f"preflight: {format_finding(first)}{more}", field=first.field)
 
 
 def format_finding(finding: Finding) -> str:
@@ -216,15 +225,19 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
     """
     starting = asyncio.create_task(engine.start(), name="engine-start")
     loop = asyncio.get_running_loop()
-    begun_s = logged_s = loop.time()
-    logged = ""
+    begun_s = loop.time()
+    logged_s = begun_s
+    logged_stage = ""
     try:
         while not starting.done():
-            health.reason = now = engine.progress()
-            stage = _NUMBERS.sub("", now)
-            if now and (stage != logged or loop.time() - logged_s >= _LOG_EVERY_S):
-                log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
-                logged, logged_s = stage, loop.time()
+            progress = engine.progress()
+            health.reason = progress
+            stage = _NUMBERS.sub("", progress)
+            is_due = stage != logged_stage or loop.time() - logged_s >= _LOG_EVERY_S
+            if progress and is_due:
+                log.info("loading for %.0f s: %s", loop.time() - begun_s, progress)
+                logged_stage = stage
+                logged_s = loop.time()
             await asyncio.wait({starting}, timeout=_POLL_EVERY_S)
         return starting.result()
     finally:
@@ -265,7 +278,8 @@ def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk
         raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
     total_bytes = path.stat().st_size
     with path.open("rb") as file:
-        file.seek(min(offset, total_bytes))  # a file system may reject very large offsets
+        # A file system may reject very large offsets.
+        file.seek(min(offset, total_bytes))
         return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=total_bytes)
 
 
@@ -273,14 +287,23 @@ _STEP_TOKENS = 8192  # prompt tokens per step of an engine that does not report 
 
 
 def cost_prior(config: WorkerConfig, info: EngineInfo) -> CostModel:
-    """Return what is known of the time of steps before they are measured: from flags, else from the
-    engine.
+    """Return what is known of the time of steps before they are measured.
+
+    It is from flags, else from the engine.
     """
-    known = info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens)
-    step_s, decode, prefill = (config.expected_step_ms or 0.0) / 1000, known.decode, known.prefill
+    known = info.cost_prior
+    if known is None:
+        known = CostModel(step_tokens=info.limits.max_num_tokens)
+    decode = known.decode
+    prefill = known.prefill
+    step_s = 0.0
     if config.expected_step_ms is not None:
+        step_s = config.expected_step_ms / 1000
         decode = linear_decode_fit(step_s)
     if config.expected_prefill_rate is not None:
         prefill = linear_prefill_fit(step_s, 1 / config.expected_prefill_rate)
-    step_tokens = known.step_tokens or (0 if prefill is None else _STEP_TOKENS)
+    step_tokens = known.step_tokens
+    # Times of prefill steps are of use only with their size.
+    if not step_tokens and prefill is not None:
+        step_tokens = _STEP_TOKENS
     return msgspec.structs.replace(known, decode=decode, prefill=prefill, step_tokens=step_tokens)

@@ -66,7 +66,7 @@ _COMPONENTS = {
     Role.DECODE: "tensorrt_llm",
     Role.AGGREGATED: "tensorrt_llm",
 }
-# as Dynamo's vLLM workers
+# As Dynamo's vLLM workers.
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}
 
 
@@ -81,17 +81,16 @@ def endpoint_of(config: WorkerConfig) -> records.EndpointId:
 def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
     """Check the configuration.
 
-    Return it with the model's folder and this host's address, and the sampling defaults.
-
-    The served name stays that of a bundled model. The call may take seconds: it may write the
-    model's folder, and it may block on DNS.
+    Return it with the model's folder and this host's address, and the sampling defaults. The served
+    name stays that of a bundled model. The call may take seconds: it may write the model's folder,
+    and it may block on DNS.
 
     Raises:
         ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
     """
     check_prerequisites(config, process_environment(), locate)
     model = config.model_path
-    # the mock engine has no weights and takes only the model's name from the path
+    # The mock engine has no weights and takes only the model's name from the path.
     if config.engine != "mock":
         update = {"model_path": str(resolve(model)), "served_model_name": config.model_name}
         config = config.model_copy(update=update)
@@ -179,8 +178,9 @@ class Worker:
         assert task is not None
 
         def on_signal() -> None:
+            # A second signal skips the drain.
             if self._stop.is_set():
-                task.cancel()  # a second signal skips the drain
+                task.cancel()
             self.stop()
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -202,6 +202,7 @@ class Worker:
             started = await first_of(
                 self._start(stack), self._stop.wait(), self._tasks.until_failed()
             )
+            # Else the wait for `stop` ended first.
             if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
@@ -222,76 +223,122 @@ class Worker:
 
     async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, Sleeper]:
         """Start the parts of the worker, which `stack` closes."""
-        namespace = endpoint_of(self._config).namespace
-        folder = recorder_folder(self._config.recorder_dir, process_environment())
-        kind = str(self._config.disaggregation_mode)
-        RECORDER.start(folder, namespace=namespace, kind=kind, instance_id=self.instance_id)
-        stack.callback(RECORDER.stop)
+        self._start_recorder(stack)
         self._config, sampling_defaults = await asyncio.to_thread(_completed, self._config)
         config = self._config
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
-        verbs = {
-            "/sleep": lambda: self._change(Sleeper.sleep),
-            "/wake": lambda: self._change(Sleeper.wake),
-        }
-        app = health_app(self._health, lambda: self._metrics.render(asdict(engine.stats())), verbs)
-        await stack.enter_async_context(
-            health_server(config.system_host, config.system_port, app, self._tasks)
+        await self._serve_health(engine, stack)
+        plane = await self._connect(stack)
+        discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
+        stack.push_async_callback(discovery.aclose)
+        self._health.phase = "loading"
+        info = await self._load(engine, discovery)
+        self._health.phase = "registering"
+        instance, files = self._describe(info, sampling_defaults)
+        service = WorkerService(
+            engine,
+            instance,
+            self._admission(info),
+            files=files,
+            metrics=self._metrics,
+            max_leaked_kv_fraction=config.max_leaked_kv_fraction,
+            kv_events=self._publish_kv_events(engine, plane, instance, stack),
+            cost_prior=startup.cost_prior(config, info),
         )
+        serving = await plane.serve(instance.subject, service, service.load_report)
+        stack.push_async_callback(serving.aclose)
+        self._start_broadcasts(service, plane, stack)
+        # Last, because requests come from now on.
+        register = partial(discovery.register, instance)
+        registration = await register()
+        sleeper = Sleeper(
+            engine=engine,
+            model=instance.card.name,
+            serving=serving,
+            registration=registration,
+            register=register,
+            health=self._health,
+            drain_timeout_s=config.drain_timeout_s,
+            tasks=self._tasks,
+        )
+        self._sleeper = sleeper
+        stack.push_async_callback(sleeper.aclose)
+        self._health.phase = "serving"
+        RECORDER.record_process(RecordedEvent.READY)
+        return service, sleeper
+
+    def _start_recorder(self, stack: AsyncExitStack) -> None:
+        config = self._config
+        RECORDER.start(
+            recorder_folder(config.recorder_dir, process_environment()),
+            namespace=endpoint_of(config).namespace,
+            kind=str(config.disaggregation_mode),
+            instance_id=self.instance_id,
+        )
+        stack.callback(RECORDER.stop)
+
+    async def _serve_health(self, engine: Engine, stack: AsyncExitStack) -> None:
+        config = self._config
+
+        def render_metrics() -> bytes:
+            return self._metrics.render(asdict(engine.stats()))
+
+        verbs = {
+            "/sleep": partial(self._change, Sleeper.sleep),
+            "/wake": partial(self._change, Sleeper.wake),
+        }
+        app = health_app(self._health, render_metrics, verbs)
+        server = health_server(config.system_host, config.system_port, app, self._tasks)
+        await stack.enter_async_context(server)
+
+    async def _connect(self, stack: AsyncExitStack) -> NatsPlane:
+        config = self._config
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(
             config.nats_server, limits, self._tasks, self._metrics.message_unreadable
         )
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
-        stack.push_async_callback(discovery.aclose)
-        self._health.phase = "loading"
-        role = config.disaggregation_mode
-        peers = await startup.live_peers(discovery, namespace, model=config.model_name, role=role)
+        return plane
+
+    async def _load(self, engine: Engine, discovery: EtcdDiscovery) -> EngineInfo:
+        """Start the engine, after the preflight against live peers."""
+        peers = await startup.live_peers(
+            discovery,
+            endpoint_of(self._config).namespace,
+            model=self._config.model_name,
+            role=self._config.disaggregation_mode,
+        )
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         if self._owns_process:
             startup.freeze_objects()
-        self._health.phase = "registering"
-        instance, files = self._describe(info, sampling_defaults)
-        batch = info.limits.max_batch_size  # 0: not reported by the engine
-        admission = Admission(
-            batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction
-        )
-        kv_events = self._publish_kv_events(engine, plane, instance, stack)
-        service = WorkerService(
-            engine,
-            instance,
-            admission,
-            files=files,
-            metrics=self._metrics,
-            max_leaked_kv_fraction=config.max_leaked_kv_fraction,
-            kv_events=kv_events,
-            cost_prior=startup.cost_prior(config, info),
-        )
-        serving = await plane.serve(instance.subject, service, service.load_report)
-        stack.push_async_callback(serving.aclose)
-        publish = partial(plane.try_publish, load_subject(instance.namespace))
+        return info
+
+    def _admission(self, info: EngineInfo) -> Admission:
+        max_active: int | None = None
+        max_batch_size = info.limits.max_batch_size  # 0: not reported by the engine
+        if max_batch_size:
+            max_active = max_batch_size + self._config.max_queued_requests
+        return Admission(max_active, self._config.max_ticket_kv_fraction)
+
+    def _start_broadcasts(
+        self, service: WorkerService, plane: NatsPlane, stack: AsyncExitStack
+    ) -> None:
+        """Publish the load, and answer queries of recordings, until `stack` is closed."""
+        namespace = service.instance.namespace
+        publish = partial(plane.try_publish, load_subject(namespace))
         loads = broadcast_load(service.load_report_with_cost, service.called, publish)
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(loads, "load-reports"))
         answers = answer_queries(plane, namespace, self.instance_id)
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(answers, "recordings"))
-        register = partial(discovery.register, instance)
-        name, timeout_s = instance.card.name, config.drain_timeout_s
-        self._sleeper = Sleeper(
-            engine, name, serving, await register(), register, self._health, timeout_s, self._tasks
-        )
-        stack.push_async_callback(self._sleeper.aclose)
-        self._health.phase = "serving"
-        RECORDER.record_process(RecordedEvent.READY)
-        return service, self._sleeper
 
     def _publish_kv_events(
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
     ) -> KvEventPublisher | None:
-        """Publish the changes of the engine's prefix cache until `stack` is closed, if the instance
-        announces them.
+        """Publish the changes of the engine's prefix cache until `stack` is closed.
+
+        None: the instance does not announce them.
         """
         if not instance.publishes_kv_events:
             return None
@@ -351,8 +398,6 @@ class Worker:
         self._health.phase = "stopped"
 
     def _change(self, begin: Callable[[Sleeper], str]) -> str:
-        return (
-            f"the worker is {self._health.phase}; retry later"
-            if self._sleeper is None
-            else begin(self._sleeper)
-        )
+        if self._sleeper is None:
+            return f"the worker is {self._health.phase}; retry later"
+        return begin(self._sleeper)
