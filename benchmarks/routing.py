@@ -53,6 +53,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -66,6 +67,7 @@ from dynamo_trtllm.messages import (
     ModelDeploymentCard,
     Role,
     Sampling,
+    TokenIds,
     decode,
     encode,
     token_ids,
@@ -81,14 +83,18 @@ from .routing_modes import measure_modes
 from .routing_replay import measure_indexes, measure_replay
 
 _LOOKUPS = 2000
+_HASHED_PROMPTS = 100
 _SELECTIONS = 10_000
-# calls that are not counted: the interpreter specializes the code, and memory is mapped
+# Calls that are not counted: the interpreter specializes the code, and memory is mapped.
 _WARM_UP = 500
+_CONVERSATIONS = 100  # each is in the cache of another instance
+_VOCABULARY = 1 << 17
 _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
 _REPORT_S = 0.05  # between reports to one frontend
 _BROADCAST_S = 0.25
 _TOKENS_PER_S = 20_000.0  # of a simulated worker
+_BUSY_SHARE = 0.8  # of the time, in which simulated workers compute
 # A simulated worker with so many prompt tokens to compute gets no prompt that was held. They take
 # two steps of 0.2 s.
 _FULL_TOKENS = 8000
@@ -158,13 +164,10 @@ def _add_replay(replay: argparse.ArgumentParser, indexes: argparse.ArgumentParse
         "--records", type=Path, help="append one JSON line per request to this file"
     )
     indexes.add_argument("--bursts", type=int, default=10)
-    for parser, requests in ((replay, 1200), (indexes, 400)):
-        parser.add_argument(
-            "--requests",
-            type=int,
-            default=requests,
-            help="of a trace: about so many, of all its time",
-        )
+    num_requests = "of a trace: about so many, of all its time"
+    replay.add_argument("--requests", type=int, default=1200, help=num_requests)
+    indexes.add_argument("--requests", type=int, default=400, help=num_requests)
+    for parser in (replay, indexes):
         parser.add_argument("--rate", type=float, default=16.0, help="requests per second")
         parser.add_argument("--workers", type=int, default=4, help="of each role")
         parser.add_argument(
@@ -183,84 +186,119 @@ def measure_select(arguments: argparse.Namespace) -> None:
     names = "round-robin", "least-loaded", "kv", "hashes", "report"
     print("instances", "".join(f"{name:>16} p50    p95    p99 us" for name in names))
     for count in arguments.instances:
-        times = _selection_times(CachingFleet(count, arguments.blocks, 32, 8192), count)
-        cells = [[each[len(each) * share // 100] for share in (50, 95, 99)] for each in times]
-        print(
-            f"{count:9}",
-            "".join(f"{p50:20.1f} {p95:6.1f} {p99:9.1f}" for p50, p95, p99 in cells),
-            flush=True,
-        )
+        fleet = CachingFleet(count, arguments.blocks, 32, 8192)
+        cells: list[str] = []
+        for times in _selection_times(fleet, count):
+            p50 = _percentile(times, 50)
+            p95 = _percentile(times, 95)
+            p99 = _percentile(times, 99)
+            cells.append(f"{p50:20.1f} {p95:6.1f} {p99:9.1f}")
+        print(f"{count:9}", "".join(cells), flush=True)
+
+
+def _percentile(ordered: Sequence[float], share: int) -> float:
+    return ordered[len(ordered) * share // 100]
 
 
 def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
     fleet.read_updates()
-    breakers, view, rnd = PairBreakers(), fleet.view.model("model"), random.Random(1)
-    by_load, by_cost, prompts = (
-        Placement("least-loaded"),
-        Placement("kv", fleet.known),
-        _prompts(fleet.conversations),
-    )
-    reports = [
-        LoadReport(
-            turn % count, turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0
-        )
-        for turn in range(1, count + _WARM_UP + _SELECTIONS)
-    ]
+    breakers = PairBreakers()
+    view = fleet.view.model("model")
+    prompts = _prompts(fleet.conversations)
+    least_loaded = Placement("least-loaded")
+    kv = Placement("kv", fleet.known)
+    reports = _random_reports(count, count + _WARM_UP + _SELECTIONS - 1)
     for report in reports[:count]:
-        by_load.loads.on_report(report, 1.0)
-        by_cost.loads.on_report(report, 1.0)
+        least_loaded.loads.on_report(report, 1.0)
+        kv.loads.on_report(report, 1.0)
+
+    def select_round_robin(turn: int) -> None:
+        select(view, "model", turn, breakers)
+
+    def select_least_loaded(turn: int) -> None:
+        least_loaded.select(view, prompts[turn % len(prompts)], breakers, 1.0)
+
+    def select_kv(turn: int) -> None:
+        kv.select(view, prompts[turn % len(prompts)], breakers, 1.0)
+
+    def hash_prompt(turn: int) -> None:
+        PromptHashes(prompts[turn % len(prompts)].request).of(32)
+
+    def take_report(turn: int) -> None:
+        least_loaded.loads.on_report(reports[turn], 1.0)
+
     return [
-        _times(lambda turn: select(view, "model", turn, breakers), _SELECTIONS),
-        _times(
-            lambda turn: by_load.select(view, prompts[turn % len(prompts)], breakers, 1.0),
-            _SELECTIONS,
-        ),
-        _times(
-            lambda turn: by_cost.select(view, prompts[turn % len(prompts)], breakers, 1.0),
-            _SELECTIONS,
-        ),
-        _times(lambda turn: PromptHashes(prompts[turn % len(prompts)].request).of(32), _SELECTIONS),
-        _times(lambda turn: by_load.loads.on_report(reports[turn], 1.0), len(reports) - _WARM_UP),
+        _times(select_round_robin, _SELECTIONS),
+        _times(select_least_loaded, _SELECTIONS),
+        _times(select_kv, _SELECTIONS),
+        _times(hash_prompt, _SELECTIONS),
+        _times(take_report, len(reports) - _WARM_UP),
+    ]
+
+
+def _random_reports(num_instances: int, count: int) -> list[LoadReport]:
+    """Return reports of all instances in turn."""
+    rnd = random.Random(1)
+    return [
+        LoadReport(
+            instance_id=number % num_instances,
+            number=number,
+            running=rnd.randrange(9),
+            waiting=0,
+            queued_prefill_tokens=rnd.randrange(9999),
+            kv_blocks_used=rnd.randrange(99),
+            kv_blocks_total=999,
+            context_tokens=0,
+        )
+        for number in range(1, count + 1)
     ]
 
 
 class CachingFleet:
-    """Instances whose caches have the same system prompt, and the first 100 of them a conversation
-    each.
+    """Instances whose caches have the same system prompt.
 
-    `known` has their blocks after `read_updates`. `conversations` are prompts.
+    Those of the first _CONVERSATIONS also have a conversation each. `known` has their blocks after
+    `read_updates`. `conversations` are prompts.
     """
 
     def __init__(self, instances: int, blocks: int, block_tokens: int, prompt_tokens: int) -> None:
         """`blocks`: of all instances together."""
         rnd = random.Random(block_tokens)
-        self.system = token_ids(
-            rnd.randrange(1 << 17) for _ in range(min(_SYSTEM_TOKENS, prompt_tokens // 2))
-        )
+        self.system = _random_tokens(rnd, min(_SYSTEM_TOKENS, prompt_tokens // 2))
         shared = prefix_hashes(self.system, block_tokens, 0)
-        length = block_tokens * (prompt_tokens // block_tokens - len(shared))
+        num_own_blocks = prompt_tokens // block_tokens - len(shared)
         chats = [
-            token_ids(rnd.randrange(1 << 17) for _ in range(length))
-            for _ in range(min(instances, 100))
+            _random_tokens(rnd, block_tokens * num_own_blocks)
+            for _ in range(min(instances, _CONVERSATIONS))
         ]
-        self.conversations = [(self.system + each)[:prompt_tokens] for each in chats]
-        self.known, self.view, self.num_blocks = KnownPrefixes(), ClusterView(), 0
+        self.conversations = [(self.system + chat)[:prompt_tokens] for chat in chats]
+        self.known = KnownPrefixes()
+        self.view = ClusterView()
+        self.num_blocks = 0
         self._updates: list[bytes] = []
         for number in range(instances):
             instance = _instance(number, block_tokens)
             self.known.add_instance(instance)
             self.view.add(instance)
-            own = [
-                *shared,
-                *(prefix_hashes(chats[number], block_tokens, shared[-1]) if number < 100 else ()),
-            ]
-            own += (rnd.getrandbits(64) for _ in range(blocks // instances - len(own)))
-            self._updates += _snapshot(number, own, block_tokens)
-            self.num_blocks += len(own)
+            hashes = list(shared)
+            if number < len(chats):
+                hashes += prefix_hashes(chats[number], block_tokens, shared[-1])
+            num_others = blocks // instances - len(hashes)
+            hashes += [rnd.getrandbits(64) for _ in range(num_others)]
+            self._updates += _snapshot(number, hashes, block_tokens)
+            self.num_blocks += len(hashes)
 
     def read_updates(self) -> None:
         for data in self._updates:
             self.known.on_update(decode(data, KvCacheUpdate))
+
+
+class _Event(NamedTuple):
+    """What happens at a simulated time."""
+
+    time_s: float
+    number: int  # orders events of the same time
+    run: Callable[[float], None]
 
 
 class SimulatedFrontends:
@@ -285,38 +323,42 @@ class SimulatedFrontends:
         self._by_load = by_load
         self._holds = holds
         self._frontends = [Placement("least-loaded", seed=seed) for seed in range(count)]
-        # Of each frontend, the prompts that it holds, with the times of their arrival.
+        # By frontend, the prompts that it holds, with the times of their arrival.
         self._waiting = [deque[tuple[float, GenerateRequest]]() for _ in range(count)]
         self._num_sent = [0] * count
         self._view = ModelView().including(_instance(1 << 20, 32))
         for worker in rates:
-            self._view = self._view.including(
-                msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL)
-            )
+            instance = msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL)
+            self._view = self._view.including(instance)
         self._breakers = PairBreakers()
         self._free_at = dict.fromkeys(rates, 0.0)
         self._num_reports = 0
         self._reported_at: dict[tuple[int, int], float] = {}
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._events: list[_Event] = []
         self._num_events = 0
         self._ttfts: list[float] = []
 
-    def _at(self, time_s: float, event: Callable[[float], None]) -> None:
+    def _at(self, time_s: float, run: Callable[[float], None]) -> None:
         self._num_events += 1
-        heapq.heappush(self._events, (time_s, self._num_events, event))
+        heapq.heappush(self._events, _Event(time_s, self._num_events, run))
 
     def ttfts(self, lengths: Sequence[int], seconds: float) -> list[float]:
         """Return the sorted times to first token."""
-        rnd, requests = random.Random(1), {length: _request(range(length)) for length in lengths}
-        rate, now = 0.8 * sum(self._rates.values()) / (sum(lengths) / len(lengths)), 0.0
-        while (now := now + rnd.expovariate(rate)) < seconds:
-            frontend, request = rnd.randrange(len(self._frontends)), requests[rnd.choice(lengths)]
-            self._at(now, partial(self._arrived, frontend, request))
+        rnd = random.Random(1)
+        requests = {length: _request(range(length)) for length in lengths}
+        mean_length = sum(lengths) / len(lengths)
+        rate = _BUSY_SHARE * sum(self._rates.values()) / mean_length
+        arrives_at = rnd.expovariate(rate)
+        while arrives_at < seconds:
+            frontend = rnd.randrange(len(self._frontends))
+            request = requests[rnd.choice(lengths)]
+            self._at(arrives_at, partial(self._arrived, frontend, request))
+            arrives_at += rnd.expovariate(rate)
         for worker in self._rates:
             self._at(rnd.random() * _BROADCAST_S, partial(self._broadcast, worker, seconds))
         while self._events:
-            time_s, _, event = heapq.heappop(self._events)
-            event(time_s)
+            event = heapq.heappop(self._events)
+            event.run(event.time_s)
         return sorted(self._ttfts)
 
     def _arrived(self, frontend: int, request: GenerateRequest, now: float) -> None:
@@ -327,7 +369,9 @@ class SimulatedFrontends:
         """Send the prompts that wait in a frontend, as long as a worker may get them."""
         waiting = self._waiting[frontend]
         while waiting:
-            view = self._view.excluding(self._full_workers(frontend)) if self._holds else self._view
+            view = self._view
+            if self._holds:
+                view = view.excluding(self._full_workers(frontend))
             if not view.prefill:
                 return
             arrived_at, request = waiting.popleft()
@@ -338,8 +382,10 @@ class SimulatedFrontends:
         full = set[int]()
         for worker in self._rates:
             load = self._frontends[frontend].loads.get(worker)
-            reported_tokens = 0 if load.report is None else load.report.queued_prefill_tokens
-            if reported_tokens + load.unseen_prefill_tokens >= _FULL_TOKENS:
+            tokens = load.unseen_prefill_tokens
+            if load.report is not None:
+                tokens += load.report.queued_prefill_tokens
+            if tokens >= _FULL_TOKENS:
                 full.add(worker)
         return frozenset(full)
 
@@ -351,7 +397,8 @@ class SimulatedFrontends:
         arrived_at: float,
         now: float,
     ) -> None:
-        placement, count = self._frontends[frontend], len(request.token_ids)
+        placement = self._frontends[frontend]
+        prompt_tokens = len(request.token_ids)
         selection: WorkerSelection | None = None
         if self._by_load:
             selection = placement.select(view, PromptHashes(request), self._breakers, now)
@@ -360,11 +407,13 @@ class SimulatedFrontends:
             selection = select(view, "model", self._num_sent[frontend], self._breakers)
         assert selection.prefill is not None
         worker = selection.prefill.id
-        share = placement.loads.of(worker).place(count, 0)
+        share = placement.loads.of(worker).place(prompt_tokens, 0)
         share.sent(now)
-        self._free_at[worker] = max(now, self._free_at[worker]) + count / self._rates[worker]
-        self._ttfts.append(self._free_at[worker] - arrived_at)
-        self._at(self._free_at[worker], partial(self._computed, frontend, worker, share))
+        begins_at = max(now, self._free_at[worker])
+        ends_at = begins_at + prompt_tokens / self._rates[worker]
+        self._free_at[worker] = ends_at
+        self._ttfts.append(ends_at - arrived_at)
+        self._at(ends_at, partial(self._computed, frontend, worker, share))
 
     def _computed(self, frontend: int, worker: int, share: Share, now: float) -> None:
         share.end()
@@ -382,8 +431,17 @@ class SimulatedFrontends:
 
     def _report(self, frontend: int, worker: int, now: float) -> None:
         self._num_reports += 1
-        tokens = int(max(0.0, self._free_at[worker] - now) * self._rates[worker])
-        report = LoadReport(worker, self._num_reports, 0, 0, tokens, 0, 0, 0)
+        busy_s = max(0.0, self._free_at[worker] - now)
+        report = LoadReport(
+            instance_id=worker,
+            number=self._num_reports,
+            running=0,
+            waiting=0,
+            queued_prefill_tokens=int(busy_s * self._rates[worker]),
+            kv_blocks_used=0,
+            kv_blocks_total=0,
+            context_tokens=0,
+        )
         self._frontends[frontend].loads.on_report(report, now)
         self._send_waiting(frontend, now)
 
@@ -392,17 +450,18 @@ def measure_frontends(arguments: argparse.Namespace) -> None:
     """Print a row per number of frontends, workers and lengths of prompts."""
     columns = "round-robin p50    p99  least-loaded p50    p99   held p50    p99"
     print(f"frontends  workers  prompts  TTFT ms: {columns}")
-    counts, fleets, prompts = (1, 4, 16), (1, 2, 4, 8, 16), ((1000,), (200, 500, 1000, 6000))
-    for count, workers, lengths in itertools.product(counts, fleets, prompts):
-        rates = dict.fromkeys(range(1, workers + 1), _TOKENS_PER_S)
-        cells = []
+    frontends = (1, 4, 16)
+    workers = (1, 2, 4, 8, 16)
+    prompts = {"equal": (1000,), "mixed": (200, 500, 1000, 6000)}
+    row = "{:9} {:8}  {:7} {:24.0f} {:6.0f} {:17.0f} {:6.0f} {:10.0f} {:6.0f}"
+    for num_frontends, num_workers, kind in itertools.product(frontends, workers, prompts):
+        rates = dict.fromkeys(range(1, num_workers + 1), _TOKENS_PER_S)
+        cells: list[float] = []
         for by_load, holds in ((False, False), (True, False), (True, True)):
-            simulated = SimulatedFrontends(count, rates, by_load=by_load, holds=holds)
-            ttfts = simulated.ttfts(lengths, arguments.seconds)
-            cells += [ttfts[len(ttfts) * share // 100] * 1000 for share in (50, 99)]
-        kind = "equal" if len(lengths) == 1 else "mixed"
-        row = "{:9} {:8}  {:7} {:24.0f} {:6.0f} {:17.0f} {:6.0f} {:10.0f} {:6.0f}"
-        print(row.format(count, workers, kind, *cells), flush=True)
+            simulated = SimulatedFrontends(num_frontends, rates, by_load=by_load, holds=holds)
+            ttfts = simulated.ttfts(prompts[kind], arguments.seconds)
+            cells += [1000 * _percentile(ttfts, 50), 1000 * _percentile(ttfts, 99)]
+        print(row.format(num_frontends, num_workers, kind, *cells), flush=True)
 
 
 def measure_index(arguments: argparse.Namespace) -> None:
@@ -417,33 +476,35 @@ def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> Non
     fleet = CachingFleet(
         arguments.instances, arguments.blocks, block_tokens, arguments.prompt_tokens
     )
-    before, begun_s = _resident_bytes(), time.process_time()
+    bytes_before = _resident_bytes()
+    begun_s = time.process_time()
     fleet.read_updates()
-    spent_s, size = time.process_time() - begun_s, (_resident_bytes() - before) / fleet.num_blocks
-    rnd, system = random.Random(1), fleet.system
-    unknown = [
-        token_ids(rnd.randrange(1 << 17) for _ in range(arguments.prompt_tokens))
-        for _ in range(100)
-    ]
-    prompts = unknown, [system + each[len(system) :] for each in unknown], fleet.conversations
-    asked = _prompts(unknown)  # made before, because a copy of a prompt takes as long as its hashes
-    hashing = _times(lambda turn: asked[turn % 100].of(block_tokens), 100, warm_up=0)
+    blocks_per_s = fleet.num_blocks / (time.process_time() - begun_s)
+    block_bytes = (_resident_bytes() - bytes_before) / fleet.num_blocks
+    rnd = random.Random(1)
+    unknown = [_random_tokens(rnd, arguments.prompt_tokens) for _ in range(_HASHED_PROMPTS)]
+    # They are made before, because a copy of a prompt takes as long as its hashes.
+    unhashed = _prompts(unknown)
+
+    def hash_prompt(turn: int) -> None:
+        unhashed[turn].of(block_tokens)
+
+    hashing_us = _percentile(_times(hash_prompt, _HASHED_PROMPTS, warm_up=0), 50)
     print(
-        f"{block_tokens:5} {fleet.num_blocks / spent_s:16,.0f} {size:12.0f} {hashing[50]:10.1f}  ",
-        end="",
+        f"{block_tokens:5} {blocks_per_s:16,.0f} {block_bytes:12.0f} {hashing_us:10.1f}  ", end=""
     )
-    for each in prompts:
-        times = _lookups(fleet.known, _prompts(each), block_tokens)
-        print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}", end="")
+    num_system_tokens = len(fleet.system)
+    with_system_prompt = [fleet.system + ids[num_system_tokens:] for ids in unknown]
+    for prompts in (unknown, with_system_prompt, fleet.conversations):
+        times = _lookups(fleet.known, _prompts(prompts), block_tokens)
+        print(f"{_percentile(times, 50):16.1f} {_percentile(times, 99):7.1f}", end="")
     print(flush=True)
 
 
 def _lookups(
     known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens: int
 ) -> list[float]:
-    """Return the times of look-ups that find the candidates and read their overlaps, in us,
-    sorted.
-    """
+    """Return the sorted times in us of look-ups that find candidates and read their overlaps."""
     for prompt in prompts:
         prompt.of(block_tokens)
 
@@ -456,10 +517,14 @@ def _lookups(
 
 
 def _times(call: Callable[[int], object], count: int, *, warm_up: int = _WARM_UP) -> list[float]:
-    """Return the CPU times of `count` calls with the numbers after the first `warm_up`, in us,
-    sorted.
+    """Return the sorted CPU times of calls in us.
+
+    Args:
+        call: gets the number of the call.
+        count: of the calls.
+        warm_up: calls before these, whose times do not count.
     """
-    times = []
+    times: list[float] = []
     for turn in range(warm_up + count):
         begun_ns = time.thread_time_ns()
         call(turn)
@@ -468,15 +533,22 @@ def _times(call: Callable[[int], object], count: int, *, warm_up: int = _WARM_UP
 
 
 def _prompts(prompts: Iterable[Sequence[int]]) -> list[PromptHashes]:
-    # the last token is never in a cache
+    # The last token is never in a cache.
     return [PromptHashes(_request([*ids, 0])) for ids in prompts]
 
 
 def _request(ids: Sequence[int]) -> GenerateRequest:
-    sampling = Sampling(max_tokens=1)
     return GenerateRequest(
-        request_id="r", model="model", token_ids=token_ids(ids), sampling=sampling, deadline=0.0
+        request_id="r",
+        model="model",
+        token_ids=token_ids(ids),
+        sampling=Sampling(max_tokens=1),
+        deadline=0.0,
     )
+
+
+def _random_tokens(rnd: random.Random, count: int) -> TokenIds:
+    return token_ids(rnd.randrange(_VOCABULARY) for _ in range(count))
 
 
 def _instance(number: int, block_tokens: int) -> Instance:
@@ -504,24 +576,24 @@ def _snapshot(number: int, hashes: Sequence[int], block_tokens: int) -> list[byt
         hashes[begin : begin + MAX_UPDATE_BLOCKS]
         for begin in range(0, len(hashes), MAX_UPDATE_BLOCKS)
     ]
-    first = KvCacheUpdate(instance_id=number, number=0, block_tokens=block_tokens, cleared=True)
-    return [
-        encode(
-            msgspec.structs.replace(
-                first,
-                number=index,
-                cleared=not index,
-                stored=pack_hashes(part),
-                snapshot=len(parts) - index,
-            )
+    updates: list[bytes] = []
+    for index, part in enumerate(parts):
+        update = KvCacheUpdate(
+            instance_id=number,
+            number=index,
+            block_tokens=block_tokens,
+            cleared=index == 0,
+            stored=pack_hashes(part),
+            snapshot=len(parts) - index,
         )
-        for index, part in enumerate(parts)
-    ]
+        updates.append(encode(update))
+    return updates
 
 
 def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * 4096
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    num_pages = int(fields[1])
+    return num_pages * 4096
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ class RoutedWorkers(LaunchedDeployment):
     def __init__(self, mode: str, documents: int) -> None:
         self._mode = mode
         self._cached_documents = documents // 4
-        slowest = 100 if documents else 25
-        # per step
+        # Per step.
         self._prefill_tokens = {
-            "prefill-1": slowest,
+            "prefill-1": 100 if documents else 25,
             "prefill-2": 100,
             "prefill-3": 100,
             "prefill-4": 100,
@@ -64,31 +63,22 @@ class RoutedWorkers(LaunchedDeployment):
             "system-port": 0,
         }
         if self._cached_documents:
-            flags["publish-kv-events"] = arguments["enable_prefix_caching"] = True
+            flags["publish-kv-events"] = True
+            arguments["enable_prefix_caching"] = True
             if name in self._prefill_tokens:
-                arguments["kv_cache_blocks"] = _DOCUMENT_BLOCKS * (
-                    self._cached_documents + _RUNNING_PROMPTS
-                )
-        env = {NAME_VARIABLE: name}
+                num_prompts = self._cached_documents + _RUNNING_PROMPTS
+                arguments["kv_cache_blocks"] = _DOCUMENT_BLOCKS * num_prompts
         return {
             "name": name,
             "disaggregation_mode": name.partition("-")[0],
             "flags": flags,
-            "env": env,
+            "env": {NAME_VARIABLE: name},
         }
 
 
 def measure_modes(arguments: argparse.Namespace) -> None:
     """Print a row per mode."""
-    rnd = random.Random(1)
-    numbers = range(arguments.requests)
-    if arguments.documents:
-        starts = [f"{number} " + "word " * 1000 for number in range(arguments.documents)]
-        prompts = tuple(
-            f"{rnd.choice(starts)} {number} " + "more " * rnd.randint(5, 50) for number in numbers
-        )
-    else:
-        prompts = tuple(f"{number} " + "word " * rnd.randint(50, 1500) for number in numbers)
+    prompts = _prompts(arguments.requests, arguments.documents)
     print("mode           ok  failed  TTFT ms p50       p99  ITL ms p99")
     for mode in arguments.modes:
         deployment = RoutedWorkers(mode, arguments.documents)
@@ -107,10 +97,26 @@ def measure_modes(arguments: argparse.Namespace) -> None:
             result, _ = uvloop.run(measure_load(load, warmup=8, pids={}))
         finally:
             deployment.stop()
-        ttft, itl = result["ttft_ms"], result["itl_ms"]
+        ttft = result["ttft_ms"]
+        itl = result["itl_ms"]
         failed = sum(result["errors"].values())
         print(
             f"{mode:12} {result['ok']:4} {failed:7} {ttft['p50']:12.1f} {ttft['p99']:9.1f}"
             f" {itl['p99']:11.1f}",
             flush=True,
         )
+
+
+def _prompts(count: int, num_documents: int) -> tuple[str, ...]:
+    """Return prompts of random length. They begin with one of the documents, if there are any."""
+    rnd = random.Random(1)
+    documents = [f"{number} " + "word " * 1000 for number in range(num_documents)]
+    prompts: list[str] = []
+    for number in range(count):
+        if documents:
+            document = rnd.choice(documents)
+            prompt = f"{document} {number} " + "more " * rnd.randint(5, 50)
+        else:
+            prompt = f"{number} " + "word " * rnd.randint(50, 1500)
+        prompts.append(prompt)
+    return tuple(prompts)

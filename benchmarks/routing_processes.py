@@ -39,8 +39,10 @@ class WritingManager(BlockManager):
         """See `BlockManager.reserve`."""
         is_reserved = super().reserve(table, prompt, salt, num_blocks)
         if is_reserved:
+            prompt_tokens = 0 if prompt is None else len(prompt)
+            cached_tokens = len(table.chain) * self._block_tokens
             with Path(os.environ[REUSED_FILE]).open("a", encoding="ascii") as file:
-                file.write(f"{len(prompt or ())} {len(table.chain) * self._block_tokens}\n")
+                file.write(f"{prompt_tokens} {cached_tokens}\n")
         return is_reserved
 
 
@@ -49,13 +51,17 @@ class LossyPrefixes(KnownPrefixes):
 
     def on_update(self, update: KvCacheUpdate) -> None:
         """See `KnownPrefixes.on_update`."""
-        if update.snapshot or not update.stored or update.number % _LOST != 1:
-            super().on_update(update)
+        has_new_blocks = update.stored and not update.snapshot
+        if has_new_blocks and update.number % _LOST == 1:
+            return
+        super().on_update(update)
 
 
 if __name__ == "__main__":
-    # For measurements, so no flags name these
+    # They are for measurements, so no flags name them.
     engine.BlockManager = WritingManager  # type: ignore[attr-defined]
     engine._OPENING = (_MESSAGE,)  # type: ignore[assignment]
     run_app.KnownPrefixes = LossyPrefixes  # type: ignore[attr-defined]
-    {"worker": worker.main, "frontend": frontend.main}[sys.argv.pop(1)]()
+    mains = {"worker": worker.main, "frontend": frontend.main}
+    run_main = mains[sys.argv.pop(1)]
+    run_main()

@@ -42,6 +42,7 @@ from .summary import ProcessMeter
 STEP_S: Final = 0.02
 _DECODE_STEP_S = 0.01
 _DECODE_BLOCKS = 1 << 17
+_DECODE_STEP_TOKENS = 1_000_000
 _SALTED = 10  # prompts that are sent again with another salt each
 _SETTLE_S = 3.0  # for the frontends to see all workers
 _READY_S = 60.0  # longest start of the second frontend
@@ -52,17 +53,20 @@ _DYNAMO = "dynamo-"  # begins the modes of Dynamo's router
 
 
 class RoutedWorkers(Ours):
-    """This project with a router mode, and workers of these roles that cache prompts and publish KV
-    events.
+    """This project with a router mode.
+
+    Its workers of some roles cache prompts and publish KV events.
     """
 
     def __init__(
         self, mode: str, arguments: argparse.Namespace, roles: Sequence[str] = ("prefill",)
     ) -> None:
         super().__init__(uses_mock=True)
+        self.name = mode
+        self._mode = mode
         self._roles = roles
-        self.name = self._mode = mode
-        self._prefill_tokens, self._blocks = arguments.prefill_tokens, arguments.cache_blocks
+        self._prefill_tokens = arguments.prefill_tokens
+        self._blocks = arguments.cache_blocks
         self._worker_module = f"{__package__}.routing_processes"
         self._folder = tempfile.TemporaryDirectory(prefix="replay-")
 
@@ -75,44 +79,51 @@ class RoutedWorkers(Ours):
         return Path(self._folder.name) / "reused"
 
     def reused(self) -> Counter[tuple[int, int]]:
-        """Return the tokens of each prompt and those of it that the engines found in their caches,
-        until now.
-        """
-        pairs = (
-            map(int, line.split()) for line in self._reused.read_text(encoding="ascii").splitlines()
-        )
-        return Counter((prompt, cached) for prompt, cached in pairs)
+        """Count the prompts until now by their tokens and those that the engines had cached."""
+        counts: Counter[tuple[int, int]] = Counter()
+        for line in self._reused.read_text(encoding="ascii").splitlines():
+            prompt_tokens, cached_tokens = map(int, line.split())
+            counts[prompt_tokens, cached_tokens] += 1
+        return counts
 
     def frontend(self, port: int) -> Sequence[str]:
         return (*super().frontend(port), "--router-mode", self._mode)
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
-        engine: dict[str, object] = {"kv_block_size": BLOCK_TOKENS}
-        flags = ("--publish-kv-events",) if role in self._roles else ()
-        engine["enable_prefix_caching"] = role in self._roles
+        caches_prompts = role in self._roles
+        engine: dict[str, object] = {
+            "kv_block_size": BLOCK_TOKENS,
+            "enable_prefix_caching": caches_prompts,
+        }
         if role == "prefill":
-            engine |= {"step_s": STEP_S, "prefill_tokens_per_step": self._prefill_tokens}
+            engine["step_s"] = STEP_S
+            engine["prefill_tokens_per_step"] = self._prefill_tokens
             engine["kv_cache_blocks"] = self._blocks
         else:
-            engine |= {"step_s": _DECODE_STEP_S, "kv_cache_blocks": _DECODE_BLOCKS}
+            engine["step_s"] = _DECODE_STEP_S
+            engine["kv_cache_blocks"] = _DECODE_BLOCKS
+        # The last word of the command has the engine's arguments.
         option, module, *words, arguments = super().worker(role, pace_s)
         arguments = orjson.dumps(orjson.loads(arguments) | engine).decode()
-        return (option, module, "worker", *words, arguments, *flags)
+        command = [option, module, "worker", *words, arguments]
+        if caches_prompts:
+            command.append("--publish-kv-events")
+        return command
 
 
 class RoutedDynamo(dynamo.Dynamo):
     """Dynamo with a router mode.
 
-    Its mock engine gets the same times: each step takes as long, and has as many tokens.
-
-    A decode worker of Dynamo makes the first token again, and so it comes a decode step later.
+    Its mock engine gets the same times: each step takes as long, and has as many tokens. A decode
+    worker of Dynamo makes the first token again, and so it comes a decode step later.
     """
 
     def __init__(self, mode: str, arguments: argparse.Namespace) -> None:
         super().__init__(arguments.dynamo_folder, "fastokens")
         self.name = mode
         self._mode = mode.removeprefix(_DYNAMO)
-        self._prefill_tokens, self._blocks = arguments.prefill_tokens, arguments.cache_blocks
+        self._prefill_tokens = arguments.prefill_tokens
+        self._blocks = arguments.cache_blocks
         self._times = arguments.dynamo_folder / "step_times.npz"
         steps = np.array([[_DECODE_STEP_S * 1e3] * 2] * 2)
         grid = np.array([0.0, 1e7])
@@ -127,27 +138,27 @@ class RoutedDynamo(dynamo.Dynamo):
 
     def frontend(self, port: int) -> Sequence[str]:
         words = list(super().frontend(port))
-        words[words.index("--router-mode") + 1] = self._mode
+        _set_option(words, "--router-mode", self._mode)
         return words
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        step_tokens = _DECODE_STEP_TOKENS
+        num_blocks = _DECODE_BLOCKS
+        if role == "prefill":
+            step_tokens = self._prefill_tokens
+            num_blocks = self._blocks
         words = list(super().worker(role, pace_s))
-        values = {"--speedup-ratio": "1", "--max-num-batched-tokens": str(self._prefill_tokens)}
-        values["--num-gpu-blocks-override"] = str(self._blocks)
-        if role != "prefill":
-            values |= {
-                "--max-num-batched-tokens": "1000000",
-                "--num-gpu-blocks-override": str(_DECODE_BLOCKS),
-            }
-        for name, value in values.items():
-            words[words.index(name) + 1] = value
-        return (
-            *words,
-            "--block-size",
-            str(BLOCK_TOKENS),
-            "--planner-profile-data",
-            str(self._times),
-        )
+        _set_option(words, "--speedup-ratio", "1")
+        _set_option(words, "--max-num-batched-tokens", str(step_tokens))
+        _set_option(words, "--num-gpu-blocks-override", str(num_blocks))
+        words += ["--block-size", str(BLOCK_TOKENS)]
+        words += ["--planner-profile-data", str(self._times)]
+        return words
+
+
+def _set_option(words: list[str], name: str, value: str) -> None:
+    """Change the value of an option that a command already has."""
+    words[words.index(name) + 1] = value
 
 
 def measure_replay(arguments: argparse.Namespace) -> None:
@@ -161,49 +172,62 @@ def measure_replay(arguments: argparse.Namespace) -> None:
     print(
         f"{len(trace)} requests in {trace[-1].at_s:.0f} s, {arguments.workers} prefill workers with"
         f" {arguments.prefill_tokens / STEP_S:,.0f} tokens/s and {arguments.cache_blocks} blocks"
-        " each\nHits are compared with those of an oracle that knows each cache, and of one cache"
-        f" as large as all.\n{'mode':<20}   ok failed  hits %  of oracle  of one cache  busy % "
-        " TTFT ms p50      p90      p99   worst",
-        flush=True,
+        " each"
     )
+    print(
+        "Hits are compared with those of an oracle that knows each cache, and of one cache as large"
+        " as all."
+    )
+    columns = "ok failed  hits %  of oracle  of one cache  busy %  TTFT ms p50      p90      p99"
+    print(f"{'mode':<20}   {columns}   worst", flush=True)
     for _ in range(arguments.rounds):
         for mode in arguments.modes:
             _replay(mode, trace, arguments)
 
 
 def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namespace) -> None:
-    recipe = (RoutedDynamo if mode.startswith(_DYNAMO) else RoutedWorkers)(mode, arguments)
+    recipe: RoutedWorkers | RoutedDynamo
+    if mode.startswith(_DYNAMO):
+        recipe = RoutedDynamo(mode, arguments)
+    else:
+        recipe = RoutedWorkers(mode, arguments)
     with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
         time.sleep(_SETTLE_S)
-        meter, busy_s, begun_s = (
-            ProcessMeter({"own": os.getpid()}),
-            busy_seconds(),
-            time.monotonic(),
-        )
+        meter = ProcessMeter({"own": os.getpid()})
+        busy_before_s = busy_seconds()
+        begun_s = time.monotonic()
         meter.start()
         records = uvloop.run(_run(_load(stack.url, trace), recipe))
         wall_s = time.monotonic() - begun_s
-        own = meter.costs(wall_s=wall_s, tokens=0, requests=0)["own"]["cores"]
-        cores = own, max(0.0, (busy_seconds() - busy_s) / wall_s - own)
-    good = [each for each in records if each.is_ok]
+        own_cores = meter.costs(wall_s=wall_s, tokens=0, requests=0)["own"]["cores"]
+        busy_cores = (busy_seconds() - busy_before_s) / wall_s
+    other_cores = max(0.0, busy_cores - own_cores)
+    good = [record for record in records if record.is_ok]
     _print_row(mode, good, len(records) - len(good), trace, arguments)
     print(
-        f"{'':<20} CPU cores: {cores[0]:.2f}, used by other processes: {cores[1]:.2f}", flush=True
+        f"{'':<20} CPU cores: {own_cores:.2f}, used by other processes: {other_cores:.2f}",
+        flush=True,
     )
     if arguments.records is not None:
-        with arguments.records.open("ab") as file:
-            for each in records:
-                row = {
-                    "mode": mode,
-                    "index": each.index,
-                    "error": each.error,
-                    "cached_tokens": each.cached_tokens,
-                }
-                row |= {
-                    "prompt_tokens": each.prompt_tokens,
-                    "ttft_s": (each.first_s or 0.0) - each.planned_s,
-                }
-                file.write(orjson.dumps(row | {"at_s": trace[each.index - 1].at_s}) + b"\n")
+        _append_records(arguments.records, mode, records, trace)
+
+
+def _append_records(
+    path: Path, mode: str, records: Sequence[RequestRecord], trace: Sequence[TraceRequest]
+) -> None:
+    """Append a JSON line per request to a file."""
+    with path.open("ab") as file:
+        for record in records:
+            row = {
+                "mode": mode,
+                "index": record.index,
+                "error": record.error,
+                "cached_tokens": record.cached_tokens,
+                "prompt_tokens": record.prompt_tokens,
+                "ttft_s": (record.first_s or 0.0) - record.planned_s,
+                "at_s": trace[record.index - 1].at_s,
+            }
+            file.write(orjson.dumps(row) + b"\n")
 
 
 def _load(url: str, trace: Sequence[TraceRequest]) -> Load:
@@ -212,9 +236,9 @@ def _load(url: str, trace: Sequence[TraceRequest]) -> Load:
         model=MODEL,
         requests=len(trace),
         seconds=3600.0,
-        prompts=tuple(each.prompt() for each in trace),
-        arrivals_s=tuple(each.at_s - trace[0].at_s for each in trace),
-        osls=tuple(each.output_tokens for each in trace),
+        prompts=tuple(request.prompt() for request in trace),
+        arrivals_s=tuple(request.at_s - trace[0].at_s for request in trace),
+        osls=tuple(request.output_tokens for request in trace),
     )
 
 
@@ -227,62 +251,85 @@ async def _run(load: Load, recipe: RoutedWorkers | RoutedDynamo) -> list[Request
         return await Client(load).run()
     before = recipe.reused()
     records = await Client(load).run()
-    answered = Counter((each.prompt_tokens, each.cached_tokens) for each in records if each.is_ok)
-    differ = (answered - (recipe.reused() - before)).total()
-    salted = replace(load, requests=1, arrivals_s=(0.0,))
-    others = [
-        await Client(
-            replace(salted, prompts=(prompt,), extra={"cache_salt": f"tenant-{number}"})
-        ).run()
-        for number, prompt in enumerate(load.prompts[-_SALTED:])
-    ]
-    found = sum(record.cached_tokens for run in others for record in run)
-    if differ or found or not all(record.is_ok for run in others for record in run):
+    answered = Counter(
+        (record.prompt_tokens, record.cached_tokens) for record in records if record.is_ok
+    )
+    num_different = (answered - (recipe.reused() - before)).total()
+    salted = await _run_salted(load)
+    found_tokens = sum(record.cached_tokens for record in salted)
+    if num_different or found_tokens or not all(record.is_ok for record in salted):
         raise SystemExit(
-            f"{differ} answers differ from the engines' counts; {found} tokens were found with new"
-            " salts"
+            f"{num_different} answers differ from the engines' counts; {found_tokens} tokens were"
+            " found with new salts"
         )
+    return records
+
+
+async def _run_salted(load: Load) -> list[RequestRecord]:
+    """Send the last prompts again, one after the other, each with a salt of its own."""
+    records: list[RequestRecord] = []
+    for number, prompt in enumerate(load.prompts[-_SALTED:]):
+        salted = replace(
+            load,
+            requests=1,
+            arrivals_s=(0.0,),
+            prompts=(prompt,),
+            extra={"cache_salt": f"tenant-{number}"},
+        )
+        records += await Client(salted).run()
     return records
 
 
 def _print_row(
     mode: str,
     good: Sequence[RequestRecord],
-    failed: int,
+    num_failed: int,
     trace: Sequence[TraceRequest],
     arguments: argparse.Namespace,
 ) -> None:
-    prompt_tokens = {each.index: each.prompt_tokens for each in good}
+    # Answers of Dynamo have the count of the decode worker, which computes no prompt.
+    if mode.startswith(_DYNAMO):
+        hits = f"{'-':>7} {'-':>10} {'-':>13} {'-':>7}"
+    else:
+        hits = _hits(good, trace, arguments)
+    ttfts_s = sorted(
+        record.first_s - record.planned_s for record in good if record.first_s is not None
+    )
+    if not ttfts_s:
+        ttfts_s = [0.0]
+    p50, p90, p99 = (1e3 * ttfts_s[len(ttfts_s) * share // 100] for share in (50, 90, 99))
+    worst = 1e3 * ttfts_s[-1]
+    print(
+        f"{mode:<20} {len(good):4} {num_failed:6} {hits} {p50:12.0f} {p90:8.0f} {p99:8.0f}"
+        f" {worst:7.0f}",
+        flush=True,
+    )
+
+
+def _hits(
+    good: Sequence[RequestRecord], trace: Sequence[TraceRequest], arguments: argparse.Namespace
+) -> str:
+    """Return the columns of the prefix hits and of the time in which workers compute."""
+    hits = sum(record.cached_tokens for record in good)
+    sent = sum(record.prompt_tokens for record in good)
+    # The chat template puts them before each prompt.
     framing_tokens = min(
         (
-            tokens - BLOCK_TOKENS * len(trace[index - 1].blocks)
-            for index, tokens in prompt_tokens.items()
+            record.prompt_tokens - BLOCK_TOKENS * len(trace[record.index - 1].blocks)
+            for record in good
         ),
         default=0,
     )
-    hits, sent = sum(each.cached_tokens for each in good), sum(prompt_tokens.values())
-    shares = (
-        hits / max(1, oracle_hits(trace, framing_tokens, blocks, workers))
-        for blocks, workers in (
-            (arguments.cache_blocks, arguments.workers),
-            (arguments.cache_blocks * arguments.workers, 1),
-        )
-    )
-    capacity = arguments.workers * arguments.prefill_tokens / STEP_S * trace[-1].at_s
-    ttfts = sorted(each.first_s - each.planned_s for each in good if each.first_s is not None) or [
-        0.0
-    ]
-    p50, p90, p99 = (1e3 * ttfts[len(ttfts) * share // 100] for share in (50, 90, 99))
-    found = "{:7.1f} {:10.3f} {:13.3f} {:7.0f}".format(
-        100 * hits / max(1, sent), *shares, 100 * (sent - hits) / capacity
-    )
-    # its answers have the count of the decode worker, which computes no prompt
-    if mode.startswith(_DYNAMO):
-        found = f"{'-':>7} {'-':>10} {'-':>13} {'-':>7}"
-    print(
-        f"{mode:<20} {len(good):4} {failed:6} {found} {p50:12.0f} {p90:8.0f} {p99:8.0f}"
-        f" {1e3 * ttfts[-1]:7.0f}",
-        flush=True,
+    num_blocks = arguments.cache_blocks
+    num_workers = arguments.workers
+    of_oracle = oracle_hits(trace, framing_tokens, num_blocks, num_workers)
+    of_one_cache = oracle_hits(trace, framing_tokens, num_blocks * num_workers, 1)
+    capacity = num_workers * arguments.prefill_tokens / STEP_S * trace[-1].at_s
+    hit_percent = 100 * hits / max(1, sent)
+    busy_percent = 100 * (sent - hits) / capacity
+    return (
+        f"{hit_percent:7.1f} {hits / max(1, of_oracle):10.3f} {hits / max(1, of_one_cache):13.3f}"
+        f" {busy_percent:7.0f}"
     )
 
 
@@ -292,15 +339,14 @@ def measure_indexes(arguments: argparse.Namespace) -> None:
     The second one loses updates.
     """
     trace = synthetic_trace(arguments.requests, arguments.rate)
-    recipe, port = RoutedWorkers("kv", arguments, ("prefill", "decode")), free_ports()
+    recipe = RoutedWorkers("kv", arguments, ("prefill", "decode"))
+    port = free_ports()
     with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
-        env = {
-            name: value for name, value in os.environ.items() if not name.startswith("DYN_")
-        } | recipe.environment
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         module = ("-m", f"{__package__}.routing_processes", "frontend")
         second = spawn(
             [recipe.python, *module, *recipe.frontend(port)[2:]],
-            env=env,
+            env=env | recipe.environment,
             stdout=DEVNULL,
             stderr=DEVNULL,
         )
@@ -313,25 +359,29 @@ def measure_indexes(arguments: argparse.Namespace) -> None:
                 flush=True,
             )
             for number in range(arguments.bursts):
-                begin, end = (
-                    len(trace) * each // arguments.bursts for each in (number, number + 1)
-                )
-                halves = (trace[begin:end:2], trace[begin + 1 : end : 2])
-                loads = [_load(url, half) for url, half in zip(urls, halves, strict=True)]
-                uvloop.run(_run_all(loads))
-                agreed_s = _until_equal(urls, _AGREE_S)
-                blocks = [sum(_known_blocks(url).values()) for url in urls]
-                lost, asked = (
-                    total(urls[1], "kv_updates", f'outcome="{each}"') for each in ("gap", "resync")
-                )
-                print(
-                    f"{number:5} {blocks[0]:20} {blocks[1]:7} {lost:13.0f} {asked:20.0f}"
-                    f" {1e3 * agreed_s:15.0f}",
-                    flush=True,
-                )
+                begin = len(trace) * number // arguments.bursts
+                end = len(trace) * (number + 1) // arguments.bursts
+                _measure_burst(number, trace[begin:end], urls)
         finally:
             second.terminate()
             second.wait()
+
+
+def _measure_burst(number: int, requests: Sequence[TraceRequest], urls: tuple[str, str]) -> None:
+    """Send a burst, half of it through each frontend, and print its row."""
+    first_url, second_url = urls
+    loads = [_load(first_url, requests[0::2]), _load(second_url, requests[1::2])]
+    uvloop.run(_run_all(loads))
+    agreed_s = _until_equal(urls, _AGREE_S)
+    first_blocks = sum(_known_blocks(first_url).values())
+    second_blocks = sum(_known_blocks(second_url).values())
+    num_lost = total(second_url, "kv_updates", 'outcome="gap"')
+    num_asked = total(second_url, "kv_updates", 'outcome="resync"')
+    print(
+        f"{number:5} {first_blocks:20} {second_blocks:7} {num_lost:13.0f} {num_asked:20.0f}"
+        f" {1e3 * agreed_s:15.0f}",
+        flush=True,
+    )
 
 
 async def _run_all(loads: Sequence[Load]) -> None:
@@ -341,11 +391,10 @@ async def _run_all(loads: Sequence[Load]) -> None:
 def _known_blocks(url: str) -> dict[str, int]:
     """Return the blocks that a frontend knows, by worker."""
     try:
-        found = re.findall(
-            r'known_prefix_blocks{worker="(\w+)"} (\S+)', fetch(f"{url}/metrics").decode()
-        )
+        metrics = fetch(f"{url}/metrics").decode()
     except OSError:
         return {}
+    found = re.findall(r'known_prefix_blocks{worker="(\w+)"} (\S+)', metrics)
     return {worker: int(float(blocks)) for worker, blocks in found}
 
 
@@ -354,12 +403,13 @@ def _until_equal(urls: Sequence[str], limit_s: float) -> float:
 
     Return how long it took.
     """
-    begun_s = unequal_s = time.monotonic()
-    while (now := time.monotonic()) - unequal_s < _STABLE_S:
+    begun_s = time.monotonic()
+    unequal_s = begun_s  # the last time at which they were not equal
+    while time.monotonic() - unequal_s < _STABLE_S:
         first, second = map(_known_blocks, urls)
         if first != second or not first:
-            unequal_s = now = time.monotonic()
-        if now - begun_s > limit_s:
+            unequal_s = time.monotonic()
+        if time.monotonic() - begun_s > limit_s:
             raise SystemExit(
                 f"after {limit_s:g} s the frontends know different blocks: {first}, {second}"
             )

@@ -1,5 +1,4 @@
-"""Traces for `benchmarks.routing replay`: when requests come, and which blocks of tokens their
-prompts consist of.
+"""Traces for `benchmarks.routing replay`: when requests come, and the blocks of their prompts.
 
 Reads the format of Mooncake's traces (https://github.com/kvcache-ai/Mooncake): per line a JSON
 object with `timestamp` (ms), `output_length` (tokens) and `hash_ids`, one number per block of 512
@@ -10,6 +9,7 @@ depend on its number only.
 from __future__ import annotations
 
 import gzip
+import math
 import random
 from array import array
 from collections import OrderedDict
@@ -39,10 +39,11 @@ class TraceRequest(NamedTuple):
 
     def prompt(self) -> str:
         """Return a text with BLOCK_TOKENS tokens per block."""
-        return "".join(
-            " " + " ".join(random.Random(block).choices(WORDS, k=BLOCK_TOKENS))
-            for block in self.blocks
-        )
+        text = ""
+        for block in self.blocks:
+            words = random.Random(block).choices(WORDS, k=BLOCK_TOKENS)
+            text += " " + " ".join(words)
+        return text
 
 
 class _Line(msgspec.Struct):
@@ -52,25 +53,28 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path, count: int, rate: float) -> list[TraceRequest]:
-    """Read about `count` requests: all of some conversations, spread over the whole trace, and
-    `rate` per second.
+    """Read about `count` requests, and let `rate` of them come per second.
 
-    The first two blocks identify a conversation, because all of them may share the first one.
+    They are all of some conversations, spread over the whole trace. The first two blocks identify a
+    conversation, because all of them may share the first one.
     """
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as file:
         lines = [msgspec.json.decode(line, type=_Line) for line in file]
-    rnd, share = random.Random(1), count / len(lines)
+    rnd = random.Random(1)
+    share = count / len(lines)
     is_used: dict[tuple[int, ...], bool] = {}
-    found = []
+    requests: list[TraceRequest] = []
     for line in lines:
-        if is_used.setdefault(tuple(line.hash_ids[:2]), rnd.random() < share):
-            output_tokens = max(2, line.output_length // SCALE)
-            found.append(
-                TraceRequest(
-                    line.timestamp + rnd.random() * _TICK_MS, tuple(line.hash_ids), output_tokens
-                )
+        conversation = tuple(line.hash_ids[:2])
+        if is_used.setdefault(conversation, rnd.random() < share):
+            request = TraceRequest(
+                at_s=line.timestamp + rnd.random() * _TICK_MS,
+                blocks=tuple(line.hash_ids),
+                output_tokens=max(2, line.output_length // SCALE),
             )
-    return _at_rate(found, rate)
+            requests.append(request)
+    return _at_rate(requests, rate)
 
 
 def synthetic_trace(count: int, rate: float) -> list[TraceRequest]:
@@ -80,34 +84,38 @@ def synthetic_trace(count: int, rate: float) -> list[TraceRequest]:
     blocks of prompts were in the turn before. The length of prompts has a median of 19 blocks and a
     long tail.
     """
-    rnd, found = random.Random(1), list[TraceRequest]()
-    number = 0
+    rnd = random.Random(1)
+    requests: list[TraceRequest] = []
+    last_block = 0  # the highest number so far
 
     def new_blocks(median: float) -> tuple[int, ...]:
-        nonlocal number
-        begin, number = (
-            number + 1,
-            number + min(230, max(1, int(rnd.lognormvariate(0, 1.0) * median))),
-        )
-        return tuple(range(begin, number + 1))
+        nonlocal last_block
+        drawn = int(rnd.lognormvariate(0, 1.0) * median)
+        num_blocks = min(230, max(1, drawn))
+        first = last_block + 1
+        last_block += num_blocks
+        return tuple(range(first, last_block + 1))
 
-    while len(found) < count:
-        at_s, blocks = rnd.random(), (0, *new_blocks(14))
-        for _ in range(min(12, 1 + int(rnd.expovariate(0.8)))):
+    while len(requests) < count:
+        at_s = rnd.random()
+        blocks = (0, *new_blocks(14))
+        num_turns = min(12, 1 + int(rnd.expovariate(0.8)))
+        for _ in range(num_turns):
             if at_s < 1:
-                found.append(TraceRequest(at_s, blocks, max(2, int(rnd.expovariate(1 / 22)))))
-            at_s, blocks = at_s + rnd.lognormvariate(0, 1.0) * 0.05, blocks + new_blocks(3)
-    return _at_rate(found, rate)
+                output_tokens = max(2, int(rnd.expovariate(1 / 22)))
+                requests.append(TraceRequest(at_s, blocks, output_tokens))
+            at_s += rnd.lognormvariate(0, 1.0) * 0.05
+            blocks += new_blocks(3)
+    return _at_rate(requests, rate)
 
 
 def _at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
-    """Return the requests in the order of their times, which are scaled so that `rate` come per
-    second.
-    """
+    """Return the requests in the order of their times, scaled so that `rate` come per second."""
     requests.sort()
-    begin, end = requests[0].at_s, requests[-1].at_s
-    scale = len(requests) / rate / (end - begin)
-    return [each._replace(at_s=(each.at_s - begin) * scale) for each in requests]
+    begin_s = requests[0].at_s
+    end_s = requests[-1].at_s
+    scale = len(requests) / rate / (end_s - begin_s)
+    return [request._replace(at_s=(request.at_s - begin_s) * scale) for request in requests]
 
 
 class _Cache:
@@ -122,10 +130,10 @@ class _Cache:
 
     def match(self, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are cached."""
-        return next(
-            (count for count, prefix in enumerate(hashes) if prefix not in self._blocks),
-            len(hashes),
-        )
+        for count, prefix in enumerate(hashes):
+            if prefix not in self._blocks:
+                return count
+        return len(hashes)
 
     def store(self, hashes: Sequence[int], needed: int) -> None:
         """Cache the full blocks of a prompt, which needs so many blocks in all."""
@@ -135,6 +143,7 @@ class _Cache:
             self._blocks.pop(prefix, None)
         while len(self._blocks) + needed > self._limit:
             self._blocks.popitem(last=False)
+        # The last block of a prompt is the first to go.
         self._blocks.update(dict.fromkeys(reversed(hashes)))
 
 
@@ -155,21 +164,34 @@ def oracle_hits(
         cache_blocks: blocks that each worker can cache.
         workers: the number of workers.
     """
-    caches, num_sent, hits = [_Cache(cache_blocks) for _ in range(workers)], [0] * workers, 0
+    caches = [_Cache(cache_blocks) for _ in range(workers)]
+    sent_tokens = [0] * workers
+    hits = 0
     prompts = [_ids(request.blocks, framing_tokens) for request in trace]
-    # the last token is never in a cache
+    # The last token is never in a cache.
     hashed = [prefix_hashes(ids[:-1], BLOCK_TOKENS, 0) for ids in prompts]
-    shared = next(
-        (count for count, each in enumerate(zip(*hashed, strict=False)) if len(set(each)) > 1), 0
-    )
+    num_shared = _num_shared(hashed)
     for ids, hashes in zip(prompts, hashed, strict=True):
         found = [cache.match(hashes) for cache in caches]
-        best = min(
-            range(workers), key=lambda worker: (-max(shared, found[worker]), num_sent[worker])
-        )
-        caches[best].store(prefix_hashes(ids, BLOCK_TOKENS, 0), -(-len(ids) // BLOCK_TOKENS))
-        hits, num_sent[best] = hits + found[best] * BLOCK_TOKENS, num_sent[best] + len(ids)
+        # The most cached blocks, then the fewest tokens.
+        ranks = [
+            (-max(num_shared, num_found), tokens)
+            for num_found, tokens in zip(found, sent_tokens, strict=True)
+        ]
+        best = ranks.index(min(ranks))
+        needed_blocks = math.ceil(len(ids) / BLOCK_TOKENS)
+        caches[best].store(prefix_hashes(ids, BLOCK_TOKENS, 0), needed_blocks)
+        hits += found[best] * BLOCK_TOKENS
+        sent_tokens[best] += len(ids)
     return hits
+
+
+def _num_shared(hashed: Sequence[Sequence[int]]) -> int:
+    """Return with how many equal blocks all prompts begin. 0: they do not differ."""
+    for count, prefixes in enumerate(zip(*hashed, strict=False)):
+        if len(set(prefixes)) > 1:
+            return count
+    return 0
 
 
 def _ids(blocks: Sequence[int], framing_tokens: int) -> array[int]:
