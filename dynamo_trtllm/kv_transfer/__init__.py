@@ -1,3 +1,4 @@
-"""Transfer KV from prefill workers to decode workers, as regions of memory, independent of engine
-and model.
+"""Transfer KV from prefill workers to decode workers, as regions of memory.
+
+This package depends neither on the engine nor on the model.
 """

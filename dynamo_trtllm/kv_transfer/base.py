@@ -1,9 +1,8 @@
-"""Define what engines and KV transfer backends share: the interface of a backend, and KV transfer
-parameters.
+"""Define the interface of KV transfer backends, and check KV transfer parameters.
 
 The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes,
-device); the engine gathers KV blocks into regions and scatters them. The functions for KV transfer
-parameters check them and decide which deadline ends a fetch first.
+device); the engine gathers KV blocks into regions and scatters them. One of the functions decides
+which deadline ends a fetch first.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.errors import (
@@ -151,9 +151,11 @@ def view(region: MemoryRegion) -> memoryview:
 
     The caller keeps the memory alive while it uses the view.
     """
-    if not region.num_bytes:
-        return memoryview(bytearray())  # a view of no bytes can't be cast
-    return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
+    # A view of no bytes can't be cast.
+    if region.num_bytes == 0:
+        return memoryview(bytearray())
+    chars = (ctypes.c_char * region.num_bytes).from_address(region.address)
+    return memoryview(chars).cast("B")
 
 
 def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) -> T:
@@ -185,8 +187,12 @@ def require_cpu(regions: Sequence[MemoryRegion], backend: str) -> None:
 
 
 def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[MemoryRegion]) -> None:
-    """Check that the destination regions have the sizes of the published ones, in bytes and in the
-    same order.
+    """Check that the destination regions have the published sizes, in the same order.
+
+    Args:
+        transfer_id: The id of the transfer.
+        theirs: The sizes of the published regions, in bytes.
+        regions: The destination.
 
     Raises:
         TransferFailed: They differ.
@@ -196,17 +202,18 @@ def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[Mem
         raise TransferFailed(
             f"KV transfer {transfer_id}: {len(theirs)} regions at prefill, {len(ours)} at decode"
         )
-    for at, (at_prefill, at_decode) in enumerate(zip(theirs, ours, strict=True)):
+    for index, (at_prefill, at_decode) in enumerate(zip(theirs, ours, strict=True)):
         if at_prefill != at_decode:
             raise TransferFailed(
-                f"KV transfer {transfer_id}: region {at} has {at_prefill} bytes at prefill,"
+                f"KV transfer {transfer_id}: region {index} has {at_prefill} bytes at prefill,"
                 f" {at_decode} at decode"
             )
 
 
 def address_of(buffer: mmap.mmap | bytearray) -> int:
-    """Return the address of a writable buffer, which must not be resized or freed while the address
-    is used.
+    """Return the address of a writable buffer.
+
+    The buffer must not be resized or freed while the address is used.
     """
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
@@ -245,7 +252,6 @@ TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams
 # where an engine allows it (`kv_compat`).
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
-
 _FLAGS = {"layout.block_tokens": "--kv-block-size"}  # field -> flag of the worker that sets it
 
 
@@ -271,18 +277,22 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
         TransferMismatch: A value differs. The error names the field and both values.
         TransferExpired: The transfer has expired.
     """
-    pairs: list[tuple[str, object, object]] = [
+    # Name of the field, value at prefill, value at decode.
+    compared: list[tuple[str, object, object]] = [
         ("version", kv_params.version, TRANSFER_PARAMS_VERSION),
         ("engine", kv_params.engine, identity.engine),
         ("model", kv_params.model, identity.model),
     ]
-    mine, theirs = identity.layout, kv_params.layout
-    pairs += [
-        (f"layout.{name}", getattr(theirs, name), getattr(mine, name)) for name in EQUAL_LAYOUT
+    for name in EQUAL_LAYOUT:
+        at_prefill = getattr(kv_params.layout, name)
+        at_decode = getattr(identity.layout, name)
+        compared.append((f"layout.{name}", at_prefill, at_decode))
+    # A name that only one side has differs, too.
+    names = sorted(kv_params.kv_compat.keys() | identity.kv_compat.keys())
+    compared += [
+        (name, kv_params.kv_compat.get(name), identity.kv_compat.get(name)) for name in names
     ]
-    names = sorted({*kv_params.kv_compat, *identity.kv_compat})
-    pairs += [(name, kv_params.kv_compat.get(name), identity.kv_compat.get(name)) for name in names]
-    for name, at_prefill, at_decode in pairs:
+    for name, at_prefill, at_decode in compared:
         if at_prefill != at_decode:
             flag = f" ({_FLAGS[name]})" if name in _FLAGS else ""
             raise TransferMismatch(
@@ -317,12 +327,11 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
         timeout_s: Of any fetch.
     """
     now = time.time()
-    bounds = (
-        (deadline - now, DeadlineExceeded, "the request's deadline passed"),
-        (kv_params.expires_at - now, TransferTimeout, "it expired"),
-        (timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
+    late = f"KV transfer {kv_params.transfer_id} did not finish before"
+    # Of equal ones, the first counts.
+    deadlines = (
+        Deadline(deadline - now, DeadlineExceeded, f"{late} the request's deadline passed"),
+        Deadline(kv_params.expires_at - now, TransferTimeout, f"{late} it expired"),
+        Deadline(timeout_s, TransferTimeout, f"{late} --handoff-timeout-s {timeout_s:g} passed"),
     )
-    left_s, error, why = min(bounds, key=lambda bound: bound[0])
-    return Deadline(
-        left_s, error, f"KV transfer {kv_params.transfer_id} did not finish before {why}"
-    )
+    return min(deadlines, key=attrgetter("left_s"))

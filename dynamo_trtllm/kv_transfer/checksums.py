@@ -1,15 +1,13 @@
-"""Compute checksums of KV on threads at both workers; the decode worker compares them before it
-uses the KV.
+"""Compute checksums of KV on threads at both workers.
 
-A transfer's checksum covers all its regions in order. Host memory is hashed with XXH3-64, GPU
-memory by a function of the engine, so this package needs no GPU library. Checksums detect faults,
-but not forgery, because they have no key.
+The decode worker compares them before it uses the KV. A transfer's checksum covers all its regions
+in order. Host memory is hashed with XXH3-64, GPU memory by a function of the engine, so this
+package needs no GPU library. Checksums detect faults, but not forgery, because they have no key.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import struct
@@ -56,8 +54,9 @@ class Checksums:
         self.mode = mode
         self.device_checksum: Callable[[MemoryRegion], int] | None = None
         self.mismatches = 0  # number of fetches with a wrong checksum
-        threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self._pool = ThreadPoolExecutor(threads, "kv-checksum")  # starts threads on demand
+        num_cpus = os.cpu_count() or 1
+        num_threads = max(1, min(_MOST_THREADS, num_cpus // 2))
+        self._pool = ThreadPoolExecutor(num_threads, "kv-checksum")  # starts threads on demand
 
     def method(self, regions: Sequence[MemoryRegion]) -> str:
         """Return the name of the method for these regions, or "" if they get no checksum."""
@@ -65,7 +64,9 @@ class Checksums:
             return ""
         if all(region.device == "cpu" for region in regions):
             return HOST
-        return DEVICE if self.mode == "on" and self.device_checksum is not None else ""
+        if self.mode == "on" and self.device_checksum is not None:
+            return DEVICE
+        return ""
 
     def is_checked(self, transfer_id: str, theirs: str, regions: Sequence[MemoryRegion]) -> bool:
         """Return whether a fetch into these regions compares checksums.
@@ -137,11 +138,13 @@ def blocks(region: MemoryRegion) -> Iterator[MemoryRegion]:
 
     A region of GPU memory is one block.
     """
-    block_bytes = BLOCK_BYTES if region.device == "cpu" else max(1, region.num_bytes)
+    if region.device == "cpu":
+        block_bytes = BLOCK_BYTES
+    else:
+        block_bytes = max(1, region.num_bytes)  # the step of a range can't be 0
     for begin in range(0, region.num_bytes, block_bytes):
-        yield MemoryRegion(
-            region.address + begin, min(block_bytes, region.num_bytes - begin), region.device
-        )
+        num_bytes = min(block_bytes, region.num_bytes - begin)
+        yield MemoryRegion(region.address + begin, num_bytes, region.device)
 
 
 def combined(before: int, hashes: Sequence[int]) -> int:
@@ -151,7 +154,10 @@ def combined(before: int, hashes: Sequence[int]) -> int:
         before: The checksum of the regions before it, or NOTHING.
         hashes: The hashes of the region's blocks.
     """
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
+    packed = struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)
+    checksum = xxhash.xxh3_64_intdigest(packed)
+    # 0 would mean that the checksum is not known yet.
+    return 1 if checksum == 0 else checksum
 
 
 @dataclass(eq=False)
@@ -169,11 +175,12 @@ class OfferChecksum:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        # blocks that are not hashed yet
-        self._left = sum(len(list(blocks(region))) for region in self.regions)
         self._jobs: list[list[Future[int]]] = []  # by region and block
         self._stopped = False
-        if not self._left:
+        self._blocks_left = 0  # not hashed yet
+        for region in self.regions:
+            self._blocks_left += len(list(blocks(region)))
+        if self._blocks_left == 0:
             self._complete()
 
     def mark_ready(self, ready: int) -> None:
@@ -181,33 +188,43 @@ class OfferChecksum:
 
         Call it on the event loop.
         """
-        if self._stopped:  # copies of an unpublished transfer may still finish
+        # Copies of an unpublished transfer may still finish.
+        if self._stopped:
             return
-        for region in self.regions[len(self._jobs) : ready]:
-            self._jobs.append(self.checksums.submit_all(region))
-            for job in self._jobs[-1]:
+        num_begun = len(self._jobs)
+        for region in self.regions[num_begun:ready]:
+            jobs = self.checksums.submit_all(region)
+            self._jobs.append(jobs)
+            for job in jobs:
                 job.add_done_callback(self._hashed)
 
     def _hashed(self, job: Future[int]) -> None:
         if job.cancelled():
             return
-        if (exc := job.exception()) is not None:
+        exc = job.exception()
+        if exc is not None:
             log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
-        with self._lock:  # a done job calls this later, so `stop` waits for the lock
+        # A done job calls this later, so `stop` waits for the lock.
+        with self._lock:
             if self._stopped:
                 return
             if exc is None:
-                self._left -= 1
-                if not self._left:
+                self._blocks_left -= 1
+                if self._blocks_left == 0:
                     self._complete()
             elif self.on_complete is not None:
                 self.on_complete(None)
 
     def _complete(self) -> None:
-        if self.on_complete is not None:
-            hashes = [[job.result() for job in jobs] for jobs in self._jobs]
-            hashes += [[]] * (len(self.regions) - len(hashes))  # regions without bytes
-            self.on_complete(functools.reduce(combined, hashes, NOTHING))
+        if self.on_complete is None:
+            return
+        checksum = NOTHING
+        for jobs in self._jobs:
+            checksum = combined(checksum, [job.result() for job in jobs])
+        # If all regions that are left have no bytes, there are no jobs for them.
+        for _ in self.regions[len(self._jobs) :]:
+            checksum = combined(checksum, [])
+        self.on_complete(checksum)
 
     async def hashes(self, index: int) -> list[int]:
         """Return the hashes of the blocks of a ready region.
@@ -233,9 +250,9 @@ async def results(jobs: Sequence[Future[int]]) -> list[int]:
     Raises:
         TransferFailed: They can't be computed.
     """
-    waiting = (asyncio.wrap_future(job) for job in jobs if not job.done())
-    # other callers wait for the same jobs
-    await asyncio.shield(asyncio.gather(*waiting, return_exceptions=True))
+    unfinished = [asyncio.wrap_future(job) for job in jobs if not job.done()]
+    # Other callers wait for the same jobs, so a cancel of this call must not cancel them.
+    await asyncio.shield(asyncio.gather(*unfinished, return_exceptions=True))
     return hashes_of(jobs)
 
 
@@ -261,8 +278,9 @@ async def ended(jobs: Iterable[Future[Any]]) -> None:
 
     The jobs read the caller's memory, so the caller must wait for them before it frees the memory.
     """
+    # Jobs that have started can't be cancelled.
     unfinished = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
-    # the awaiting call raises the exceptions
+    # The call that awaits a job's result raises its exception.
     waiting = asyncio.gather(*unfinished, return_exceptions=True)
     is_cancelled = False
     while not waiting.done():

@@ -48,7 +48,9 @@ def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpBackend:
         return TcpBackend(checksums=checksums)
     advertised = config.kv_transfer_host or LOOPBACK
     bound = config.kv_transfer_bind_host or advertised
-    if (":" in bound) != (":" in advertised) and bound != "::":
+    # An IPv6 address contains a colon. A listener at :: also accepts IPv4 connections.
+    is_same_family = (":" in bound) == (":" in advertised)
+    if not is_same_family and bound != "::":
         raise ConfigError(
             f"KV transfer can't listen at {bound} and be reached at {advertised}: one is an IPv6"
             " address, the other is not. Give --kv-transfer-bind-host and --kv-transfer-host of"

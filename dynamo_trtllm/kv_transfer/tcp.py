@@ -1,5 +1,6 @@
-"""Transfer KV over plain TCP, for hosts without NIXL: one connection per fetch, with CPU memory
-only.
+"""Transfer KV over plain TCP, for hosts without NIXL.
+
+Each fetch has a connection of its own, and the KV must be in CPU memory.
 
 An offer contains a random token, and the listener sends KV only to peers that present it. KV is not
 encrypted. A fetch consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If
@@ -59,7 +60,7 @@ log = logging.getLogger(__name__)
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
 _TOKEN_BYTES = 32
-# magic, token, size of the transfer id that follows, in bytes
+# Magic, token, size of the transfer id that follows, in bytes.
 _REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
@@ -68,8 +69,10 @@ _BACKLOG = 4096  # connections not yet accepted; beyond it, the kernel retries s
 _REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after it
 # Limits of open connections, and of those without a request: absolute, and as a fraction (1/N) of
 # the process's file descriptor limit, so that foreign connections can't use up all descriptors.
-_MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
-_MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
+_MAX_CONNECTIONS = 4096
+_PART_OF_FILES = 2
+_MAX_UNASKED = 1024
+_UNASKED_PART_OF_FILES = 4
 _LOG_EVERY_S = 10.0
 
 
@@ -87,7 +90,7 @@ class PublishedRegions:
 
     regions: tuple[MemoryRegion, ...]
     ready: int  # regions that hold their data
-    # readers have to present it
+    # Readers have to present it.
     token: bytes = field(default_factory=partial(secrets.token_bytes, _TOKEN_BYTES))
     checksum: OfferChecksum | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
@@ -113,12 +116,12 @@ class TcpBackend:
         checksums: Checksums | None = None,
     ) -> None:
         self.checksums = checksums or Checksums()
-        # not called: it can't transfer GPU memory
+        # Nothing calls it: this backend can't transfer GPU memory.
         self.prepare_thread: Callable[[], None] = lambda: None
         self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        # connections without a request, oldest first
+        # Connections without a request, the oldest first.
         self._unasked: dict[asyncio.Task[None], None] = {}
         self._closed = 0  # connections closed since the last log line about them
         self._logged_at = -math.inf
@@ -134,10 +137,10 @@ class TcpBackend:
         self._on_fetched = on_fetched
         host = self._bind_host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        both = host == "::" and socket.has_dualstack_ipv6()
+        accepts_ipv4_too = host == "::" and socket.has_dualstack_ipv6()
         try:
             self._listener = socket.create_server(
-                (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+                (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=accepts_ipv4_too
             )
         except OSError as exc:
             raise ConfigError(
@@ -171,28 +174,31 @@ class TcpBackend:
             raise TransferFailed(
                 f"KV transfer {transfer_id} is already published; unpublish it first"
             )
-        entry = PublishedRegions(tuple(regions), len(regions) if ready is None else ready)
-        if method := self.checksums.method(regions):
+        if ready is None:
+            ready = len(regions)
+        entry = PublishedRegions(tuple(regions), ready)
+        method = self.checksums.method(regions)
+        if method:
             entry.checksum = OfferChecksum(self.checksums, entry.regions)
             entry.checksum.mark_ready(entry.ready)
         self._published[transfer_id] = entry
-        return encode(
-            _TcpOffer(
-                host=self._advertise_host,
-                port=self._listener.getsockname()[1],
-                token=entry.token,
-                sizes_bytes=[region.num_bytes for region in regions],
-                checksum=method,
-            )
+        offer = _TcpOffer(
+            host=self._advertise_host,
+            port=self._listener.getsockname()[1],
+            token=entry.token,
+            sizes_bytes=[region.num_bytes for region in regions],
+            checksum=method,
         )
+        return encode(offer)
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         entry = self._published.get(transfer_id)
-        if entry is not None:
-            entry.ready = ready
-            if entry.checksum is not None:
-                entry.checksum.mark_ready(ready)
-            entry.notify_readers()
+        if entry is None:
+            return
+        entry.ready = ready
+        if entry.checksum is not None:
+            entry.checksum.mark_ready(ready)
+        entry.notify_readers()
 
     async def unpublish(self, transfer_id: str) -> None:
         entry = self._published.pop(transfer_id, None)
@@ -224,22 +230,20 @@ class TcpBackend:
             self._unasked[task] = None
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                    magic, token, id_bytes = _REQUEST.unpack(
-                        await _receive_bytes(connection, _REQUEST.size)
-                    )
+                    request = await _receive_bytes(connection, _REQUEST.size)
+                    magic, token, id_bytes = _REQUEST.unpack(request)
                     if magic not in (_PLAIN, _CHECKED):
                         raise BadFrame("not a KV transfer request")
-                    transfer_id = (await _receive_bytes(connection, id_bytes)).decode(
-                        errors="replace"
-                    )
+                    encoded_id = await _receive_bytes(connection, id_bytes)
+                    transfer_id = encoded_id.decode(errors="replace")
                 self._unasked.pop(task, None)
                 entry = self._published.get(transfer_id)
                 if entry is None or not hmac.compare_digest(entry.token, token):
-                    await asyncio.get_running_loop().sock_sendall(
-                        connection, _REPLY.pack(magic, False, 0)
-                    )
+                    refusal = _REPLY.pack(magic, False, 0)
+                    await asyncio.get_running_loop().sock_sendall(connection, refusal)
                     return
-                entry.readers.add(task)  # `unpublish` cancels it before the memory is reused
+                # `unpublish` cancels it before the memory is reused.
+                entry.readers.add(task)
                 try:
                     await self._send(connection, magic, entry)
                 finally:
@@ -251,19 +255,24 @@ class TcpBackend:
                 self._unasked.pop(task, None)
 
     def _can_accept(self) -> bool:
-        """Return whether another connection fits, after closing the oldest one without a request if
-        needed.
+        """Return whether another connection fits.
+
+        If needed, close the oldest one without a request.
         """
         assert self._acceptor is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
             files = _PART_OF_FILES * _MAX_CONNECTIONS
-        is_full = self._acceptor.num_connections > min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
-        if is_full or len(self._unasked) >= min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES):
-            if not self._drop(1):  # all others have valid requests: this peer has to retry later
-                self._note_closed(1)
-                return False
-        return True
+        max_connections = min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
+        max_unasked = min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES)
+        has_space = (
+            self._acceptor.num_connections <= max_connections and len(self._unasked) < max_unasked
+        )
+        if has_space or self._drop(1):
+            return True
+        # All others have valid requests: this peer has to retry later.
+        self._note_closed(1)
+        return False
 
     def _relieve(self) -> bool:
         return self._drop((len(self._unasked) + 1) // 2)
@@ -287,7 +296,8 @@ class TcpBackend:
                 " connects",
                 self._closed,
             )
-            self._closed, self._logged_at = 0, now
+            self._closed = 0
+            self._logged_at = now
 
     async def _send(self, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
         loop = asyncio.get_running_loop()
@@ -324,18 +334,19 @@ class TcpBackend:
     async def _read(
         self, transfer_id: str, facts: _TcpOffer, to: Destination, *, is_checked: bool
     ) -> None:
-        loop, ours = asyncio.get_running_loop(), _CHECKED if is_checked else _PLAIN
+        loop = asyncio.get_running_loop()
+        our_magic = _CHECKED if is_checked else _PLAIN
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(connection, (facts.host, facts.port))
-            name = transfer_id.encode()
-            await loop.sock_sendall(connection, _REQUEST.pack(ours, facts.token, len(name)) + name)
-            magic, is_published, total_bytes = _REPLY.unpack(
-                await _receive_bytes(connection, _REPLY.size)
-            )
-            if magic != ours:
+            encoded_id = transfer_id.encode()
+            request = _REQUEST.pack(our_magic, facts.token, len(encoded_id))
+            await loop.sock_sendall(connection, request + encoded_id)
+            reply = await _receive_bytes(connection, _REPLY.size)
+            magic, is_published, total_bytes = _REPLY.unpack(reply)
+            if magic != our_magic:
                 raise TransferFailed(
                     f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV"
                     " transfer protocol"
@@ -344,7 +355,8 @@ class TcpBackend:
                 raise TransferFailed(
                     f"KV transfer {transfer_id} is no longer published by its prefill worker"
                 )
-            if total_bytes != (expected := sum(facts.sizes_bytes)):
+            expected = sum(facts.sizes_bytes)
+            if total_bytes != expected:
                 raise TransferFailed(
                     f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but"
                     f" published {expected}"
@@ -382,12 +394,14 @@ class TcpBackend:
         return checksum
 
     async def aclose(self) -> None:
-        listener, self._listener = self._listener, None
+        listener = self._listener
+        self._listener = None
         if listener is not None and self._acceptor is not None:
             await self._acceptor.aclose()
             listener.close()
         while self._published:
-            self._published.popitem()[1].notify_readers()
+            _, entry = self._published.popitem()
+            entry.notify_readers()
         await asyncio.to_thread(self.checksums.close)
 
 
@@ -405,9 +419,9 @@ async def _receive(connection: socket.socket, target: memoryview) -> None:
         EOFError: The peer closed the connection first.
     """
     loop = asyncio.get_running_loop()
-    at = 0
-    while at < len(target):
-        count = await loop.sock_recv_into(connection, target[at:])
+    num_received = 0
+    while num_received < len(target):
+        count = await loop.sock_recv_into(connection, target[num_received:])
         if count == 0:
             raise EOFError("the connection was closed")
-        at += count
+        num_received += count

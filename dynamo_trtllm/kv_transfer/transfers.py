@@ -1,5 +1,4 @@
-"""Own the KV transfers of one engine: which are pending, until when, and what a backend does for
-them.
+"""Own the KV transfers of one engine: which are pending, until when, and what moves their KV.
 
 A transfer is pending until a decode worker has fetched its KV, until it is released, or until it
 expires.
@@ -75,7 +74,7 @@ class PendingTransfers:
     @property
     def prompt_tokens(self) -> list[int]:
         """The length of the prompt of each pending transfer."""
-        return [each.prompt_tokens for each in self._pending.values()]
+        return [transfer.prompt_tokens for transfer in self._pending.values()]
 
     def add(
         self, request: GenerateRequest, first: Chunk, kv_bytes: int, on_end: OnEnd
@@ -111,8 +110,7 @@ class PendingTransfers:
     def validate(
         self, request: GenerateRequest, *, kv_bytes: int | None = None
     ) -> KvTransferParams:
-        """Return the KV transfer parameters of a decode call if they match the call and this
-        engine.
+        """Return the KV transfer parameters of a decode call, checked against it and this engine.
 
         Args:
             request: the call.
@@ -129,13 +127,9 @@ class PendingTransfers:
                 "a decode call needs KV transfer parameters (ticket)", field="ticket"
             )
         check_params(kv_params, self.identity, now=time.time())
-        for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
-            if ours is not None and (theirs := getattr(kv_params, name)) != ours:
-                raise TransferMismatch(
-                    f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours}"
-                    " at decode; retry the request",
-                    field=name,
-                )
+        _require_equal(kv_params, "prompt_tokens", len(request.token_ids))
+        if kv_bytes is not None:
+            _require_equal(kv_params, "kv_bytes", kv_bytes)
         if not kv_params.first_token_ids:
             raise TransferMismatch(
                 f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids"
@@ -150,11 +144,12 @@ class PendingTransfers:
         Unknown and ended transfers are ignored. `outcome`: None if it has expired.
         """
         ended = self._pending.pop(transfer_id, None)
-        if ended is not None:
-            event = RecordedEvent.KV_EXPIRED if outcome is None else RecordedEvent.KV_RELEASED
-            RECORDER.record(ended.request_id, event)
-            ended.expiry.cancel()
-            ended.on_end(outcome)
+        if ended is None:
+            return
+        event = RecordedEvent.KV_EXPIRED if outcome is None else RecordedEvent.KV_RELEASED
+        RECORDER.record(ended.request_id, event)
+        ended.expiry.cancel()
+        ended.on_end(outcome)
 
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
@@ -167,6 +162,17 @@ class PendingTransfers:
             self._ttl_s,
         )
         self.release(transfer_id, None)
+
+
+def _require_equal(kv_params: KvTransferParams, name: str, ours: int) -> None:
+    """Check a number of the parameters. Raises TransferMismatch if it is not `ours`."""
+    theirs = getattr(kv_params, name)
+    if theirs != ours:
+        raise TransferMismatch(
+            f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours}"
+            " at decode; retry the request",
+            field=name,
+        )
 
 
 class KvTransfers(PendingTransfers):
@@ -221,21 +227,25 @@ class KvTransfers(PendingTransfers):
             The KV transfer parameters. Their engine state is the backend's offer.
         """
         kv_bytes = sum(region.num_bytes for region in regions)
-        kv_params = self.add(
-            request, first, kv_bytes, lambda _: self._begin_unpublish(transfer_id, on_unpublished)
-        )
-        transfer_id = kv_params.transfer_id
+
+        def on_end(_: ReleaseOutcome | None) -> None:
+            self._begin_unpublish(kv_params.transfer_id, on_unpublished)
+
+        kv_params = self.add(request, first, kv_bytes, on_end)
         try:
-            offer = await self.backend.publish(transfer_id, regions, ready=ready)
-        except BaseException:  # also if cancelled: the backend may have published this memory
-            self.release(transfer_id)
+            offer = await self.backend.publish(kv_params.transfer_id, regions, ready=ready)
+        except BaseException:
+            # Also if this call was cancelled: the backend may have published the memory.
+            self.release(kv_params.transfer_id)
             raise
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_bytes)
         return msgspec.structs.replace(kv_params, engine_state=offer)
 
     async def fetch(self, request: GenerateRequest, offer: bytes, to: Destination) -> None:
-        """Read the KV of a decode call's prompt until the first of: its deadline, its expiry, the
-        longest fetch time.
+        """Read the KV of a decode call's prompt.
+
+        It ends at the first of: the request's deadline, the transfer's expiry, the longest fetch
+        time.
 
         Raises:
             DeadlineExceeded: the request's deadline passed.
@@ -243,10 +253,13 @@ class KvTransfers(PendingTransfers):
             TransferExpired: the transfer expired before the fetch could start.
             TransferFailed: the read failed.
         """
-        name, kv_params = request.request_id, request.kv_params
+        kv_params = request.kv_params
         assert kv_params is not None
         RECORDER.record(
-            name, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id, kv_params.kv_bytes
+            request.request_id,
+            RecordedEvent.KV_FETCH_STARTED,
+            kv_params.prefill_instance_id,
+            kv_params.kv_bytes,
         )
         first = first_deadline(kv_params, request.deadline, self._timeout_s)
         if first.left_s <= 0:
@@ -262,7 +275,7 @@ class KvTransfers(PendingTransfers):
             await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=first.left_s)
         except TransferTimeout as exc:
             raise first.error(first.message) from exc
-        RECORDER.record(name, RecordedEvent.KV_FETCHED)
+        RECORDER.record(request.request_id, RecordedEvent.KV_FETCHED)
 
     def _begin_unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:
         unpublish = self._unpublish(transfer_id, on_unpublished)
@@ -286,9 +299,11 @@ class KvTransfers(PendingTransfers):
         await self.backend.aclose()
 
 
-# what follows a phase
-_BEGINS = {"queue": RecordedEvent.STARTED_IN_ENGINE, "prefill": RecordedEvent.PREFILL_DONE}
-_WAITS = {
+_EVENT_AFTER_PHASE = {
+    "queue": RecordedEvent.STARTED_IN_ENGINE,
+    "prefill": RecordedEvent.PREFILL_DONE,
+}
+_EVENT_OF_WAIT = {
     "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
     "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
 }
@@ -302,14 +317,15 @@ class RequestPhases:
         self.cached_tokens = 0  # of the prompt, which were not computed again
         self._request = request
         self._begun_s = time.monotonic()  # of the current phase
-        self._lacked = ""  # last
+        self._last_lack = ""  # the last argument of `lack` that was recorded
 
     def end(self, phase: str) -> None:
         """End the current phase, and begin the next one."""
         now = time.monotonic()
-        self.seconds[phase], self._begun_s = now - self._begun_s, now
-        if phase in _BEGINS:
-            RECORDER.record(self._request.request_id, _BEGINS[phase])
+        self.seconds[phase] = now - self._begun_s
+        self._begun_s = now
+        if phase in _EVENT_AFTER_PHASE:
+            RECORDER.record(self._request.request_id, _EVENT_AFTER_PHASE[phase])
 
     def end_part(self, part: str) -> None:
         """End the first part of the current phase."""
@@ -317,9 +333,9 @@ class RequestPhases:
 
     def lack(self, what: str) -> None:
         """Record, once, what the request lacks as the first one that waits."""
-        if what in _WAITS and what != self._lacked:
-            self._lacked = what
-            RECORDER.record(self._request.request_id, _WAITS[what])
+        if what in _EVENT_OF_WAIT and what != self._last_lack:
+            self._last_lack = what
+            RECORDER.record(self._request.request_id, _EVENT_OF_WAIT[what])
 
     def timings(self) -> PhaseTimings:
         """Return the timings of the phases that have ended."""

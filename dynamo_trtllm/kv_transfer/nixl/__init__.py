@@ -1,5 +1,6 @@
-"""Transfer KV over NIXL's UCX backend: the decode worker reads the prefill worker's memory with
-one-sided reads.
+"""Transfer KV over NIXL's UCX backend.
+
+The decode worker reads the prefill worker's memory with one-sided reads.
 
 Only `bindings` imports NIXL. The target can't reject a one-sided read, and over shared memory a
 read succeeds even after deregistration. Every published transfer therefore has a validity slot that

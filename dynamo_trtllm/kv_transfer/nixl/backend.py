@@ -34,9 +34,10 @@ from dynamo_trtllm.messages import encode
 
 log = logging.getLogger(__name__)
 
-# shortest and longest pause between two checks for acknowledgments
-_NOTICE_WAIT_S = (0.0002, 0.005)
-# keep listening after the last transfer: some transports need it to serve late readers
+# The pause between two checks for acknowledgments.
+_SHORTEST_WAIT_S = 0.0002
+_LONGEST_WAIT_S = 0.005
+# The listener runs on after the last transfer: some transports need it to serve late readers.
 _LINGER_S = 2.0
 
 
@@ -44,7 +45,7 @@ _LINGER_S = 2.0
 class _NixlPublished:
     slot: int  # its validity slot
     in_region: bool  # its memory is part of a registered region
-    # NIXL's handle of memory that is registered for this transfer only
+    # NIXL's handle of memory that is registered for this transfer only.
     registered: Any | None = None
     checksum: OfferChecksum | None = None
 
@@ -89,8 +90,10 @@ class NixlBackend:
     def check(self) -> None:
         if self._bindings.agent is None or self._ending is not None:
             return
-        threads = self._listener, self._fetching.thread
-        if names := " and ".join(thread.name for thread in threads if not thread.is_alive()):
+        threads = (self._listener, self._fetching.thread)
+        ended_threads = [thread.name for thread in threads if not thread.is_alive()]
+        if ended_threads:
+            names = " and ".join(ended_threads)
             raise EngineFailed(
                 f"KV transfer over {self.name} has stopped: thread {names} ended; restart the"
                 " worker"
@@ -102,16 +105,16 @@ class NixlBackend:
 
     async def register(self, region: MemoryRegion) -> None:
         self._require_running("registering memory")
-        await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._register, region)))
+        registering = self._registering.submit(self._register, region)
+        await asyncio.shield(asyncio.wrap_future(registering))
 
     def _register(self, region: MemoryRegion) -> None:
         """Register a region. Runs on the registration thread."""
         with self._bindings.translated(
             f"can't register {region.num_bytes >> 20} MiB of {region.device}"
         ):
-            self._bindings.registered.append(
-                RegisteredMemory(region, *self._bindings.register([region]))
-            )
+            handle, memory = self._bindings.register([region])
+            self._bindings.registered.append(RegisteredMemory(region, handle, memory))
 
     # --- prefill worker ---------------------------------------------------------------------------
 
@@ -123,42 +126,46 @@ class NixlBackend:
             raise TransferFailed(
                 f"KV transfer {transfer_id} is already published; unpublish it first"
             )
-        kind, live = kind_of(regions), [region for region in regions if region.num_bytes]
+        if ready is None:
+            ready = len(regions)
+        kind = kind_of(regions)
+        with_bytes = [region for region in regions if region.num_bytes > 0]
         slot = self._validity_slots.acquire()
-        nonce = self._validity_slots.activate(slot, len(regions) if ready is None else ready)
-        region = self._bindings.region_of(live)
+        nonce = self._validity_slots.activate(slot, ready)
+        registered = self._bindings.region_of(with_bytes)
         self._published[transfer_id] = _NixlPublished(
-            slot=slot, in_region=region is not None or not live
+            slot=slot, in_region=registered is not None or not with_bytes
         )
-        if not live:
+        if not with_bytes:
             memory = b""
-        elif region is not None:
-            memory = region.memory
+        elif registered is not None:
+            memory = registered.memory
         else:
-            registering = self._registering.submit(self._register_alone, transfer_id, live)
+            registering = self._registering.submit(self._register_alone, transfer_id, with_bytes)
             memory = await asyncio.shield(asyncio.wrap_future(registering))
-        method, entry = self.checksums.method(regions), self._published.get(transfer_id)
-        if method and entry is not None:  # closing may have discarded it
-            entry.checksum = OfferChecksum(
-                self.checksums, tuple(regions), partial(self._validity_slots.set_checksum, slot)
-            )
+        method = self.checksums.method(regions)
+        entry = self._published.get(transfer_id)
+        # Closing may have discarded the entry during the registration.
+        if method and entry is not None:
+            set_checksum = partial(self._validity_slots.set_checksum, slot)
+            entry.checksum = OfferChecksum(self.checksums, tuple(regions), set_checksum)
             entry.checksum.mark_ready(self._validity_slots.get(slot).ready)
         with self._wake:
             self._wake.notify()
-        return encode(
-            NixlOffer(
-                agent=self._agent_name,
-                connection=self._connection,
-                validity_agent=self._validity_connection,
-                memory=memory,
-                kind=kind,
-                descriptors=[descriptor_of(each) for each in regions],
-                validity_slot=self._validity_slots.descriptor(slot),
-                nonce=nonce,
-                ready=self._validity_slots.get(slot).ready,
-                checksum=method,
-            )
+        offer = NixlOffer(
+            agent=self._agent_name,
+            connection=self._connection,
+            validity_agent=self._validity_connection,
+            memory=memory,
+            kind=kind,
+            descriptors=[descriptor_of(region) for region in regions],
+            validity_slot=self._validity_slots.descriptor(slot),
+            nonce=nonce,
+            # More regions may have become ready during the registration.
+            ready=self._validity_slots.get(slot).ready,
+            checksum=method,
         )
+        return encode(offer)
 
     def _register_alone(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> bytes:
         """Register the memory of one transfer, and return NIXL's metadata for readers.
@@ -166,21 +173,24 @@ class NixlBackend:
         Runs on the registration thread, where `_discard` follows.
         """
         with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
-            self._published[transfer_id].registered, memory = self._bindings.register(regions)
+            handle, memory = self._bindings.register(regions)
+            self._published[transfer_id].registered = handle
         return memory
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         entry = self._published.get(transfer_id)
-        if entry is not None:
-            self._validity_slots.mark_ready(entry.slot, ready)
-            if entry.checksum is not None:
-                entry.checksum.mark_ready(ready)
+        if entry is None:
+            return
+        self._validity_slots.mark_ready(entry.slot, ready)
+        if entry.checksum is not None:
+            entry.checksum.mark_ready(ready)
 
     async def unpublish(self, transfer_id: str) -> None:
         entry = self._published.get(transfer_id)
         if entry is None:
             return
-        self._validity_slots.clear(entry.slot)  # at once, so that every read that ends later fails
+        # At once, so that every read that ends later fails.
+        self._validity_slots.clear(entry.slot)
         try:
             if entry.checksum is not None:
                 await entry.checksum.stop()  # it reads the memory and writes to the slot
@@ -190,9 +200,8 @@ class NixlBackend:
             elif entry.in_region:
                 self._discard(transfer_id)
             else:
-                await asyncio.shield(
-                    asyncio.wrap_future(self._registering.submit(self._discard, transfer_id))
-                )
+                discarding = self._registering.submit(self._discard, transfer_id)
+                await asyncio.shield(asyncio.wrap_future(discarding))
 
     def _discard(self, transfer_id: str) -> None:
         """Discard a transfer.
@@ -208,12 +217,13 @@ class NixlBackend:
                 self._bindings.agent.deregister_memory(entry.registered)
 
     def _listen(self) -> None:
-        """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is
-        published.
+        """Run the listener thread.
+
+        It looks for acknowledgments and lets NIXL make progress while KV is published.
         """
         self.prepare_thread()
-        shortest_s, longest_s = _NOTICE_WAIT_S
-        wait_s, published_at = shortest_s, 0.0
+        wait_s = _SHORTEST_WAIT_S
+        published_at = 0.0  # when KV was last seen to be published
         while True:
             with self._wake:
                 if self._ending is not None:
@@ -226,14 +236,16 @@ class NixlBackend:
                 self._bindings.progress()
             except self._bindings.errors:
                 log.warning("KV transfer over nixl: making progress failed", exc_info=True)
-            read = [
-                transfer_id
-                for transfer_id, entry in list(self._published.items())
-                if self._validity_slots.was_read(entry.slot)
-            ]
-            wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
-            for transfer_id in read:
-                self._loop.call_soon_threadsafe(self._on_fetched, transfer_id)
+            any_read = False
+            for transfer_id, entry in list(self._published.items()):
+                if self._validity_slots.was_read(entry.slot):
+                    any_read = True
+                    self._loop.call_soon_threadsafe(self._on_fetched, transfer_id)
+            # Check often after a publication or an acknowledgment, then ever more rarely.
+            if woken or any_read:
+                wait_s = _SHORTEST_WAIT_S
+            else:
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     # --- decode worker ----------------------------------------------------------------------------
 
@@ -250,8 +262,18 @@ class NixlBackend:
         self._require_running("fetching KV")
         is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
         slot = self._validity_slots.acquire()
-        own = self._bindings, self._peers, self._validity_slots, self.checksums
-        fetch = Fetch(*own, transfer_id, facts, to, slot, deadline, is_checked)
+        fetch = Fetch(
+            bindings=self._bindings,
+            peers=self._peers,
+            validity_slots=self._validity_slots,
+            checksums=self.checksums,
+            transfer_id=transfer_id,
+            offer=facts,
+            to=to,
+            slot=slot,
+            deadline=deadline,
+            is_checked=is_checked,
+        )
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies
         # by the CPU are not.
         step_now = facts.kind == "VRAM" and self._peers.is_connected(facts)
@@ -260,7 +282,8 @@ class NixlBackend:
             try:
                 await asyncio.wrap_future(work)
             except asyncio.CancelledError:
-                await ended([work])  # it writes to the caller's memory
+                # The caller's memory must stay until nothing writes to it.
+                await ended([work])
                 raise
         finally:
             self._validity_slots.release(slot)
@@ -281,7 +304,8 @@ class NixlBackend:
         self._registering.submit(self._release_all)
         self._registering.shutdown()
         self._listener.join()
-        self._bindings.agent = self._bindings.validity_agent = None
+        self._bindings.agent = None
+        self._bindings.validity_agent = None
 
     def _release_all(self) -> None:
         """Discard all transfers and deregister all memory.

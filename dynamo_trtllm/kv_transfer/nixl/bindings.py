@@ -33,7 +33,7 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: str
     connection: bytes  # metadata for connecting to the agent
-    # metadata of the validity agent and of its page of slots
+    # Metadata of the validity agent and of its page of slots.
     validity_agent: bytes = msgspec.field(name="guards")
     memory: bytes  # metadata of the registration; empty if the KV has no bytes
     kind: str  # of memory, as NIXL calls it: DRAM or VRAM
@@ -46,7 +46,7 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sizes_bytes(self) -> list[int]:
         """Return the sizes of the regions in bytes."""
-        return [descriptor[1] for descriptor in self.descriptors]
+        return [num_bytes for _, num_bytes, _ in self.descriptors]
 
 
 class RegisteredMemory(NamedTuple):
@@ -58,12 +58,11 @@ class RegisteredMemory(NamedTuple):
 
     def contains(self, region: MemoryRegion) -> bool:
         """Return whether `region` is completely in this memory."""
-        begin, end = self.region.address, self.region.address + self.region.num_bytes
-        return (
-            region.device == self.region.device
-            and begin <= region.address
-            and region.address + region.num_bytes <= end
-        )
+        if region.device != self.region.device:
+            return False
+        own_end = self.region.address + self.region.num_bytes
+        end = region.address + region.num_bytes
+        return self.region.address <= region.address and end <= own_end
 
 
 class NixlBindings:
@@ -123,7 +122,8 @@ class NixlBindings:
                 f"transfer backend nixl can't start its UCX backend: {exc!r}; use transfer"
                 " backend tcp"
             ) from exc
-        self.agent, self.validity_agent = agent, validity_agent
+        self.agent = agent
+        self.validity_agent = validity_agent
         return connection, validity_connection
 
     def progress(self) -> None:
@@ -136,24 +136,28 @@ class NixlBindings:
 
         Return the handle and the metadata for readers.
         """
-        descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, regions)]
+        # NIXL wants a text in addition, which may be empty.
+        descriptors = [(*descriptor_of(region), "") for region in regions]
         handle = self.agent.register_memory(descriptors, kind_of(regions))
         try:
-            return handle, self.agent.get_partial_agent_metadata(handle, False, _BACKENDS)
+            memory = self.agent.get_partial_agent_metadata(handle, False, _BACKENDS)
         except self.errors:
             self.agent.deregister_memory(handle)
             raise
+        return handle, memory
 
     def region_of(self, regions: Sequence[MemoryRegion]) -> RegisteredMemory | None:
         """Return the registered memory that contains all `regions`, or None."""
-        return next(
-            (memory for memory in self.registered if all(map(memory.contains, regions))), None
-        )
+        for memory in self.registered:
+            if all(memory.contains(region) for region in regions):
+                return memory
+        return None
 
     @contextlib.contextmanager
     def temporarily_registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
-        """Register regions for the time of the context, unless they are part of a registered
-        region.
+        """Register regions for the time of the context.
+
+        Nothing is done if they are part of a registered region.
         """
         if not regions or self.region_of(regions) is not None:
             yield
@@ -184,7 +188,9 @@ def validity_agent_of(agent: str) -> str:
 
 def descriptor_of(region: MemoryRegion) -> Descriptor:
     """Return NIXL's descriptor of a region."""
-    return region.address, region.num_bytes, int(region.device.partition(":")[2] or 0)
+    _, _, number = region.device.partition(":")
+    device = int(number) if number else 0
+    return region.address, region.num_bytes, device
 
 
 def kind_of(regions: Sequence[MemoryRegion]) -> str:
@@ -205,8 +211,8 @@ def kind_of(regions: Sequence[MemoryRegion]) -> str:
 def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that NIXL raises, which have no common base class."""
     classes = [
-        each
-        for each in vars(bindings).values()
-        if isinstance(each, type) and issubclass(each, Exception)
+        value
+        for value in vars(bindings).values()
+        if isinstance(value, type) and issubclass(value, Exception)
     ]
     return (*classes, RuntimeError)

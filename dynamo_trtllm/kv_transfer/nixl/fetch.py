@@ -1,7 +1,7 @@
-"""Fetch one transfer step by step: read its regions as they become ready, verify it, and
-acknowledge it.
+"""Fetch one transfer step by step.
 
-A few reads are in flight at once. Threads hash regions while others arrive. The checksum is in the
+A fetch reads the regions as they become ready, verifies the transfer, and acknowledges it. A few
+reads are in flight at once. Threads hash regions while others arrive. The checksum is in the
 validity slot, which a reader reads last. NIXL can only be polled, so each fetch yields to the
 others while it waits, see `poller`.
 """
@@ -69,8 +69,9 @@ class RemoteAgents:
 
     @contextlib.contextmanager
     def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
-        """Connect to the offer's agent and load the metadata of its memory, for the time of the
-        context.
+        """Keep a connection to the offer's agent for the time of the context.
+
+        The metadata of its memory is loaded.
         """
         agent = self._bindings.agent
         with self._lock:
@@ -78,7 +79,8 @@ class RemoteAgents:
             if peer is None:
                 agent.add_remote_agent(offer.connection)
                 self._bindings.validity_agent.add_remote_agent(offer.validity_agent)
-                peer = self._connected[offer.agent] = RemoteAgent(offer.agent)
+                peer = RemoteAgent(offer.agent)
+                self._connected[offer.agent] = peer
             if offer.memory and offer.memory not in peer.known:
                 agent.add_remote_agent(offer.memory)
                 peer.known.add(offer.memory)
@@ -91,7 +93,8 @@ class RemoteAgents:
         finally:
             with self._lock:
                 peer.fetches -= 1
-                if peer.broken or (len(peer.known) >= PEER_LOADS and peer.fetches == 0):
+                is_full = len(peer.known) >= PEER_LOADS
+                if peer.broken or (is_full and peer.fetches == 0):
                     self._remove(peer)
 
     def disconnect(self, peer: RemoteAgent) -> None:
@@ -103,12 +106,11 @@ class RemoteAgents:
     def _remove(self, peer: RemoteAgent) -> None:
         if self._connected.get(peer.name) is peer:
             del self._connected[peer.name]
-            for agent, name in (
-                (self._bindings.agent, peer.name),
-                (self._bindings.validity_agent, validity_agent_of(peer.name)),
-            ):
-                with contextlib.suppress(*self._bindings.errors):
-                    agent.remove_remote_agent(name)
+            with contextlib.suppress(*self._bindings.errors):
+                self._bindings.agent.remove_remote_agent(peer.name)
+            with contextlib.suppress(*self._bindings.errors):
+                validity_name = validity_agent_of(peer.name)
+                self._bindings.validity_agent.remove_remote_agent(validity_name)
 
     def close(self) -> None:
         for peer in list(self._connected.values()):
@@ -121,6 +123,11 @@ _IN_FLIGHT = 4  # reads per fetch, so that posting the next one takes no extra t
 class _XferHandle(NamedTuple):
     agent: Any
     handle: Any
+
+
+class _RegionRead(NamedTuple):
+    region_index: int
+    xfer: _XferHandle | None  # None: a region without bytes
 
 
 @dataclass(slots=True)
@@ -152,14 +159,12 @@ class Fetch:
                 f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in"
                 " time"
             )
+        failure = f"KV transfer {self.transfer_id}: reading from its prefill worker failed"
+        with_bytes = [region for region in self.to.regions if region.num_bytes > 0]
         with (
-            self.bindings.translated(
-                f"KV transfer {self.transfer_id}: reading from its prefill worker failed"
-            ),
+            self.bindings.translated(failure),
             self.peers.connected(self.offer) as self._peer,
-            self.bindings.temporarily_registered(
-                [region for region in self.to.regions if region.num_bytes]
-            ),
+            self.bindings.temporarily_registered(with_bytes),
         ):
             self._moved_at = time.monotonic()
             try:
@@ -174,22 +179,26 @@ class Fetch:
         When this returns or raises, NIXL writes to none of them any more.
         """
         self._ready = self.offer.ready
-        begun, total = 0, len(self.to.regions)
-        # by region; None: a region without bytes
-        in_flight: deque[tuple[int, _XferHandle | None]] = deque()
+        num_regions = len(self.to.regions)
+        num_begun = 0
+        in_flight: deque[_RegionRead] = deque()
         try:
-            while begun < total or in_flight:
-                while begun < self._ready and len(in_flight) < _IN_FLIGHT:
-                    in_flight.append((begun, self._begin(begun)))
-                    begun += 1
-                if in_flight and self._is_done(in_flight[0][1]):
-                    self._complete(*in_flight.popleft())
+            while num_begun < num_regions or in_flight:
+                while num_begun < self._ready and len(in_flight) < _IN_FLIGHT:
+                    in_flight.append(_RegionRead(num_begun, self._begin(num_begun)))
+                    num_begun += 1
+                if in_flight and self._is_done(in_flight[0].xfer):
+                    self._complete(in_flight.popleft())
                     yield 0.0
-                elif not (begun == self._ready < total and (yield from self._more_is_ready())):
-                    yield self._waited_s()
+                    continue
+                # The reads of all ready regions have begun: look whether more are ready by now.
+                is_caught_up = num_begun == self._ready < num_regions
+                if is_caught_up and (yield from self._more_is_ready()):
+                    continue
+                yield self._waited_s()
         finally:
             if in_flight:
-                yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
+                yield from self._abort([read.xfer for read in in_flight if read.xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
         region = self.to.regions[index]
@@ -201,14 +210,11 @@ class Fetch:
 
     def _post_validity(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
         """Post a read or write of the prefill worker's validity slot."""
-        agent, peer = self.bindings.validity_agent, validity_agent_of(self._peer.name)
-        return self._post(
-            agent,
-            peer,
-            verb,
-            self.bindings.descriptors(ours, "DRAM"),
-            self.bindings.descriptors(theirs, "DRAM"),
-        )
+        agent = self.bindings.validity_agent
+        peer = validity_agent_of(self._peer.name)
+        our_memory = self.bindings.descriptors(ours, "DRAM")
+        their_memory = self.bindings.descriptors(theirs, "DRAM")
+        return self._post(agent, peer, verb, our_memory, their_memory)
 
     def _post(self, agent: Any, peer: str, verb: str, ours: Any, theirs: Any) -> _XferHandle:
         """Post a read or write. `peer`: the prefill worker's name at this agent."""
@@ -231,21 +237,23 @@ class Fetch:
             )
         return state == "DONE"
 
-    def _complete(self, index: int, xfer: _XferHandle | None) -> None:
-        if xfer is not None:
-            xfer.agent.release_xfer_handle(xfer.handle)
+    def _complete(self, read: _RegionRead) -> None:
+        if read.xfer is not None:
+            read.xfer.agent.release_xfer_handle(read.xfer.handle)
         self._moved_at = time.monotonic()
         if self.is_checked:
-            self._hashing.append(self.checksums.submit_all(self.to.regions[index]))
+            self._hashing.append(self.checksums.submit_all(self.to.regions[read.region_index]))
         if self.to.on_region is not None:
-            self.to.on_region(index)
+            self.to.on_region(read.region_index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
-        before, validity = self._ready, (yield from self._read_validity())
+        before = self._ready
+        validity = yield from self._read_validity()
         self._ready = min(validity.ready, len(self.to.regions))
-        if self._ready > before:
+        has_more = self._ready > before
+        if has_more:
             self._moved_at = time.monotonic()
-        return self._ready > before
+        return has_more
 
     def _acknowledge(self) -> PollSteps:
         """Verify the transfer and notify the prefill worker that it was read.
@@ -257,7 +265,8 @@ class Fetch:
         self._moved_at = time.monotonic()
         ours = yield from self._checksum()
         entry = yield from self._read_validity()
-        while ours is not None and not entry.checksum:  # the prefill worker is still computing it
+        # As long as it is 0, the prefill worker is still computing it.
+        while ours is not None and entry.checksum == 0:
             yield self._waited_s()
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
@@ -267,8 +276,9 @@ class Fetch:
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
-        """Return the checksum of the data once all of it is hashed, or None if it is not
-        checked.
+        """Return the checksum of the data once all of it is hashed.
+
+        None: it is not checked.
         """
         if not self.is_checked:
             return None
@@ -280,9 +290,11 @@ class Fetch:
         return checksum
 
     def _end_hashing(self) -> PollSteps:
-        """Return when no thread reads the pieces any more."""
-        jobs = [job for jobs in self._hashing for job in jobs if not job.cancel()]
-        while not all(job.done() for job in jobs):
+        """Return when no thread reads the regions any more."""
+        running: list[Future[int]] = []
+        for jobs in self._hashing:
+            running += [job for job in jobs if not job.cancel()]
+        while not all(job.done() for job in running):
             yield LONGEST_SLEEP_S
 
     def _read_validity(self) -> Generator[float, None, Validity]:
@@ -291,9 +303,12 @@ class Fetch:
         Raises:
             TransferFailed: The transfer was unpublished.
         """
-        ours, theirs = self.validity_slots.descriptor(self.slot), self.offer.validity_slot
+        ours = self.validity_slots.descriptor(self.slot)
+        theirs = self.offer.validity_slot
+        # These descriptors leave out the checksum at the end of the slot.
         if self.is_checked:
-            ours, theirs = part(ours, SLOT_BYTES), part(theirs, SLOT_BYTES)
+            ours = part(ours, SLOT_BYTES)
+            theirs = part(theirs, SLOT_BYTES)
         yield from self._finish(self._post_validity("READ", ours, theirs))
         entry = self.validity_slots.get(self.slot)
         if entry.nonce != self.offer.nonce:
@@ -303,12 +318,14 @@ class Fetch:
         return entry
 
     def _finish(self, xfer: _XferHandle) -> PollSteps:
-        done = False
+        is_done = False
         try:
-            while not (done := self._is_done(xfer)):
+            is_done = self._is_done(xfer)
+            while not is_done:
                 yield self._waited_s()
+                is_done = self._is_done(xfer)
         finally:
-            if done:
+            if is_done:
                 xfer.agent.release_xfer_handle(xfer.handle)
             else:
                 yield from self._abort([xfer])

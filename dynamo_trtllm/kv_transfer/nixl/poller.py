@@ -1,8 +1,7 @@
-"""Run all fetches of a backend on one thread, one step at a time, because several polling threads
-contend for NIXL.
+"""Run all fetches of a backend on one thread, one step at a time.
 
-A fetch is a generator. It yields when other fetches may run, with the seconds since its last
-progress.
+Several polling threads would contend for NIXL. A fetch is a generator. It yields when other fetches
+may run, with the seconds since its last progress.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class _PolledFetch:
 
     def begin(self) -> bool:
         """Mark the fetch as running. Return False if it was cancelled before."""
-        self.has_begun = self.has_begun or self.result.set_running_or_notify_cancel()
+        if not self.has_begun:
+            self.has_begun = self.result.set_running_or_notify_cancel()
         return self.has_begun
 
     def step(self) -> bool:
@@ -87,7 +87,10 @@ class TransferPoller:
             and self._coming.empty()
             and len(self._moving) < MAX_CONCURRENT_FETCHES
         )
-        if not (step_now and is_first and fetch.begin()) or fetch.step():
+        has_steps_left = True
+        if step_now and is_first and fetch.begin():
+            has_steps_left = fetch.step()
+        if has_steps_left:
             self._coming.put(fetch)
         return fetch.result
 
@@ -116,18 +119,22 @@ class TransferPoller:
         Wait up to `pause_s` seconds (None: without limit) for the first one.
         """
         try:
-            coming = (
-                self._coming.get(timeout=pause_s) if pause_s != 0 else self._coming.get_nowait()
-            )
+            if pause_s == 0:
+                coming = self._coming.get_nowait()
+            else:
+                coming = self._coming.get(timeout=pause_s)
             while True:
                 if coming is None:
                     self._close()
+                elif coming.has_begun:
+                    self._moving.append(coming)
                 else:
-                    (self._moving if coming.has_begun else self._waiting).append(coming)
+                    self._waiting.append(coming)
                 coming = self._coming.get_nowait()
         except Empty:
+            # This releases the GIL; time.sleep(0) would take 70 microseconds.
             if pause_s == 0:
-                self._nothing.poll(0)  # releases the GIL; time.sleep(0) would take 70 microseconds
+                self._nothing.poll(0)
 
     def _close(self) -> None:
         self._closing = True
@@ -150,12 +157,16 @@ class TransferPoller:
         if ended:
             self._moving = [fetch for fetch in self._moving if fetch not in ended]
         if not self._moving:
-            return 0 if self._waiting or self._closing else None
+            has_work = self._waiting or self._closing
+            return 0 if has_work else None
         shortest_s = min(fetch.waited_s for fetch in self._moving)
-        return 0 if shortest_s < _SPIN_S else min(shortest_s * _SLEEP_SHARE, LONGEST_SLEEP_S)
+        if shortest_s < _SPIN_S:
+            return 0
+        return min(shortest_s * _SLEEP_SHARE, LONGEST_SLEEP_S)
 
     def _oldest_and_next(self) -> list[_PolledFetch]:
         if len(self._moving) < 2:
             return self._moving
+        # Go round from 1 to the last one.
         self._turn = self._turn % (len(self._moving) - 1) + 1
         return [self._moving[0], self._moving[self._turn]]

@@ -1,5 +1,4 @@
-"""Manage validity slots, which show readers whether the memory of a published transfer is still
-valid.
+"""Manage validity slots, which show whether the memory of a published transfer is still valid.
 
 Readers read slots over NIXL, as they read the KV. A slot contains, in this order: a nonce of 16
 random bytes, which is cleared when the transfer is unpublished; the number of regions that hold
@@ -110,7 +109,10 @@ class ValiditySlots:
     def was_read(self, slot: int) -> bool:
         """Return whether a reader has acknowledged since the last call."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
-        if entry[ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES] or not any(entry[:NONCE_BYTES]):
+        if entry[ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES]:
+            return False
+        # In a cleared slot, both are zeros.
+        if not any(entry[:NONCE_BYTES]):
             return False
         self._write(slot, ACK_OFFSET, bytes(ACK_BYTES))
         return True
@@ -118,16 +120,21 @@ class ValiditySlots:
     def get(self, slot: int) -> Validity:
         """Return the content of a slot."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
-        ready, checksum = entry[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], entry[PLAIN_BYTES:]
+        ready = entry[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES]
+        checksum = entry[PLAIN_BYTES:]
         return Validity(
-            entry[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little")
+            nonce=entry[:NONCE_BYTES],
+            ready=int.from_bytes(ready, "little"),
+            checksum=int.from_bytes(checksum, "little"),
         )
 
     def descriptor(self, slot: int) -> tuple[int, int, int]:
-        """Return NIXL's descriptor of a slot without its checksum: address, size in bytes,
-        device.
+        """Return NIXL's descriptor of a slot without its checksum.
+
+        That is: address, size in bytes, device.
         """
-        return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
+        address = self.address + slot * SLOT_BYTES
+        return address, PLAIN_BYTES, 0
 
 
 def part(
