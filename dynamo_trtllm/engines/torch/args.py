@@ -86,4 +86,6 @@ class TorchArgs(BaseModel):
     @property
     def max_step_tokens(self) -> int:
         """The most tokens in one step."""
-        return self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size
+        if self.max_num_tokens is not None:
+            return self.max_num_tokens
+        return self.prefill_chunk_tokens + self.max_batch_size

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches
 # max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
-# where in the whole grammar an error is
+# Where in the whole grammar an error is.
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)
-# in a regular expression in Lark syntax; escaped characters are skipped
+# What to escape in a regular expression in Lark syntax; escaped characters are skipped.
 _TO_ESCAPE: Final = re.compile(r"\\.|/|\n")
 _ANY_OBJECT: Final = {"type": "object"}
 
@@ -44,7 +44,7 @@ def is_available() -> bool:
 class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
     """One format of a request as a grammar in llguidance's Lark syntax."""
 
-    # the format begins after these tokens; empty: with the first token
+    # The format begins after these tokens. Empty: it begins with the first token.
     trigger_ids: tuple[int, ...]
     grammar: str
 
@@ -52,7 +52,7 @@ class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
 class Triggered(NamedTuple):
     """A compiled format that begins after some tokens."""
 
-    # the format begins after these tokens; empty: with the first token
+    # As in `LarkFormat`.
     trigger_ids: tuple[int, ...]
     matcher: LLMatcher
 
@@ -119,22 +119,27 @@ class FormatCompiler:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return llguidance's error in one line, without the grammar that this module wrapped around
-    the format.
+    """Return llguidance's error in one line.
+
+    It leaves out the grammar that this module wrapped around the format.
     """
     message = _PLACE.sub("", matcher.get_error())
-    return " ".join(message.split()).rpartition("failed to compile JSON schema: ")[2]
+    line = " ".join(message.split())
+    _, _, reason = line.rpartition("failed to compile JSON schema: ")
+    return reason
 
 
 def _grammar(alternatives: tuple[OutputFormat, ...], control_tokens: ControlTokens) -> str:
-    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by
-    its content.
+    """Return the grammar in llguidance's Lark syntax.
+
+    Each alternative is its prefix, followed by its content.
     """
-    numbers = range(len(alternatives))
-    lines = ["start: " + " | ".join(f"form{n}" for n in numbers)]
-    for n, alternative in zip(numbers, alternatives, strict=True):
-        lines.append(f"form{n}: {control_tokens.quoted(alternative.prefix)} content{n}")
-        lines.append(f"content{n}: {_content(alternative)}")
+    names = [f"form{number}" for number in range(len(alternatives))]
+    lines = ["start: " + " | ".join(names)]
+    for number, alternative in enumerate(alternatives):
+        prefix = control_tokens.quoted(alternative.prefix)
+        lines.append(f"form{number}: {prefix} content{number}")
+        lines.append(f"content{number}: {_content(alternative)}")
     return "\n".join(lines) + "\n"
 
 
@@ -144,16 +149,17 @@ def _content(alternative: OutputFormat) -> str:
         return f"%lark {{\n{_to_lark(alternative.grammar)}\n}}"
     if alternative.regex:
         return f"/{_TO_ESCAPE.sub(_escaped, alternative.regex)}/"
+    # An empty schema means any object.
     schema = json.loads(alternative.json_schema) or _ANY_OBJECT
     if not isinstance(schema, dict):
         raise ValueError("the JSON schema must be an object")
-    schema = closed(schema)
     options = {
         "whitespace_flexible": True,
         "whitespace_pattern": _WHITESPACE,
         "coerce_one_of": True,
     }
-    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+    schema = closed(schema) | {"x-guidance": options}
+    return f"%json {json.dumps(schema)}"
 
 
 # Keywords with an object of schemas by name, and with a list of schemas.
@@ -176,12 +182,11 @@ _OPENING: Final = (
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names, unless it says
-    otherwise.
+    """Return a schema whose objects have only the properties that it names.
 
-    XGrammar, which vLLM and TensorRT-LLM use, has this rule by default (`strict_mode`). Without it,
-    a model may add properties until it reaches max_tokens. Schemas within `allOf` stay open: each
-    names a part of the properties.
+    An object stays open if the schema says so. XGrammar, which vLLM and TensorRT-LLM use, has this
+    rule by default (`strict_mode`). Without it, a model may add properties until it reaches
+    max_tokens. Schemas within `allOf` stay open: each names a part of the properties.
     """
     if not isinstance(schema, dict):
         return schema
@@ -231,7 +236,10 @@ class ControlTokens:
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
-        self._pattern = re.compile(f"({'|'.join(map(re.escape, ids))})") if ids else None
+        self._pattern: re.Pattern[str] | None = None
+        if ids:
+            any_id = "|".join(re.escape(text) for text in ids)
+            self._pattern = re.compile(f"({any_id})")
 
     def quoted(self, text: str) -> str:
         """Return a text as quoted Lark terminals, with control tokens as token ids."""
@@ -282,11 +290,9 @@ class _Vocabulary:
         self.tokenizer: LLTokenizer | None = None
 
     def __call__(self, text: bytes) -> list[int]:
-        return (
-            []
-            if self.tokenizer is None
-            else self.tokenizer.greedy_tokenize(text.decode(errors="replace"))
-        )
+        if self.tokenizer is None:
+            return []
+        return self.tokenizer.greedy_tokenize(text.decode(errors="replace"))
 
 
 def _tokenizer(
@@ -303,18 +309,19 @@ def _tokenizer(
     try:
         specials, tokens = _read(path, size)
         if tokens is None:
-            return (
-                llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)),
-                specials,
+            tokenizer = llguidance.LLTokenizer(
+                str(path), n_vocab=size, eos_token=list(eos_token_ids)
             )
+            return tokenizer, specials
     except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
         raise RequestRejected(f"guided decoding can't read the tokenizer {path}: {exc}") from exc
     vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
     wrapper = llguidance.TokenizerWrapper(vocabulary)
-    vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(
-        wrapper, n_vocab=size, eos_token=list(eos_token_ids)
-    )
-    vocabulary.tokens = wrapper.tokens = []  # llguidance has copied them
+    tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
+    vocabulary.tokenizer = tokenizer
+    # llguidance has copied them.
+    vocabulary.tokens = []
+    wrapper.tokens = []
     return tokenizer, specials
 
 
@@ -330,7 +337,8 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
         token.content: token.id for token in file.added_tokens if token.special and token.id < size
     }
     vocab = file.model.vocab
-    if isinstance(vocab, list) or (file.decoder or {}).get("type") != "ByteLevel":
+    is_byte_level = file.decoder is not None and file.decoder.get("type") == "ByteLevel"
+    if isinstance(vocab, list) or not is_byte_level:
         return specials, None
     tokens = _token_bytes(vocab, size)
     for token in file.added_tokens:

@@ -1,5 +1,4 @@
-"""Constrain output to a format: the state of one request's format, and the tokens that it allows
-next.
+"""Constrain output to a format: keep its state, and mask tokens that it does not allow next.
 
 The state depends on the output tokens alone. A decode worker rebuilds it from the first token,
 which is in the KV transfer parameters.
@@ -50,7 +49,7 @@ class GrammarMatcher:
         self._unfinished_ids = list(unfinished_ids)
         # The last tokens before a trigger; None after it.
         self._free: list[int] | None = [] if grammars[0].trigger_ids else None
-        self._most_free = max(len(each.trigger_ids) for each in grammars)
+        self._most_free = max(len(grammar.trigger_ids) for grammar in grammars)
         self._words = np.zeros((size + 31) // 32, dtype=np.int32)
         self._size = size
 
@@ -60,16 +59,18 @@ class GrammarMatcher:
             self._free = [*self._free, token_id][-self._most_free :]
             for trigger_ids, matcher in self._grammars:
                 if tuple(self._free[-len(trigger_ids) :]) == trigger_ids:
-                    self._matcher, self._free = matcher, None
+                    self._matcher = matcher
+                    self._free = None
                     return
         elif token_id not in self._stop_ids and not self._matcher.consume_token(token_id):
-            self._fail(
-                self._matcher.get_error() or f"token {token_id} is not allowed by the grammar"
-            )
+            reason = self._matcher.get_error()
+            self._fail(reason or f"token {token_id} is not allowed by the grammar")
 
     def apply_mask(self, logits: Tensor) -> None:
-        """Set the logits, [vocabulary], of tokens that the grammar does not allow next to -inf, in
-        place.
+        """Set the logits of tokens that the grammar does not allow next to -inf, in place.
+
+        Args:
+            logits: [vocabulary].
         """
         if self._free is not None:
             if self._unfinished_ids:

@@ -1,7 +1,6 @@
-"""Compile the output formats of requests: on trial in a process that may crash, then in the worker;
-cache the results.
+"""Compile the output formats of requests: on trial in a process that may crash, then in the worker.
 
-`trial_process.py` has the limits of a trial.
+The results are cached. `trial_process.py` has the limits of a trial.
 """
 
 from __future__ import annotations
@@ -188,15 +187,11 @@ class GrammarCompiler:
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        ids = map(str, (vocab_size, *eos_token_ids))
-        program = [
-            sys.executable,
-            "-m",
-            "dynamo_trtllm.engines.torch.trial_process",
-            str(tokenizer),
-            *ids,
-        ]
-        self._trials = TrialProcess(program if trial_argv is None else trial_argv)
+        if trial_argv is None:
+            program = [sys.executable, "-m", "dynamo_trtllm.engines.torch.trial_process"]
+            numbers = [str(number) for number in (vocab_size, *eos_token_ids)]
+            trial_argv = [*program, str(tokenizer), *numbers]
+        self._trials = TrialProcess(trial_argv)
         self._loading = asyncio.Lock()
         self._compiler: FormatCompiler | None = None
         self._running: dict[bytes, _Compilation] = {}
@@ -245,7 +240,8 @@ class GrammarCompiler:
         running = self._running.get(key)
         if running is None or running.task.cancelling():
             task = asyncio.get_running_loop().create_task(self._compile(key), name="compile-format")
-            running = self._running[key] = _Compilation(task)
+            running = _Compilation(task)
+            self._running[key] = running
             task.add_done_callback(lambda _: self._forget(key, running))
         return running
 
@@ -283,15 +279,16 @@ class GrammarCompiler:
             return self._compiler
 
     def _store(self, key: bytes, result: CompiledFormat | RequestRejected) -> None:
-        """Add a result to the cache, which loses the results that were not used for the longest
-        time.
+        """Add a result to the cache.
+
+        A full cache loses the results that were not used for the longest time.
         """
         if isinstance(result, RequestRejected):
-            # without the traceback, which holds memory
+            # Store it without the traceback, which holds memory.
             result = type(result)(result.message, field=result.field)
         self._cache[key] = result
         self._cache.move_to_end(key)
-        used_bytes = sum(map(_memory_bytes, self._cache.values()))
+        used_bytes = sum(_memory_bytes(cached) for cached in self._cache.values())
         while len(self._cache) > CACHED_FORMATS or used_bytes > CACHED_BYTES:
             _, oldest = self._cache.popitem(last=False)
             used_bytes -= _memory_bytes(oldest)

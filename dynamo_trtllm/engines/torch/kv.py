@@ -1,8 +1,8 @@
-"""Hold the KV cache of one engine in a pool of blocks, with paged attention over it for
-transformers models.
+"""Hold the KV cache of one engine in a pool of blocks, with paged attention over it.
 
-Every layer stores all tokens of a sequence. A layer with sliding-window attention reads only its
-window, so only the blocks of that window are transferred. The scheduler's thread owns the pool.
+The attention is for transformers models. Every layer stores all tokens of a sequence. A layer with
+sliding-window attention reads only its window, so only the blocks of that window are transferred.
+The scheduler's thread owns the pool.
 
 `paged_attention` is registered as NAME with transformers' attention interface, and takes one packed
 row of tokens per step. The plan of the step arrives as the keyword `step`. Under this name
@@ -31,22 +31,25 @@ MAX_SCORE_ELEMENTS = {"cpu": 2 << 20, "cuda": 32 << 20}
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's part of a step: `count` new tokens, of which the first has position
-    `start`.
-    """
+    """One sequence's part of a step: `count` new tokens, the first at position `start`."""
 
     blocks: Tensor  # int64 [blocks]: block numbers of the sequence, in order
     start: int
     count: int
 
     def partial_blocks(self, block_tokens: int) -> Tensor | None:
-        """Return the number of the block that this slice begins to fill but does not complete,
-        int64 [1], or None.
+        """Return the number of the block that this slice begins to fill but does not complete.
+
+        Returns:
+            int64 [1], or None if there is no such block.
         """
         end = self.start + self.count
         last = (end - 1) // block_tokens
-        is_entered = end % block_tokens > 0 and self.start <= last * block_tokens
-        return self.blocks[last : last + 1] if is_entered else None
+        is_incomplete = end % block_tokens > 0
+        is_begun_here = self.start <= last * block_tokens
+        if is_incomplete and is_begun_here:
+            return self.blocks[last : last + 1]
+        return None
 
 
 class _View(NamedTuple):
@@ -58,15 +61,13 @@ class _View(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The plan of one forward pass: first all slices of one token (decode), then the prompt
-    chunks.
-    """
+    """The plan of one forward pass: slices of one token (decode), then the prompt chunks."""
 
     keys: Tensor  # [layers, blocks, block_tokens, kv_heads, head_dim]
     values: Tensor  # as keys
     decodes: list[SequenceSlice]
     chunks: list[SequenceSlice]
-    # int64 [tokens]: where KV goes, block * block_tokens + offset
+    # int64 [tokens]: where KV goes, as block * block_tokens + offset.
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)  # int64 [tokens]
     # Blocks to zero before the pass, each int64 [1]: attention needs finite KV in masked positions
@@ -75,50 +76,54 @@ class ForwardBatch:
     _views: dict[int | None, _View] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        block, device = self.keys.shape[2], self.keys.device
-        positions, slots = [], []
+        block_tokens = self.keys.shape[2]
+        device = self.keys.device
+        positions = []
+        slots = []
+        self.partial_blocks = []
         for span in (*self.decodes, *self.chunks):
             rows = torch.arange(span.start, span.start + span.count, device=device)
             positions.append(rows)
-            slots.append(span.blocks[rows // block] * block + rows % block)
-        self.positions, self.slots = torch.cat(positions), torch.cat(slots)
-        partial = (span.partial_blocks(block) for span in (*self.decodes, *self.chunks))
-        self.partial_blocks = [number for number in partial if number is not None]
+            slots.append(span.blocks[rows // block_tokens] * block_tokens + rows % block_tokens)
+            partial_block = span.partial_blocks(block_tokens)
+            if partial_block is not None:
+                self.partial_blocks.append(partial_block)
+        self.positions = torch.cat(positions)
+        self.slots = torch.cat(slots)
 
     def measured(self, seconds: float) -> StepSample:
         """Return what the pass computed, with its time."""
-        context, tokens = (
-            sum(span.start + 1 for span in self.decodes),
-            sum(span.count for span in self.chunks),
+        return StepSample(
+            seconds,
+            decode_requests=len(self.decodes),
+            context_tokens=sum(span.start + 1 for span in self.decodes),
+            prefill_tokens=sum(span.count for span in self.chunks),
+            attention_pairs=sum(span.count * (span.start + span.count / 2) for span in self.chunks),
         )
-        pairs = sum(span.count * (span.start + span.count / 2) for span in self.chunks)
-        return StepSample(seconds, len(self.decodes), context, tokens, pairs)
 
     def decode_view(self, window: int | None) -> _View:
-        """Return the block tables and the bias of the decode tokens, for all layers with this
-        window in tokens.
-        """
+        """Return what the decode tokens read in all layers with this window in tokens."""
         if window in self._views:
             return self._views[window]
-        block, device = self.keys.shape[2], self.keys.device
-        firsts = [first_block(span.start, window, block) for span in self.decodes]
+        block_tokens = self.keys.shape[2]
+        device = self.keys.device
+        firsts = [first_block(span.start, window, block_tokens) for span in self.decodes]
         needed = [
-            span.blocks[first : span.start // block + 1]
+            span.blocks[first : span.start // block_tokens + 1]
             for span, first in zip(self.decodes, firsts, strict=True)
         ]
         # Padding is masked, but 0 * NaN is NaN. Pad each sequence with its own first block, which
         # holds finite KV.
         padded = torch.nn.utils.rnn.pad_sequence(needed, batch_first=True, padding_value=-1)
         tables = torch.where(padded < 0, padded[:, :1], padded)
-        at = (
-            torch.arange(tables.shape[1] * block, device=device)
-            + torch.tensor(firsts, device=device)[:, None] * block
-        )
-        now = torch.tensor([span.start for span in self.decodes], device=device)[:, None]
-        self._views[window] = _View(
-            tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :]
-        )
-        return self._views[window]
+        offsets = torch.arange(tables.shape[1] * block_tokens, device=device)
+        begins = torch.tensor(firsts, device=device)[:, None] * block_tokens
+        key_positions = offsets + begins
+        query_positions = torch.tensor([span.start for span in self.decodes], device=device)
+        bias = _bias(key_positions, query_positions[:, None], window, self.keys.dtype)
+        view = _View(tables, bias[:, None, None, None, :])
+        self._views[window] = view
+        return view
 
 
 def first_block(position: int, window: int | None, block_tokens: int) -> int:
@@ -126,24 +131,28 @@ def first_block(position: int, window: int | None, block_tokens: int) -> int:
 
     `window` is in tokens; None means full attention.
     """
-    return 0 if window is None else max(position - window + 1, 0) // block_tokens
+    if window is None:
+        return 0
+    first_position = max(position - window + 1, 0)
+    return first_position // block_tokens
 
 
-def _bias(at: Tensor, now: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def _bias(
+    key_positions: Tensor, query_positions: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
     """Return the attention bias: 0 where a query sees a key, otherwise the lowest value of `dtype`.
 
     Args:
-        at: Positions of the keys, int64, broadcastable with `now`.
-        now: Positions of the queries, int64.
+        key_positions: int64, broadcastable with `query_positions`.
+        query_positions: int64.
         window: Tokens that a query sees, itself included; None for full attention.
         dtype: The data type of the result.
     """
-    hidden = at > now
+    hidden = key_positions > query_positions
     if window is not None:
-        hidden |= at <= now - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=at.device).masked_fill_(
-        hidden, torch.finfo(dtype).min
-    )
+        hidden |= key_positions <= query_positions - window
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return bias.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def paged_attention(
@@ -154,8 +163,9 @@ def paged_attention(
     _mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write the new KV into the pool and return the attention output, as a transformers attention
-    layer expects it.
+    """Write the new KV into the pool and return the attention output.
+
+    Its form is that of transformers' attention interface.
 
     Args:
         module: The attention layer; `layer_idx` selects its part of the pool.
@@ -171,7 +181,8 @@ def paged_attention(
     step: ForwardBatch = kwargs["step"]
     window: int | None = kwargs.get("sliding_window")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    keys, values = step.keys[layer], step.values[layer]
+    keys = step.keys[layer]
+    values = step.values[layer]
     keys.view(-1, *keys.shape[2:])[step.slots] = key[0].transpose(0, 1)
     values.view(-1, *values.shape[2:])[step.slots] = value[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
@@ -182,15 +193,29 @@ def paged_attention(
     begin = len(step.decodes)
     if begin:
         view = step.decode_view(window)
-        mine = rows[:, :, :begin].permute(2, 0, 1, 3).unsqueeze(3)
-        got = attend(
-            mine, keys[view.tables].flatten(1, 2), values[view.tables].flatten(1, 2), view.bias
-        )
-        out.append(got.flatten(1))
+        out.append(_decode(attend, rows[:, :, :begin], (keys, values), view))
     for span in step.chunks:
-        out += _chunk(attend, rows[:, :, begin : begin + span.count], (keys, values), span, window)
+        chunk_rows = rows[:, :, begin : begin + span.count]
+        out += _chunk(attend, chunk_rows, (keys, values), span, window)
         begin += span.count
     return torch.cat(out).view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _decode(attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], view: _View) -> Tensor:
+    """Compute the attention of the decode tokens.
+
+    Args:
+        rows: Queries, [kv_heads, groups, sequences, head_dim].
+        pool: Keys and values of the layer, each [blocks, block_tokens, kv_heads, head_dim].
+
+    Returns:
+        [sequences, heads * head_dim].
+    """
+    pool_keys, pool_values = pool
+    query = rows.permute(2, 0, 1, 3).unsqueeze(3)
+    keys = pool_keys[view.tables].flatten(1, 2)
+    values = pool_values[view.tables].flatten(1, 2)
+    return attend(query, keys, values, view.bias).flatten(1)
 
 
 def _chunk(
@@ -209,24 +234,27 @@ def _chunk(
     Returns:
         The output of each part, [tokens, heads * head_dim].
     """
-    block, out = pool[0].shape[1], []
-    most = MAX_SCORE_ELEMENTS[rows.device.type]
-    per_part = max(1, most // (rows.shape[0] * rows.shape[1] * (span.start + span.count)))
+    pool_keys, pool_values = pool
+    block_tokens = pool_keys.shape[1]
+    heads = rows.shape[0] * rows.shape[1]
+    scores_per_row = heads * (span.start + span.count)
+    per_part = max(1, MAX_SCORE_ELEMENTS[rows.device.type] // scores_per_row)
+    out = []
     for offset in range(0, span.count, per_part):
         count = min(per_part, span.count - offset)
         begin = span.start + offset
-        first = first_block(begin, window, block)
-        blocks = span.blocks[first : (begin + count - 1) // block + 1]
-        at = torch.arange(first * block, (first + len(blocks)) * block, device=blocks.device)
-        now = torch.arange(begin, begin + count, device=blocks.device)[:, None]
-        keys, values = (half[blocks].flatten(0, 1).unsqueeze(0) for half in pool)
-        got = attend(
-            rows[None, :, :, offset : offset + count],
-            keys,
-            values,
-            _bias(at, now, window, keys.dtype),
-        )
-        out.append(got[0].permute(2, 0, 1, 3).flatten(1))
+        end = begin + count
+        first = first_block(begin, window, block_tokens)
+        blocks = span.blocks[first : (end - 1) // block_tokens + 1]
+        keys_begin = first * block_tokens
+        keys_end = keys_begin + len(blocks) * block_tokens
+        key_positions = torch.arange(keys_begin, keys_end, device=blocks.device)
+        query_positions = torch.arange(begin, end, device=blocks.device)[:, None]
+        keys = pool_keys[blocks].flatten(0, 1).unsqueeze(0)
+        values = pool_values[blocks].flatten(0, 1).unsqueeze(0)
+        bias = _bias(key_positions, query_positions, window, keys.dtype)
+        attended = attend(rows[None, :, :, offset : offset + count], keys, values, bias)
+        out.append(attended[0].permute(2, 0, 1, 3).flatten(1))
     return out
 
 
@@ -255,16 +283,16 @@ class _Attend(NamedTuple):
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
         else:
             sinks = self.sinks.view(1, query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-            weights = torch.softmax(
-                torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32
-            )[..., :-1]
-        return torch.matmul(
-            weights.to(values.dtype).flatten(2, 3), values.permute(0, 2, 1, 3)
-        ).view(*query.shape[:4], values.shape[3])
+            # The sinks take a part of the attention, and have no values.
+            scores = torch.cat([scores, sinks], dim=-1)
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1]
+        weights = weights.to(values.dtype).flatten(2, 3)
+        out = torch.matmul(weights, values.permute(0, 2, 1, 3))
+        return out.view(*query.shape[:4], values.shape[3])
 
 
 _CHECKED_BYTES = 64 << 20  # upper bound of what `is_finite` copies at once
-# 16 bytes down to 1
+# From 16 bytes down to 1.
 _WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -297,7 +325,8 @@ class KvPool:
         memory = zeros(math.prod(shape) * self.dtype.itemsize, device)
         self._pool = memory.view(self.dtype).view(shape)
         # Each is [layers, blocks, block_tokens, kv_heads, head_dim].
-        self.keys, self.values = self._pool[:, 0], self._pool[:, 1]
+        self.keys = self._pool[:, 0]
+        self.values = self._pool[:, 1]
         self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
@@ -325,9 +354,13 @@ class KvPool:
             blocks: The block numbers of the sequence, int64 [blocks].
             tokens: The number of tokens whose KV is in the blocks.
         """
-        parts = torch.split(self.rows(blocks, tokens), max(1, _CHECKED_BYTES // self.row_bytes))
-        ends = [torch.stack(torch.aminmax(self.all_rows[some].view(self.dtype))) for some in parts]
-        return bool(torch.stack(ends).isfinite().all())
+        rows_at_once = max(1, _CHECKED_BYTES // self.row_bytes)
+        parts = torch.split(self.rows(blocks, tokens), rows_at_once)
+        # The lowest and the highest number of each part; NaN if the part has one.
+        extremes = [
+            torch.stack(torch.aminmax(self.all_rows[part].view(self.dtype))) for part in parts
+        ]
+        return bool(torch.stack(extremes).isfinite().all())
 
     def finite_keys(self, slots: Tensor) -> Tensor:
         """Return for each slot whether its keys are finite in all layers.
@@ -343,7 +376,8 @@ class KvPool:
         Returns:
             bool [tokens], on the device.
         """
-        return self.keys.flatten(1, 2)[:, slots].flatten(2).abs().amax(dim=(0, 2)).isfinite()
+        keys = self.keys.flatten(1, 2)[:, slots].flatten(2)  # [layers, tokens, elements]
+        return keys.abs().amax(dim=(0, 2)).isfinite()
 
     def keys_are_finite(self, blocks: Tensor) -> Tensor:
         """Return whether all keys of full blocks, int64 [blocks], are finite.
@@ -353,13 +387,19 @@ class KvPool:
         Returns:
             bool [1], on the device.
         """
-        parts = torch.split(blocks, max(1, _CHECKED_BYTES // (self.row_bytes * len(self.keys))))
-        ends = [torch.stack(torch.aminmax(self.keys[:, some])) for some in parts]
-        return torch.stack(ends).isfinite().all().view(1)
+        bytes_per_block = self.row_bytes * len(self.keys)
+        blocks_at_once = max(1, _CHECKED_BYTES // bytes_per_block)
+        parts = torch.split(blocks, blocks_at_once)
+        extremes = [torch.stack(torch.aminmax(self.keys[:, part])) for part in parts]
+        return torch.stack(extremes).isfinite().all().view(1)
 
     def num_rows(self, tokens: int) -> int:
         """Return how many rows the token after `tokens` tokens can see. Thread-safe."""
-        return sum(len(bases) * self._span(window, tokens)[1] for window, bases in self._groups)
+        num_rows = 0
+        for window, bases in self._groups:
+            _, num_blocks = self._span(window, tokens)
+            num_rows += len(bases) * num_blocks
+        return num_rows
 
     def holds_all(self, tokens: int) -> bool:
         """Return whether the rows of a prompt of `tokens` tokens are all that its blocks have.
@@ -394,9 +434,7 @@ class KvPool:
         return torch.cat(parts)
 
     def _span(self, window: int | None, tokens: int) -> tuple[int, int]:
-        """Return the index of the first visible block of a sequence, and the number of visible
-        blocks.
-        """
+        """Return the index of a sequence's first visible block, and how many are visible."""
         first = first_block(tokens, window, self.block_tokens)
         return first, self.blocks_for(tokens) - first
 
@@ -408,13 +446,16 @@ def _groups(
 
     Returns:
         For each group its window in tokens (None: full attention), and the row of block 0 for the
-            keys and the values
-        of each of its layers, int64 [2 * layers of the group].
+        keys and the values of each of its layers, int64 [2 * layers of the group].
     """
     groups = []
     for window in dict.fromkeys(windows):
-        layers = [layer for layer, other in enumerate(windows) if other == window]
-        bases = [(2 * layer + half) * num_blocks for layer in layers for half in (0, 1)]
+        bases = []
+        for layer, layer_window in enumerate(windows):
+            if layer_window == window:
+                keys_base = 2 * layer * num_blocks
+                values_base = keys_base + num_blocks
+                bases += [keys_base, values_base]
         groups.append((window, torch.tensor(bases, dtype=torch.long, device=device)))
     return groups
 
@@ -428,11 +469,14 @@ def block_bytes(layout: KvLayout) -> int:
 
 def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
     """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
-    block = layout.block_tokens
-    whole = -(-tokens // block)
-    blocks = sum(
-        whole if window is None else min(whole, -(-window // block) + 1) for window in windows
-    )
+    whole = -(-tokens // layout.block_tokens)
+    blocks = 0
+    for window in windows:
+        if window is None:
+            blocks += whole
+        else:
+            # A window may begin in the middle of a block.
+            blocks += min(whole, -(-window // layout.block_tokens) + 1)
     return blocks * block_bytes(layout) // layout.num_layers
 
 
@@ -442,7 +486,8 @@ def zeros(num_bytes: int, device: torch.device) -> Tensor:
     On CPU they take no physical memory until they are written. torch.zeros (torch 2.13) would write
     all of them.
     """
-    if device.type != "cpu" or not num_bytes:
+    # Memory of no bytes can't be mapped.
+    if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)

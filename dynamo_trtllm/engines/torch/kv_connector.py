@@ -1,8 +1,7 @@
-"""Export and import KV between engines: the torch engine's side of a KV transfer, on the event
-loop.
+"""Export and import KV between engines: the torch engine's side of a KV transfer.
 
-Each exported prompt occupies space in the transfer buffer until its KV was fetched or rejected, or
-has expired.
+It runs on the event loop. Each exported prompt occupies space in the transfer buffer until its KV
+was fetched or rejected, or has expired.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class TorchState(msgspec.Struct, frozen=True):
 
     offer: bytes  # from `TransferBackend.publish`
     seed: UInt64  # of the request's random draws
-    # each region has as many whole rows as fit into this, but at least one
+    # Each region has as many whole rows as fit into this, but at least one.
     region_bytes: Number = msgspec.field(name="piece_bytes")
 
 
@@ -86,28 +85,33 @@ class KvConnector(KvTransfers):
             copied: on a GPU, one event per region: its copy is done.
         """
         seq.is_exported = True
-        region_bytes = REGION_BYTES["cuda" if copied else "cpu"]
-        regions, ready = [_region(region) for region in allocation.regions], 0 if copied else None
+        ready: int | None = None
+        region_bytes = REGION_BYTES["cpu"]
+        # On a GPU, no region is ready before its copy is done.
+        if copied:
+            ready = 0
+            region_bytes = REGION_BYTES["cuda"]
+        regions = [_region(region) for region in allocation.regions]
         kv_params = await self.publish(seq.request, seq.first, regions, seq.retire, ready=ready)
-        self._follow(kv_params.transfer_id, copied)
+        if copied:
+            self._follow(kv_params.transfer_id, copied)
         engine_state = encode(TorchState(kv_params.engine_state, seq.seed, region_bytes))
         return seq.phases.exported(msgspec.structs.replace(kv_params, engine_state=engine_state))
 
     def _follow(self, transfer_id: str, copied: Sequence[torch.cuda.Event]) -> None:
         """Mark each region as ready when its copy is done. A thread waits for the copies."""
-        if copied:
-            loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
-            def follow() -> None:
-                for ready, event in enumerate(copied, start=1):
-                    event.synchronize()
-                    loop.call_soon_threadsafe(self.backend.mark_ready, transfer_id, ready)
+        def follow() -> None:
+            for ready, event in enumerate(copied, start=1):
+                event.synchronize()
+                loop.call_soon_threadsafe(self.backend.mark_ready, transfer_id, ready)
 
-            self._copying.submit(follow).add_done_callback(_log_copy_error)
+        following = self._copying.submit(follow)
+        following.add_done_callback(_log_copy_error)
 
     def engine_state(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
-        """Check the request's KV transfer parameters against this engine, and return the engine's
-        part of them.
+        """Check the request's KV transfer parameters, and return the engine's part of them.
 
         Raises:
             TransferMismatch: They do not fit this engine or the request. The error names the field.
@@ -147,7 +151,8 @@ class KvConnector(KvTransfers):
 
 
 def _log_copy_error(copying: Future[None]) -> None:
-    if (exc := copying.exception()) is not None:
+    exc = copying.exception()
+    if exc is not None:
         log.error("copying KV to the transfer buffer failed on the GPU: %s", exc)
 
 

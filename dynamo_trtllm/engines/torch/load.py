@@ -73,7 +73,11 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
             "free_gpu_memory_fraction has no effect on CPU; remove it or set kv_cache_gib",
             field="free_gpu_memory_fraction",
         )
-    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    dtype: str
+    if args.dtype is not None:
+        dtype = args.dtype
+    else:
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
     file = model_file(Path(model_path))
     folder = _converted(file) if file.suffix == ".gguf" else Path(model_path)
     AttentionInterface.register(NAME, paged_attention)
@@ -83,12 +87,12 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         windows = _windows(config.get_text_config(), folder)
         options = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
         if args.load_format == "dummy":
-            module: Any = _dummy_weights(config, device, options)
+            loaded: Any = _dummy_weights(config, device, options)
         else:
-            module = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, local_files_only=True, **options
             )
-        module = module.eval().requires_grad_(False).to(device)
+        module = loaded.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise ConfigError(
             f"loading model folder {folder} failed: {exc}", field="model_path"
@@ -96,23 +100,46 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
     log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
+    tokenizer = folder / TOKENIZER
+    return LoadedModel(
+        module=module,
+        device=device,
+        windows=windows,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        info=_engine_info(config, folder, args, dtype=dtype, num_layers=len(windows)),
+    )
+
+
+def _engine_info(
+    config: Any, folder: Path, args: TorchArgs, *, dtype: str, num_layers: int
+) -> EngineInfo:
+    """Return what the engine would register if KV memory were not limited."""
     text = config.get_text_config()
+    # These two are missing, or None, if they follow from the others.
+    num_kv_heads = getattr(text, "num_key_value_heads", None)
+    if not num_kv_heads:
+        num_kv_heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None)
+    if not head_dim:
+        head_dim = text.hidden_size // text.num_attention_heads
     layout = KvLayout(
         dtype=dtype,
         block_tokens=args.kv_block_size,
-        num_layers=len(windows),
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
     )
-    info = EngineInfo(
+    context_length = text.max_position_embeddings
+    if args.max_seq_len is not None:
+        context_length = min(context_length, args.max_seq_len)
+    eos_token_ids = read_eos_token_ids(
+        folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size
+    )
+    return EngineInfo(
         engine="torch",
-        context_length=min(
-            text.max_position_embeddings, args.max_seq_len or text.max_position_embeddings
-        ),
+        context_length=context_length,
         vocab_size=text.vocab_size,
-        eos_token_ids=read_eos_token_ids(
-            folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size
-        ),
+        eos_token_ids=eos_token_ids,
         renderer=renderer_of(config.model_type),
         layout=layout,
         limits=Limits(max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens),
@@ -120,20 +147,18 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         files=served_files(folder, config.model_type),
         can_aggregate=True,
     )
-    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
-    return LoadedModel(
-        module=module, device=device, windows=windows, tokenizer=tokenizer, info=info
-    )
 
 
 def _dummy_weights(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
-    """Return a model with random weights, which are the same in every process on the same kind of
-    device.
+    """Return a model with random weights.
+
+    They are the same in every process on the same kind of device.
     """
+    # Dummy weights have the engine's dtype, not that of the files.
     if hasattr(config, "quantization_config"):
-        # dummy weights have the engine's dtype, not that of the files
         del config.quantization_config
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
@@ -142,10 +167,8 @@ def _device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         requested = process_environment().get(VISIBLE, "")
-        names = [word.strip() for word in requested.split(",")]
-        if wanted == "cpu" and any(
-            name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names
-        ):
+        requests_gpu = any(_names_gpu(name.strip()) for name in requested.split(","))
+        if wanted == "cpu" and requests_gpu:
             raise ConfigError(
                 f"{VISIBLE} requests GPUs {requested}, but torch {torch.__version__} can use none;"
                 f" install a build of torch for CUDA, or set {VISIBLE} to an empty value to run on"
@@ -153,12 +176,20 @@ def _device(wanted: str) -> torch.device:
                 field="device",
             )
     device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    index = 0 if device.index is None else device.index
+    if index >= torch.cuda.device_count():
         raise ConfigError(
             f"device {wanted} does not exist: {torch.cuda.device_count()} GPUs are visible",
             field="device",
         )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device("cuda", index)
+
+
+def _names_gpu(name: str) -> bool:
+    """Return whether a name in the variable of visible GPUs is that of a GPU."""
+    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
 def _converted(gguf: Path) -> Path:
@@ -173,9 +204,9 @@ def _converted(gguf: Path) -> Path:
     """
     stat = gguf.stat()
     longest_s = max(_CONVERSION_S, stat.st_size / _BYTES_PER_S)
-    key = hashlib.sha256(
-        f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()
-    ).hexdigest()[:12]
+    # Another file, or a changed one, has another key.
+    identity = f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     target = Path.home() / ".cache" / "dynamo_trtllm" / "models" / f"{gguf.stem}-{key}"
     if (target / "config.json").is_file():
         return target
@@ -203,9 +234,7 @@ def _converted(gguf: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Write the converted model to a temporary folder, and rename the folder when it is
-    complete.
-    """
+    """Write the converted model to a temporary folder, and rename it when it is complete."""
     log.info(
         "converting %s (%d MB) into %s, once; 4 MB take about a second",
         gguf.name,
@@ -217,9 +246,10 @@ def _convert(gguf: Path, target: Path) -> None:
         model_folder = Path(scratch) / "model"
         try:
             _read_gguf(gguf).save_pretrained(model_folder)
-            AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, local_files_only=True
-            ).save_pretrained(model_folder)
+            )
+            tokenizer.save_pretrained(model_folder)
         except ImportError as exc:
             raise ConfigError(
                 "reading .gguf files needs the package gguf; run pip install gguf",
@@ -244,8 +274,11 @@ def _read_gguf(gguf: Path) -> Any:
     read = modeling_gguf_pytorch_utils.load_gguf_checkpoint
     weights = read(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
     result = model.load_state_dict(weights["tensors"], strict=False)
-    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
-    if missing := set(result.missing_keys) - tied:
+    missing = set(result.missing_keys)
+    # Tied weights are copies of others.
+    if config.tie_word_embeddings:
+        missing -= set(model._tied_weights_keys or ())
+    if missing:
         raise ValueError(f"the file lacks {', '.join(sorted(missing))}")
     model.tie_weights()
     return model
@@ -261,9 +294,10 @@ def _windows(text: Any, folder: Path) -> tuple[int | None, ...]:
         ConfigError: The engine does not support a type of layers.
     """
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    if odd := sorted(set(kinds) - _LAYER_TYPES):
+    unsupported = sorted(set(kinds) - _LAYER_TYPES)
+    if unsupported:
         raise ConfigError(
-            f"{folder}: the engine does not support layers of type {', '.join(odd)}",
+            f"{folder}: the engine does not support layers of type {', '.join(unsupported)}",
             field="model_path",
         )
     return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds)
@@ -285,16 +319,18 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> MemoryPlan:
-    """Divide the KV memory into blocks and, on a GPU, the transfer buffer, which in host memory is
-    beside it.
+    """Divide the KV memory into blocks and, on a GPU, the transfer buffer.
+
+    In host memory, the transfer buffer is beside the KV memory.
 
     Raises:
         ConfigError: The memory is too small for one block, or kv_staging_gib for the longest
             request, which would wait forever.
     """
-    num_blocks = args.kv_cache_blocks or _fitting_blocks(
-        model, args, has_transfer_buffer=has_transfer_buffer
-    )
+    if args.kv_cache_blocks is not None:
+        num_blocks = args.kv_cache_blocks
+    else:
+        num_blocks = _fitting_blocks(model, args, has_transfer_buffer=has_transfer_buffer)
     pool_tokens = num_blocks * model.info.layout.block_tokens
     if pool_tokens < model.info.context_length:
         log.warning(
@@ -307,6 +343,7 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
     if not has_transfer_buffer:
         return MemoryPlan(num_blocks, context_length, 0)
     least = most_bytes(model.info.layout, model.windows, context_length)
+    # Round up to the buffer's alignment.
     least += -least % 4096
     if args.kv_staging_gib is None:
         share = num_blocks * block_bytes(model.info.layout) // _TRANSFER_BUFFER_SHARE
@@ -322,28 +359,28 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
 
 
 def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> int:
-    """Return the number of KV blocks that fit into the KV memory, but at most those that requests
-    can use.
-    """
-    block = block_bytes(model.info.layout)
+    """Return the number of KV blocks that fit, but at most those that requests can use."""
+    bytes_per_block = block_bytes(model.info.layout)
     if args.kv_cache_gib is not None:
         kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
     elif model.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(model.device)
-        kv_memory_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
+        fraction = args.free_gpu_memory_fraction
+        if fraction is None:
+            fraction = _GPU_KV_FRACTION
+        kv_memory_bytes = int(free_bytes * fraction)
     else:
         kv_memory_bytes = _CPU_KV_BYTES
-    fitting = kv_memory_bytes // block
     if has_transfer_buffer and model.device.type == "cuda":
         fitting = _beside_transfer_buffer(model, args, kv_memory_bytes)
-    blocks = min(
-        fitting,
-        args.max_batch_size * -(-model.info.context_length // model.info.layout.block_tokens),
-    )
+    else:
+        fitting = kv_memory_bytes // bytes_per_block
+    blocks_per_request = -(-model.info.context_length // model.info.layout.block_tokens)
+    blocks = min(fitting, args.max_batch_size * blocks_per_request)
     if blocks < 1:
         raise ConfigError(
             f"{kv_memory_bytes >> 20} MiB of KV memory has no space for one KV block of "
-            f"{block >> 20} MiB; raise kv_cache_gib",
+            f"{bytes_per_block >> 20} MiB; raise kv_cache_gib",
             field="kv_cache_gib",
         )
     return blocks
@@ -351,16 +388,17 @@ def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer:
 
 def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, kv_memory_bytes: int) -> int:
     """Return the most blocks that leave enough memory for the transfer buffer."""
-    each = block_bytes(model.info.layout)
+    bytes_per_block = block_bytes(model.info.layout)
     if args.kv_staging_gib is not None:
-        return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
-    whole = (
-        kv_memory_bytes - most_bytes(model.info.layout, model.windows, model.info.context_length)
-    ) // each
-    # With fewer tokens than the longest request, the transfer buffer is at most as large as the
-    # blocks.
-    short = kv_memory_bytes // (2 * each)
-    return min(
-        max(whole, short),
-        kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each),
+        buffer_bytes = int(args.kv_staging_gib * (1 << 30))
+        return (kv_memory_bytes - buffer_bytes) // bytes_per_block
+    longest_bytes = most_bytes(model.info.layout, model.windows, model.info.context_length)
+    beside_longest = (kv_memory_bytes - longest_bytes) // bytes_per_block
+    # If the blocks hold fewer tokens than the longest request, the transfer buffer is at most as
+    # large as the blocks.
+    half = kv_memory_bytes // (2 * bytes_per_block)
+    # The transfer buffer has at least its share of the blocks' memory.
+    beside_share = (
+        kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * bytes_per_block)
     )
+    return min(max(beside_longest, half), beside_share)

@@ -29,8 +29,9 @@ class LogitsProcessor:
         self._sampling = sampling
         self._grammar_matcher = grammar_matcher
         is_counted = sampling.frequency_penalty or sampling.presence_penalty
-        # of the output tokens
+        # How often each token is in the output.
         self._counts: Counter[int] | None = Counter() if is_counted else None
+        # The tokens of prompt and output, as keys.
         self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
 
     @property
@@ -56,7 +57,8 @@ class LogitsProcessor:
         sampling = self._sampling
         if self._repeated:
             ids = _ids(self._repeated, logits)
-            values, penalty = logits[ids], sampling.repetition_penalty
+            values = logits[ids]
+            penalty = sampling.repetition_penalty
             logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
         if self._counts:
             counts = torch.tensor(
@@ -77,13 +79,15 @@ def logits_processor_for(
 ) -> LogitsProcessor | None:
     """Return the request's processor, or None if its logits need no change."""
     sampling = request.sampling
-    penalized = (
+    is_penalized = (
         sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     )
-    if not (penalized or sampling.logit_bias or grammar_matcher is not None):
+    if not (is_penalized or sampling.logit_bias or grammar_matcher is not None):
         return None
     logits_processor = LogitsProcessor(sampling, request.token_ids, grammar_matcher)
-    for token_id in request.token_ids[len(request.token_ids) - request.num_resumed_output_tokens :]:
+    # Tokens that an earlier worker generated follow the client's prompt, but count as output.
+    prompt_tokens = len(request.token_ids) - request.num_resumed_output_tokens
+    for token_id in request.token_ids[prompt_tokens:]:
         logits_processor.accept_token(token_id)
     return logits_processor
 
@@ -103,10 +107,13 @@ class SampledToken(NamedTuple):
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return the random number in [0, 1) for output token `index` under `seed` (SplitMix64 over a
-    mixed seed).
+    """Return the random number in [0, 1) for output token `index` under `seed`.
+
+    It is that of SplitMix64 over a mixed seed.
     """
-    return (split_mix(split_mix(seed & MASK_64) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
+    state = split_mix(seed & MASK_64) + index * 0x9E3779B97F4A7C15
+    # A float has 53 bits.
+    return (split_mix(state) >> 11) / (1 << 53)
 
 
 def split_mix(state: int) -> int:
@@ -129,83 +136,96 @@ def sample(
 
     Returns:
         The token of each row, with log-probabilities of the unmodified logits. None for a row that
-            `finite` excludes,
-        and for a row whose unmodified logits contain NaN or +inf or no finite number.
+        `finite` excludes, and for a row whose unmodified logits contain NaN or +inf or no finite
+        number.
     """
     logits = logits.float()
     raw = logits
     highest, picked = logits.max(dim=-1)  # NaN where the row has one
-    finite = highest.isfinite() if finite is None else highest.isfinite() & finite
+    is_valid = highest.isfinite()
+    if finite is not None:
+        is_valid = is_valid & finite
     below_minimum = [
-        (n, row.stop_ids)
-        for n, row in enumerate(rows)
-        if row.num_output_tokens < row.request.sampling.min_tokens
+        (row, seq.stop_ids)
+        for row, seq in enumerate(rows)
+        if seq.num_output_tokens < seq.request.sampling.min_tokens
     ]
-    shaped = [
-        (n, row.logits_processor) for n, row in enumerate(rows) if row.logits_processor is not None
+    processed = [
+        (row, seq.logits_processor)
+        for row, seq in enumerate(rows)
+        if seq.logits_processor is not None
     ]
-    if below_minimum or shaped:
+    if below_minimum or processed:
         logits = logits.clone()
-        for n, logits_processor in shaped:
-            logits_processor.apply(logits[n])
-        for n, stop_ids in below_minimum:
-            logits[n, list(stop_ids)] = -torch.inf
+        for row, logits_processor in processed:
+            logits_processor.apply(logits[row])
+        for row, stop_ids in below_minimum:
+            logits[row, list(stop_ids)] = -torch.inf
         picked = logits.argmax(dim=-1)
-    drawn = [n for n, row in enumerate(rows) if row.request.sampling.temperature > 0]
+    drawn = [row for row, seq in enumerate(rows) if seq.request.sampling.temperature > 0]
     if drawn:
-        picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
-    ids = torch.where(finite, picked, -1).tolist()
-    wanted = [
-        n for n, row in enumerate(rows) if row.request.sampling.logprobs is not None and ids[n] >= 0
-    ]
-    logprobs: dict[int, TokenLogprob] = {}
-    if wanted:
-        tops = [rows[n].request.sampling.logprobs or 0 for n in wanted]
-        logprobs = dict(
-            zip(wanted, score(raw[wanted], [ids[n] for n in wanted], tops), strict=True)
-        )
+        picked[drawn] = _draw(logits[drawn], [rows[row] for row in drawn])
+    ids: list[int] = torch.where(is_valid, picked, -1).tolist()
+    # The number of alternatives of each row whose log-probabilities are requested.
+    tops = {
+        row: seq.request.sampling.logprobs
+        for row, seq in enumerate(rows)
+        if seq.request.sampling.logprobs is not None and ids[row] >= 0
+    }
+    logprobs: dict[int, TokenLogprob] = {}  # by row
+    if tops:
+        scored = list(tops)
+        scored_ids = [ids[row] for row in scored]
+        scores = score(raw[scored], scored_ids, list(tops.values()))
+        logprobs = dict(zip(scored, scores, strict=True))
     return [
-        None if token < 0 else SampledToken(token, logprobs.get(n)) for n, token in enumerate(ids)
+        None if token_id < 0 else SampledToken(token_id, logprobs.get(row))
+        for row, token_id in enumerate(ids)
     ]
 
 
 def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
+    """Draw one token per row at random, int64 [rows]."""
     device = logits.device
-    logits = (
-        logits
-        / torch.tensor([row.request.sampling.temperature for row in rows], device=device)[:, None]
-    )
-    if any(row.request.sampling.min_p > 0 for row in rows):
-        min_p = torch.tensor([row.request.sampling.min_p for row in rows], device=device)[:, None]
-        logits = logits.masked_fill(
-            logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf
-        )
+    samplings = [seq.request.sampling for seq in rows]
+    logits = logits / _column([sampling.temperature for sampling in samplings], device)
+    if any(sampling.min_p > 0 for sampling in samplings):
+        min_p = _column([sampling.min_p for sampling in samplings], device)
+        lowest = logits.amax(dim=-1, keepdim=True) + min_p.log()
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
     order: Tensor | None = None
-    if any(row.request.sampling.top_k > 0 or row.request.sampling.top_p < 1 for row in rows):
+    if any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in samplings):
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
         size = logits.shape[-1]
         ranks = torch.arange(size, device=device)
-        top_k = torch.tensor([row.request.sampling.top_k or size for row in rows], device=device)[
-            :, None
-        ]
+        # 0 stands for all tokens.
+        top_k = _column(
+            [size if sampling.top_k == 0 else sampling.top_k for sampling in samplings], device
+        )
         logits = logits.masked_fill(ranks >= top_k, -torch.inf)
-        top_p = torch.tensor([row.request.sampling.top_p for row in rows], device=device)[:, None]
+        top_p = _column([sampling.top_p for sampling in samplings], device)
         weights = torch.softmax(logits, dim=-1)
         before = weights.cumsum(dim=-1) - weights
+        # The likeliest token always stays.
         logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
     cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    draws = torch.tensor(
-        [
-            uniform(row.seed, row.request.num_resumed_output_tokens + row.num_output_tokens)
-            for row in rows
-        ],
-        dtype=torch.float64,
-        device=device,
-    )[:, None]
-    picked = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(
-        max=logits.shape[-1] - 1
-    )
-    return (picked if order is None else order.gather(1, picked)).squeeze(1)
+    numbers = [
+        uniform(seq.seed, seq.request.num_resumed_output_tokens + seq.num_output_tokens)
+        for seq in rows
+    ]
+    draws = _column(numbers, device, torch.float64) * cumulated[:, -1:]
+    picked = torch.searchsorted(cumulated, draws, right=True)
+    picked = picked.clamp_(max=logits.shape[-1] - 1)
+    if order is not None:
+        picked = order.gather(1, picked)
+    return picked.squeeze(1)
+
+
+def _column(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return one value per row, [rows, 1]."""
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
 
 def score(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
@@ -218,15 +238,14 @@ def score(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Token
     """
     logs = torch.log_softmax(logits.float(), dim=-1)
     likeliest = logs.topk(min(max(tops, default=0), logs.shape[-1]))
-    own = (
-        logs.gather(1, torch.tensor(ids, dtype=torch.long, device=logs.device)[:, None])
-        .squeeze(1)
-        .tolist()
-    )
-    alternatives = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-    return [
-        TokenLogprob(token_id, logprob, tuple(zip(top_ids[:top], values[:top], strict=True)))
-        for token_id, logprob, top, (top_ids, values) in zip(
-            ids, own, tops, alternatives, strict=True
-        )
-    ]
+    chosen = torch.tensor(ids, dtype=torch.long, device=logs.device)[:, None]
+    logprobs = logs.gather(1, chosen).squeeze(1).tolist()
+    likeliest_ids = likeliest.indices.tolist()
+    likeliest_values = likeliest.values.tolist()
+    scored = []
+    for row, (token_id, top) in enumerate(zip(ids, tops, strict=True)):
+        top_ids = likeliest_ids[row][:top]
+        top_values = likeliest_values[row][:top]
+        alternatives = tuple(zip(top_ids, top_values, strict=True))
+        scored.append(TokenLogprob(token_id, logprobs[row], alternatives))
+    return scored

@@ -43,7 +43,7 @@ from dynamo_trtllm.streams import QueueClock
 log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
-# prompt tokens per step whose log-probabilities are requested: each takes logits of its own
+# Prompt tokens per step whose log-probabilities are requested: each takes logits of its own.
 _MOST_SCORED = 256
 
 
@@ -60,7 +60,7 @@ class Scheduler:
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
-    # an event: the sequence was dropped, and its blocks are free
+    # An event: the sequence was dropped, and its blocks are free.
     on_freed: Callable[[TorchSequence], None]
     on_end: Callable[[EngineFailed], None]  # called on the thread with why no step follows
 
@@ -193,7 +193,9 @@ class Scheduler:
             log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         try:
-            for seq in [*chain(*self._stages, self._awaiting_fetch.sequences)]:
+            # A copy, because `_drop` removes the sequences.
+            unfinished = list(chain(*self._stages, self._awaiting_fetch.sequences))
+            for seq in unfinished:
                 self._drop(seq)
             self.load.take_all()
             self._publish()
@@ -208,7 +210,8 @@ class Scheduler:
             except queue.Empty:
                 break
             message()
-            busy = True  # block for at most one message, then take those that are queued
+            # Wait for at most one message, then take those that are queued.
+            busy = True
         self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
@@ -219,7 +222,8 @@ class Scheduler:
     def _publish(self) -> None:
         self.load.publish(self._take_stats())
         if self._events:
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
             self.deliver(events)
 
     def _take_stats(self) -> EngineStats:
@@ -237,9 +241,7 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """Start queued sequences in their order, while there is space in the batch and the KV
-        pool.
-        """
+        """Start queued sequences in order, while there is space in the batch and the KV pool."""
         lacking = ""
         while self._waiting:
             promote_overdue(self._waiting)
@@ -284,17 +286,15 @@ class Scheduler:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
         while self._awaiting_buffer:
             seq = self._awaiting_buffer[0]
-            seq.allocation = self.transfer_buffer.allocate(
-                seq.prompt_tokens, REGION_BYTES[self.pool.device.type]
-            )
+            region_bytes = REGION_BYTES[self.pool.device.type]
+            seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, region_bytes)
             if seq.allocation is None:
                 return
             self._awaiting_buffer.popleft()
             seq.phases.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
-            copied = self.transfer_buffer.gather(
-                seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens)
-            )
+            rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
+            copied = self.transfer_buffer.gather(seq.allocation, rows)
             self._events.append(partial(seq.on_prefilled, seq.allocation, copied))
 
     def _step(self) -> None:
@@ -303,36 +303,51 @@ class Scheduler:
         chunks = self._plan_chunks(self.args.max_step_tokens - len(decoding))
         ids = [seq.output_ids[-1] for seq in decoding]
         for seq, count in chunks:
-            ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
-        parts = [*((seq, 1) for seq in decoding), *chunks]
-        slices = [SequenceSlice(seq.blocks, seq.num_computed_tokens, count) for seq, count in parts]
+            first = seq.num_computed_tokens
+            ids += seq.request.token_ids[first : first + count]
+        step = self._forward_batch(decoding, chunks)
+        sampled = list(decoding)
+        sampled_rows = list(range(len(decoding)))
+        scored = [(seq, count) for seq, count in chunks if seq.scores_prompt]
+        scored_rows: list[int] = []
+        row = len(decoding)
+        for seq, count in chunks:
+            if seq.scores_prompt:
+                scored_rows += range(row, row + count)
+            row += count
+            if seq.num_computed_tokens == seq.prompt_tokens:
+                sampled.append(seq)
+                sampled_rows.append(row - 1)
+        logits = self._forward(ids, step, sampled_rows + scored_rows)
+        row = len(sampled)
+        for seq, count in scored:
+            prompt_chunk = seq.prompt_chunk(logits[row : row + count])
+            self._events.append(partial(seq.emit, prompt_chunk))
+            row += count
+        finite = self._finite(step, decoding, chunks)
+        if sampled:
+            choices = sample(logits[: len(sampled)], sampled, finite)
+            self._update_from_output(sampled, choices)
+        # Sampling waits for the device.
+        self.load.measured(step, time.monotonic() - begun_s, is_awaited=bool(sampled))
+
+    def _forward_batch(
+        self, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
+    ) -> ForwardBatch:
+        """Plan the pass over these sequences, and count their tokens as computed."""
         step = ForwardBatch(
-            self.pool.keys, self.pool.values, slices[: len(decoding)], slices[len(decoding) :]
+            self.pool.keys,
+            self.pool.values,
+            [SequenceSlice(seq.blocks, seq.num_computed_tokens, 1) for seq in decoding],
+            [SequenceSlice(seq.blocks, seq.num_computed_tokens, count) for seq, count in chunks],
         )
         if step.partial_blocks:
             self.pool.scrub(torch.cat(step.partial_blocks))
-        for seq, count in parts:
-            seq.num_computed_tokens += count
-        sampled, rows, at = list(decoding), list(range(len(decoding))), len(decoding)
-        scored, scored_rows = (
-            [(seq, count) for seq, count in chunks if seq.scores_prompt],
-            list[int](),
-        )
+        for seq in decoding:
+            seq.num_computed_tokens += 1
         for seq, count in chunks:
-            if seq.scores_prompt:
-                scored_rows += range(at, at + count)
-            at += count
-            if seq.num_computed_tokens == seq.prompt_tokens:
-                sampled.append(seq)
-                rows.append(at - 1)
-        logits, at = self._forward(ids, step, rows + scored_rows), len(rows)
-        for seq, count in scored:
-            self._events.append(partial(seq.emit, seq.prompt_chunk(logits[at : at + count])))
-            at += count
-        finite = self._finite(step, decoding, chunks)
-        if sampled:
-            self._update_from_output(sampled, sample(logits[: len(rows)], sampled, finite))
-        self.load.measured(step, time.monotonic() - begun_s, is_awaited=bool(sampled))
+            seq.num_computed_tokens += count
+        return step
 
     def _finite(
         self,
@@ -340,28 +355,32 @@ class Scheduler:
         decoding: list[TorchSequence],
         chunks: list[tuple[TorchSequence, int]],
     ) -> Tensor:
-        """Return for each sequence that is sampled whether its keys are finite, bool [rows] on the
-        device.
+        """Return for each sequence that is sampled whether its keys are finite.
+
+        Returns:
+            bool [rows], on the device.
         """
         written = self.pool.finite_keys(step.slots)
-        rows, at = [written[: len(decoding)]], len(decoding)
+        rows = [written[: len(decoding)]]
+        row = len(decoding)
         for seq, count in chunks:
-            chunk = written[at : at + count].all(dim=0, keepdim=True)
+            chunk = written[row : row + count].all(dim=0, keepdim=True)
             seq.finite = chunk if seq.finite is None else seq.finite & chunk
-            at += count
+            row += count
             if seq.num_computed_tokens == seq.prompt_tokens:
                 rows.append(seq.finite)
         return torch.cat(rows)
 
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
-        planned, scored = [], _MOST_SCORED
+        """Return the number of tokens to compute of each prompt, at most `budget` together."""
+        planned = []
+        scores_budget = _MOST_SCORED
         for seq in self._prefilling:
-            count = min(
-                budget, self.args.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens
-            )
+            tokens_left = seq.prompt_tokens - seq.num_computed_tokens
+            count = min(budget, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:
-                count = min(count, scored)
-                scored -= count
+                count = min(count, scores_budget)
+                scores_budget -= count
             if count <= 0:
                 break
             planned.append((seq, count))
@@ -418,7 +437,11 @@ class Scheduler:
         )
         self._events.append(partial(seq.emit, NonFinite(text)))
         now = time.monotonic()
-        recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
+        recent = {
+            name: failed_at
+            for name, failed_at in self._non_finite.items()
+            if now - failed_at < _NON_FINITE_S
+        }
         self._non_finite = recent | {client_request(seq.request): now}
 
     def _emit(self, seq: TorchSequence, choice: SampledToken | None) -> None:
@@ -428,14 +451,17 @@ class Scheduler:
         seq.output_ids.append(choice.token_id)
         if seq.logits_processor is not None:
             seq.logits_processor.accept_token(choice.token_id)
-            if (failure := seq.logits_processor.failure) is not None:
+            failure = seq.logits_processor.failure
+            if failure is not None:
                 log.warning(
                     "request %s: structured output failed: %s", seq.request.request_id, failure
                 )
-                self._events.append(partial(seq.emit, RequestRejected(LEFT_FORMAT, field="guided")))
+                rejected = RequestRejected(LEFT_FORMAT, field="guided")
+                self._events.append(partial(seq.emit, rejected))
                 self._drop(seq)
                 return
-        ids, reason = token_ids([choice.token_id]), seq.finish_reason()
+        ids = token_ids([choice.token_id])
+        reason = seq.finish_reason()
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
         if reason is None and seq.request.phase is Phase.PREFILL:
             self._decoding.remove(seq)
@@ -443,7 +469,8 @@ class Scheduler:
             self._awaiting_buffer.append(seq)
             self._export_prefilled()
             return
-        stats = seq.phases.timings() if reason is not None or seq.num_output_tokens == 1 else None
+        is_first_or_last = reason is not None or seq.num_output_tokens == 1
+        stats = seq.phases.timings() if is_first_or_last else None
         chunk = Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)
         self._events.append(partial(seq.emit, chunk))
         if reason is not None:

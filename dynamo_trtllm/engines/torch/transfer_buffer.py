@@ -1,5 +1,6 @@
-"""Hold KV that is sent or received in one bounded buffer, copy it from and to the KV pool, and
-compute its checksums.
+"""Hold KV that is sent or received in one bounded buffer.
+
+Also copy it from and to the KV pool, and compute its checksums.
 
 A transfer backend registers the buffer once. Prefilled KV is copied into it for two reasons. A
 prompt's KV is scattered over thousands of rows in the pool, and each costs a transfer backend 5 to
@@ -44,39 +45,44 @@ def checksum(memory: Tensor) -> int:
 
 def _words(memory: Tensor) -> Tensor:
     """Return the memory as 32-bit words, int32 [words]. The last word is padded with zeros."""
-    if lacking := -len(memory) % 4:
+    lacking = -len(memory) % 4
+    if lacking > 0:
         memory = torch.nn.functional.pad(memory, (0, lacking))
-    elif memory.data_ptr() % 4:
-        memory = memory.clone()
+    elif memory.data_ptr() % 4 != 0:
+        memory = memory.clone()  # to an aligned address
     return memory.view(torch.int32)
 
 
 def _row_sums(words: Tensor) -> Tensor:
-    """Return the weighted sum of each row of _COLUMNS words, int64 [rows]; the last row may be
-    shorter.
+    """Return the weighted sum of each row of _COLUMNS words, int64 [rows].
+
+    The last row may be shorter.
     """
     factors = _factors(words.device)
-    whole = len(words) // _COLUMNS * _COLUMNS
-    sums = [
-        (some * factors).sum(1)
-        for some in torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE)
-    ]
-    if whole < len(words):
-        sums.append((words[whole:] * factors[: len(words) - whole]).sum().view(1))
+    num_whole = len(words) // _COLUMNS * _COLUMNS  # words in whole rows
+    whole_rows = words[:num_whole].view(-1, _COLUMNS)
+    sums = [(rows * factors).sum(1) for rows in torch.split(whole_rows, _ROWS_AT_ONCE)]
+    if num_whole < len(words):
+        rest = words[num_whole:]
+        sums.append((rest * factors[: len(rest)]).sum().view(1))
     return torch.cat(sums)
 
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers (SplitMix64), the same in every process, int64
-    [_COLUMNS].
+    """Return odd pseudo-random numbers (SplitMix64), int64 [_COLUMNS].
+
+    They are the same in every process.
     """
-    odd = (split_mix(number * 0x9E3779B97F4A7C15) | 1 for number in range(_COLUMNS))
-    factors = [factor - (1 << 64) if factor >> 63 else factor for factor in odd]
+    factors = []
+    for number in range(_COLUMNS):
+        factor = split_mix(number * 0x9E3779B97F4A7C15) | 1
+        is_negative = factor >> 63 == 1  # as a signed number
+        factors.append(factor - (1 << 64) if is_negative else factor)
     return torch.tensor(factors, dtype=torch.int64).to(device)
 
 
-# amortizes the cost per region, and divides a prompt into several
+# This amortizes the cost per region, and divides a prompt into several.
 REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 _ALIGNED_BYTES = 4096
 
@@ -89,6 +95,11 @@ class Allocation(NamedTuple):
     regions: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
 
 
+class _FreedAllocation(NamedTuple):
+    allocation: Allocation
+    last_copy: torch.cuda.Event
+
+
 class TransferBuffer:
     """The transfer buffer of one engine.
 
@@ -98,11 +109,11 @@ class TransferBuffer:
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool
         self._used: list[Allocation] = []  # in the order of the buffer
-        # freed, but used by a copy until the event
-        self._leaving: deque[tuple[Allocation, torch.cuda.Event]] = deque()
+        # Freed, but used until the last copy is done.
+        self._leaving: deque[_FreedAllocation] = deque()
         self.num_bytes = num_bytes
         self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
-        # staging memory on the GPU, if the buffer is in host memory
+        # Staging memory on the GPU, if the buffer is in host memory.
         self._bounce: Tensor | None = None
         self._checking: torch.cuda.Stream | None = None  # for checksums, parallel to the steps
         self._bouncing = threading.Lock()  # copies through `_bounce` are queued one after the other
@@ -143,14 +154,16 @@ class TransferBuffer:
         wanted = self._pool.moved_bytes(tokens)
         aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._reap(wait=False)
-        while (begin := self._first_gap(aligned)) is None:
+        begin = self._first_gap(aligned)
+        while begin is None:
             if not self._leaving:
                 return None
             self._reap(wait=True)
-        row = self._pool.row_bytes
-        regions = torch.split(
-            self.memory[begin : begin + wanted], max(1, region_bytes // row) * row
-        )
+            begin = self._first_gap(aligned)
+        row_bytes = self._pool.row_bytes
+        rows_per_region = max(1, region_bytes // row_bytes)
+        memory = self.memory[begin : begin + wanted]
+        regions = torch.split(memory, rows_per_region * row_bytes)
         allocation = Allocation(begin, aligned, regions)
         insort(self._used, allocation, key=lambda used: used.begin)
         return allocation
@@ -160,22 +173,28 @@ class TransferBuffer:
 
         It can be allocated again once the copies that are queued so far are done.
         """
-        if (event := self.mark()) is None:
+        event = self.mark()
+        if event is None:
             self._used.remove(allocation)
         else:
-            self._leaving.append((allocation, event))
+            self._leaving.append(_FreedAllocation(allocation, event))
 
     def _reap(self, *, wait: bool) -> None:
-        while self._leaving and (wait or self._leaving[0][1].query()):  # type: ignore[no-untyped-call]
-            freed, event = self._leaving.popleft()
+        """Make freed space available whose copies are done. `wait`: for the first one at least."""
+        while self._leaving:
+            freed = self._leaving[0]
             if wait:
-                event.synchronize()
+                freed.last_copy.synchronize()
                 wait = False
-            self._used.remove(freed)
+            elif not freed.last_copy.query():  # type: ignore[no-untyped-call]
+                return
+            self._leaving.popleft()
+            self._used.remove(freed.allocation)
 
     def _first_gap(self, num_bytes: int) -> int | None:
-        """Return the offset of the first free range that fits, so that unused memory stays
-        unmapped.
+        """Return the offset of the first free range that fits.
+
+        With the first one, memory that was never used stays unmapped.
         """
         begin = 0
         for used in self._used:
@@ -194,16 +213,16 @@ class TransferBuffer:
 
         Returns:
             On a GPU one event per region, which reports that its copy is done. On CPU an empty
-                list: copies are done.
+            list: copies are done.
         """
         events = []
-        # only the last region may be smaller
+        # Only the last region may be smaller than the first one.
         rows_per_region = len(allocation.regions[0]) // self._pool.row_bytes
-        for region, some in zip(
-            allocation.regions, torch.split(rows, rows_per_region), strict=True
-        ):
-            self._gather(region, some)
-            if (event := self.mark()) is not None:
+        rows_by_region = torch.split(rows, rows_per_region)
+        for region, region_rows in zip(allocation.regions, rows_by_region, strict=True):
+            self._gather(region, region_rows)
+            event = self.mark()
+            if event is not None:
                 events.append(event)
         return events
 
@@ -223,16 +242,18 @@ class TransferBuffer:
             rows: The rows of the whole allocation: indices into `KvPool.all_rows`, int64 [rows].
         """
         region = allocation.regions[index]
-        # only the last region may be smaller
-        begin = index * (len(allocation.regions[0]) // self._pool.row_bytes)
-        some = rows[begin : begin + len(region) // self._pool.row_bytes]
+        # Only the last region may be smaller than the first one.
+        rows_per_region = len(allocation.regions[0]) // self._pool.row_bytes
+        begin = index * rows_per_region
+        end = begin + len(region) // self._pool.row_bytes
+        region_rows = rows[begin:end]
         if self._bounce is None:
-            self._pool.all_rows.index_copy_(0, some, self._as_rows(region))
+            self._pool.all_rows.index_copy_(0, region_rows, self._as_rows(region))
             return
         with self._bouncing:
             passing = self._bounce[: len(region)]
             passing.copy_(region, non_blocking=True)
-            self._pool.all_rows.index_copy_(0, some, self._as_rows(passing))
+            self._pool.all_rows.index_copy_(0, region_rows, self._as_rows(passing))
 
     def checksum(self, region: MemoryRegion) -> int:
         """Return the checksum of a region whose copies are done. Thread-safe; blocks the caller."""
@@ -241,7 +262,8 @@ class TransferBuffer:
         if memory.device.type != "cuda":
             return checksum(memory)
         with torch.cuda.device(memory.device):
-            self._checking = self._checking or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            if self._checking is None:
+                self._checking = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._checking):
                 return checksum(memory)
 

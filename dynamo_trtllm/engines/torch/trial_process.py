@@ -100,8 +100,9 @@ def _fork() -> int:
 
 
 def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
-    """Run one trial in the forked process: a thread with a small stack compiles, and this one
-    watches the worker.
+    """Run one trial in the forked process.
+
+    A thread with a small stack compiles, and this one watches the worker.
     """
     trial.sendall(STARTED)
     _set_limits()
@@ -118,30 +119,33 @@ def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
 
 
 def _set_limits() -> None:
-    """Limit CPU time and memory of this process, and let the system end it first when memory runs
-    out.
+    """Limit CPU time and memory of this process.
+
+    When the system runs out of memory, it ends this process first.
     """
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        used_kib = next(
-            int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")
-        )
+        data_line = next(line for line in status.splitlines() if line.startswith("VmData:"))
+        used_kib = int(data_line.split()[1])
         limit = (used_kib << 10) + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    # Otherwise a crash of the library would write to the worker's log.
     null = os.open(os.devnull, os.O_WRONLY)
-    # otherwise a crash of the library would write to the worker's log
     os.dup2(null, sys.stderr.fileno())
 
 
 def _stack_bytes() -> int:
-    """Return half of the stack of the worker's threads, so that what compiles here does not
-    overflow theirs.
+    """Return half of the stack of the worker's threads, in bytes.
+
+    So what compiles here does not overflow theirs.
     """
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    return (_FALLBACK_STACK if stack == resource.RLIM_INFINITY else stack) // 2
+    stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack_bytes == resource.RLIM_INFINITY:
+        stack_bytes = _FALLBACK_STACK
+    return stack_bytes // 2
 
 
 def _read(trial: socket.socket, count: int) -> bytes:
@@ -193,10 +197,10 @@ def _generate(triggered: Triggered) -> None:
         if matcher.is_stopped():
             break
         began = time.thread_time()
-        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        if not allowed:
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")  # one bit per token id
+        if allowed == 0:
             break
-        if step % 2:
+        if step % 2 == 1:
             token_id = allowed.bit_length() - 1  # the highest bit
         else:
             token_id = (allowed & -allowed).bit_length() - 1  # the lowest bit
@@ -206,7 +210,8 @@ def _generate(triggered: Triggered) -> None:
                 f"a token of the output format takes more than {STEP_CPU_S} s; simplify it"
             )
     if matcher.is_error():
-        reason = " ".join(matcher.get_error().partition("<state>")[0].split())
+        message, _, _ = matcher.get_error().partition("<state>")
+        reason = " ".join(message.split())
         raise FormatTooComplex(f"the output format is too complex: {reason}; simplify it")
 
 
