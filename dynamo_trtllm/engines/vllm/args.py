@@ -1,8 +1,7 @@
-"""Build and check the arguments of `AsyncEngineArgs` from a worker's configuration, before anything
-loads.
+"""Build and check the arguments of `AsyncEngineArgs` from a worker's configuration.
 
-Later sources win: YAML < environment < flag < override JSON. The arguments are checked against the
-installed release. vLLM is not imported.
+This happens before anything loads. Later sources win: YAML < environment < flag < override JSON.
+The arguments are checked against the installed release. vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SCHEDULER = "dynamo_trtllm.engines.vllm.steps.MeasuredScheduler"
 # of gpt-oss-120b that took 62 ms for a prompt of 8,192 tokens with vLLM's default of 16, and 9 ms
 # with 128.
 TRANSFER_BLOCK_TOKENS = 128
-# vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
+# vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`.
 _LEASE_SPARE_S = 5
 
 
@@ -52,11 +51,8 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
             field="kernels_profile",
         )
     # Flags for TensorRT-LLM's arguments are rejected with the same text as the arguments.
-    foreign = {
-        name: name
-        for name in arguments.ENGINE_FLAGS
-        if name in LIBRARY.foreign.keys() - LIBRARY.flags.keys()
-    }
+    foreign_names = LIBRARY.foreign.keys() - LIBRARY.flags.keys()
+    foreign = {name: name for name in arguments.ENGINE_FLAGS if name in foreign_names}
     given = arguments.given_sources(config, LIBRARY.flags | foreign)
     unchecked: list[str] = []
     for layer in given:
@@ -76,8 +72,9 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
 
 
 def described(config: WorkerConfig) -> arguments.Described:
-    """Return all arguments with their sources, defaults included: those of the installed release,
-    else of the newest.
+    """Return all arguments with their sources, defaults included.
+
+    They are those of the installed release, else of the newest.
 
     Raises:
         ConfigError: See `vllm_args`.
@@ -91,20 +88,19 @@ def _own(config: WorkerConfig) -> Source:
     A configuration may override those that are not in `engine_set`.
     """
     values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": EXTENSION}
-    if config.disaggregation_mode is not Role.AGGREGATED:
+    role = config.disaggregation_mode
+    if role is Role.AGGREGATED:
+        # In the other roles, the connector measures the scheduler's steps.
+        values["scheduler_cls"] = SCHEDULER
+    else:
+        lease_s = math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
             "kv_connector_module_path": CONNECTOR,
-            "kv_role": (
-                "kv_producer" if config.disaggregation_mode is Role.PREFILL else "kv_consumer"
-            ),
+            "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
             "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {
-                "kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S
-            },
+            "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
-    else:  # else the connector measures the scheduler's steps
-        values["scheduler_cls"] = SCHEDULER
     if config.publish_kv_events:
         values["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "zmq"}
     return Source(values, _ADAPTER)
@@ -117,20 +113,17 @@ def _defaults(config: WorkerConfig) -> list[Source]:
     """
     if config.disaggregation_mode is Role.AGGREGATED:
         return []
-    return [
-        Source(
-            {"block_size": TRANSFER_BLOCK_TOKENS},
-            f"{_ADAPTER}, so that KV is transferred in large pieces",
-        )
-    ]
+    reason = f"{_ADAPTER}, so that KV is transferred in large pieces"
+    return [Source({"block_size": TRANSFER_BLOCK_TOKENS}, reason)]
 
 
 def _check_supported(layer: Source) -> None:
-    """Raise ConfigError for an argument of TensorRT-LLM, and for one that needs several engines,
-    drafts or adapters.
+    """Raise ConfigError for arguments that this engine does not support.
+
+    They are those of TensorRT-LLM, and those that need several engines, drafts or adapters.
     """
     for key, value in layer.values.items():
-        root = key.partition(".")[0]
+        root, _, _ = key.partition(".")
         if root in LIBRARY.foreign:
             raise ConfigError(
                 f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use"
@@ -168,7 +161,9 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
     if wanted is None:
         return None
     source = config.source_of("expert_parallel_size")
-    sizes = {key: int(leaves[key].value) if key in leaves else 1 for key in _RANKS}
+    sizes = dict.fromkeys(_RANKS, 1)
+    for key in sizes.keys() & leaves.keys():
+        sizes[key] = int(leaves[key].value)
     ranks = math.prod(sizes.values())
     if wanted not in (1, ranks):
         product = " times ".join(f"{key} {size}" for key, size in sizes.items())
@@ -177,14 +172,16 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
             f" none; set it to {ranks} or 1",
             field="expert_parallel_size",
         )
+    is_on = wanted > 1
     set_here = leaves.get("enable_expert_parallel")
-    if set_here is not None and set_here.value is not (wanted > 1) and ranks > 1:
+    # With one rank, both values mean the same.
+    if set_here is not None and set_here.value is not is_on and ranks > 1:
         raise ConfigError(
             f"{source} is {wanted}, but enable_expert_parallel is {set_here.value}"
             f" ({set_here.source}); set only one",
             field="expert_parallel_size",
         )
-    return SourcedValue(wanted > 1, source)
+    return SourcedValue(is_on, source)
 
 
 _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
@@ -193,10 +190,8 @@ _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 def _meanings(config: WorkerConfig) -> list[str]:
     """Return notes about settings that mean something else here than with other engines."""
     notes = []
-    if (
-        config.disaggregation_mode is Role.DECODE
-        and config.source_of("disaggregation_mode") == DEFAULT_SOURCE
-    ):
+    has_default_role = config.source_of("disaggregation_mode") == DEFAULT_SOURCE
+    if config.disaggregation_mode is Role.DECODE and has_default_role:
         notes.append(
             "--disaggregation-mode is not set: this is a decode worker, as in Dynamo; for an"
             " aggregated worker set --disaggregation-mode prefill_and_decode"

@@ -50,31 +50,31 @@ def explain_oom(
 
     Returns:
         None if each GPU of the engine had enough free memory before or after the start: then the
-            cause is another one.
+        cause is another one.
     """
     share = values.get(_SHARE, schema.default(release, _SHARE, values))
     if not isinstance(share, (int, float)):
         return None
     ranks = math.prod(int(values.get(name) or 1) for name in _RANKS)
-    for number, ((was, total), (now, _)) in enumerate(
-        zip(before[:ranks], after[:ranks], strict=False)
-    ):
-        free = max(was, now)
-        if free < share * total:
-            fits = math.floor(100 * free / total) / 100
-            fix = (
-                f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that"
-                if fits
-                else ""
-            )
-            return (
-                f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE}"
-                f" {share:g} needs {share * total / _GIB:.1f} GiB: another process uses the rest."
-                " If nvidia-smi lists none, a decode worker that read KV from a dead prefill"
-                " worker over CUDA IPC still maps that worker's memory"
-                " (https://github.com/openucx/ucx/issues/11753): restart the decode workers of"
-                " this machine" + fix
-            )
+    gpus = zip(before[:ranks], after[:ranks], strict=False)
+    for number, (memory_before, memory_after) in enumerate(gpus):
+        free_before, total = memory_before
+        free_after, _ = memory_after
+        free = max(free_before, free_after)
+        if free >= share * total:
+            continue
+        fits = math.floor(100 * free / total) / 100
+        fix = ""
+        if fits > 0:
+            fix = f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that"
+        return (
+            f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE}"
+            f" {share:g} needs {share * total / _GIB:.1f} GiB: another process uses the rest."
+            " If nvidia-smi lists none, a decode worker that read KV from a dead prefill"
+            " worker over CUDA IPC still maps that worker's memory"
+            " (https://github.com/openucx/ucx/issues/11753): restart the decode workers of"
+            f" this machine{fix}"
+        )
     return None
 
 
@@ -101,7 +101,7 @@ class VllmBindings:
         find = PACKAGE.find
         self._release = release
         self._logger_base = find("PrometheusStatLogger", "vllm.v1.metrics.loggers")
-        self.version = str(PACKAGE.load().__version__).partition("+")[0]
+        self.version, _, _ = str(PACKAGE.load().__version__).partition("+")
         self._config = PACKAGE.load("vllm.config")  # the module of configuration classes
         self.engine_args = find("AsyncEngineArgs", "vllm.engine.arg_utils")
         self.async_llm = find("AsyncLLM", "vllm.v1.engine.async_llm")
@@ -151,15 +151,15 @@ class VllmBindings:
             sampling["structured_outputs"] = construct(
                 PACKAGE.library, self._structured_outputs, call.guided
             )
+        sampling["output_kind"] = self._delta
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt}
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
-        sampling["output_kind"] = self._delta
-        arguments = {
-            "prompt": prompt,
-            "params": construct(PACKAGE.library, self._sampling_params, sampling),
-        }
-        return arguments | {"priority": call.priority} if call.priority else arguments
+        params = construct(PACKAGE.library, self._sampling_params, sampling)
+        arguments = {"prompt": prompt, "params": params}
+        if call.priority:
+            arguments["priority"] = call.priority
+        return arguments
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert nested mappings to vLLM's configuration classes.
@@ -169,14 +169,15 @@ class VllmBindings:
         """
         arguments = {}
         for name, value in values.items():
+            arguments[name] = value
             field = schema.find(self._release, name).field
-            classes = (
-                schema.owners(self._release, field)
-                if field is not None and isinstance(value, Mapping)
-                else ()
-            )
+            if field is None or not isinstance(value, Mapping):
+                continue
+            classes = schema.owners(self._release, field)
+            if not classes:
+                continue
             try:
-                arguments[name] = getattr(self._config, classes[0])(**value) if classes else value
+                arguments[name] = getattr(self._config, classes[0])(**value)
             except _VLLM_ERRORS as exc:
                 raise self._rejected(exc) from exc
         return arguments
@@ -185,8 +186,9 @@ class VllmBindings:
         return ConfigError(f"vLLM {self.version} rejects the engine arguments: {_short(exc)}")
 
     def _logger(self, on_stats: OnStats) -> Any:
-        """Return a stat logger class that replaces the Prometheus one, which would export
-        everything twice.
+        """Return a stat logger class that replaces the Prometheus one.
+
+        That one would export everything twice.
         """
 
         class Statistics(self._logger_base):  # type: ignore[misc,name-defined]
@@ -215,9 +217,12 @@ class VllmBindings:
 def kv_transfer_group() -> Any:
     """Return the KV connector of this vLLM worker process, or None if it has none."""
     module = PACKAGE.load("vllm.distributed.kv_transfer")
-    return module.get_kv_transfer_group() if module.has_kv_transfer_group() else None
+    if not module.has_kv_transfer_group():
+        return None
+    return module.get_kv_transfer_group()
 
 
 def _short(exc: BaseException) -> str:
     """Return the first 400 characters of an error text in one line, or the name of its class."""
-    return " ".join(str(exc).split())[:400] or type(exc).__name__
+    line = " ".join(str(exc).split())
+    return line[:400] or type(exc).__name__

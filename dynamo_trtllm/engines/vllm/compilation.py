@@ -1,5 +1,6 @@
-"""Choose the folders of the kernels that are compiled for vLLM, the passes that compile them early,
-and count them.
+"""Choose folders for the kernels that are compiled for vLLM, and passes that compile them early.
+
+Also count the kernels that were compiled.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +34,35 @@ def cache_folders(compile_cache: Path | None, environment: Mapping[str, str]) ->
             "VLLM_CACHE_ROOT": str(compile_cache / "vllm"),
             **warm_up.cache_folders(compile_cache),
         }
+    if environment.get(_TRITON):
+        return {}
     root = environment.get("VLLM_CACHE_ROOT") or str(Path("~/.cache/vllm").expanduser())
-    return {} if environment.get(_TRITON) else {_TRITON: str(Path(root) / "triton")}
+    return {_TRITON: str(Path(root) / "triton")}
 
 
 def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
-    """Return the numbers of tokens of a step that a warm-up has to run, so that later steps compile
-    no kernel.
+    """Return the numbers of tokens of the steps that a warm-up has to run.
 
-    Steps of up to the largest captured size are padded to a captured one. Triton compiles a kernel
-    for each value of its constants, and for whether an integer argument is divisible by 16; so few
-    counts stand for all.
+    After them, later steps compile no kernel. Steps of up to the largest captured size are padded
+    to a captured one. Triton compiles a kernel for each value of its constants, and for whether an
+    integer argument is divisible by 16; so few counts stand for all.
     """
     parallel = config.parallel_config
-    if config.device_config.device_type != "cuda" or int(parallel.data_parallel_size) > 1:
-        # the ranks of data parallelism step together, and a pass of one could wait for the others'
-        # requests
+    if config.device_config.device_type != "cuda":
+        return []
+    # The ranks of data parallelism step together, and a pass of one could wait for the others'
+    # requests.
+    if int(parallel.data_parallel_size) > 1:
         return []
     limit = int(config.scheduler_config.max_num_batched_tokens)
-    captured = (
-        ()
-        if config.model_config.enforce_eager
-        else config.compilation_config.cudagraph_capture_sizes or ()
-    )
+    captured: Sequence[int] = ()
+    if not config.model_config.enforce_eager:
+        captured = config.compilation_config.cudagraph_capture_sizes or ()
     ranks = int(parallel.tensor_parallel_size) if parallel.enable_expert_parallel else 1
     experts = checkpoint.num_experts // ranks
-    seen = {
-        kernel
-        for tokens in (limit, *captured)
-        for kernel in _kernels(tokens, experts, checkpoint.experts_per_token)
-    }
+    seen: set[tuple[object, ...]] = set()
+    for tokens in (limit, *captured):
+        seen |= _kernels(tokens, experts, checkpoint.experts_per_token)
     counts = []
     for tokens in range(limit - 1, max(captured, default=0), -1):
         new = _kernels(tokens, experts, checkpoint.experts_per_token) - seen
@@ -87,11 +87,15 @@ def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
         ("size", tokens.bit_length()),
         ("tokens", divisible(tokens)),
     }
-    if not experts:
+    if experts == 0:
         return general
     rows = tokens * top_k
-    block = max(16, min(1 << max(0, rows // experts - 1).bit_length(), 128))  # rows of a tile
-    tiles = rows if rows <= experts else -(-(rows - experts + 1) // block) + experts - 1
+    rows_per_expert = 1 << max(0, rows // experts - 1).bit_length()  # a power of two
+    block = max(16, min(rows_per_expert, 128))  # rows of a tile
+    if rows <= experts:
+        tiles = rows
+    else:
+        tiles = -(-(rows - experts + 1) // block) + experts - 1
     parts = -(-tokens // 32)
     fills = -(-2 * rows // 1024) + experts + 1
     return general | {
@@ -113,15 +117,23 @@ def count_compilations(*, begins: bool) -> int:
     Returns:
         The count since the last beginning.
     """
-    ended = _counting.pop()() if _counting else 0
-    if begins and importlib.util.find_spec("triton") is not None:
-        runtime = importlib.import_module("triton").knobs.runtime
-        monitor, compiled = runtime.jit_post_compile_hook, itertools.count()
-        runtime.jit_post_compile_hook = lambda **_: next(compiled)
+    count = 0
+    if _counting:
+        stop_last = _counting.pop()
+        count = stop_last()
+    if not begins or importlib.util.find_spec("triton") is None:
+        return count
+    runtime = importlib.import_module("triton").knobs.runtime
+    monitor = runtime.jit_post_compile_hook
+    compiled = itertools.count()
 
-        def stop() -> int:
-            runtime.jit_post_compile_hook = monitor
-            return next(compiled)
+    def note_compilation(**_: Any) -> int:
+        return next(compiled)
 
-        _counting.append(stop)
-    return ended
+    def stop() -> int:
+        runtime.jit_post_compile_hook = monitor
+        return next(compiled)
+
+    runtime.jit_post_compile_hook = note_compilation
+    _counting.append(stop)
+    return count

@@ -1,9 +1,8 @@
-"""Let one engine of a host run torch.compile, while others with the same model and arguments wait
-for its result.
+"""Let one engine of a host run torch.compile, while others wait for its result.
 
-The lock covers torch.compile only, which runs in the first pass of the model. An engine whose code
-was compiled by an earlier start does not take it. What follows, CUDA graphs and the warm-up, each
-engine does by itself at once.
+The others have the same model and arguments. The lock covers torch.compile only, which runs in the
+first pass of the model. An engine whose code was compiled by an earlier start does not take it.
+What follows, CUDA graphs and the warm-up, each engine does by itself at once.
 """
 
 from __future__ import annotations
@@ -83,14 +82,13 @@ class CompileLock:
             if is_compiled and self._lock.is_locked:
                 self._compiled.touch()
             self._lock.release()
-        except OSError as exc:  # such as a full disk: the start goes on
+        except OSError as exc:
+            # Such as a full disk: the start goes on.
             _log.warning("can't note that code was compiled: %s", exc)
 
 
 def lock_first_pass(worker_class: Any) -> None:
-    """Make a class of vLLM's workers hold a `CompileLock` while it runs the model for the first
-    time.
-    """
+    """Make a class of vLLM's workers hold a `CompileLock` in the model's first pass."""
     profile = worker_class.determine_available_memory  # the first method that runs the model
 
     @functools.wraps(profile)
@@ -116,11 +114,10 @@ def lock_first_pass(worker_class: Any) -> None:
 
 @contextmanager
 def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
-    """Release the lock as soon as vLLM has compiled and stored the code, if it says so; else the
-    end of the pass does.
+    """Release the lock as soon as vLLM has compiled and stored the code.
 
-    vLLM stores the code before it leaves `monitor_torch_compile` (0.24 to 0.33). The rest of the
-    pass took 9 of 34 s.
+    If vLLM does not say when, the end of the pass releases it. vLLM stores the code before it
+    leaves `monitor_torch_compile` (0.24 to 0.33). The rest of the pass took 9 of 34 s.
     """
     decorators: Any = sys.modules.get("vllm.compilation.decorators")
     monitor = getattr(decorators, "monitor_torch_compile", None)
@@ -132,7 +129,8 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
     def monitor_then_release(*args: Any, **keywords: Any) -> Iterator[Any]:
         with monitor(*args, **keywords) as value:
             yield value
-        if not keywords.get("is_encoder"):  # the language model comes after it
+        # The language model comes after an encoder.
+        if not keywords.get("is_encoder"):
             lock.release(is_compiled=True)
 
     decorators.monitor_torch_compile = monitor_then_release
@@ -143,10 +141,9 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
 
 
 def _acquired(config: Any) -> CompileLock | None:
-    """Return the lock of an engine's compiled code, held if it must be compiled; None if there can
-    be no lock.
+    """Return the lock of an engine's compiled code, held if the code must be compiled.
 
-    An engine that compiles nothing, as with `enforce_eager`, has none.
+    None: there can be no lock. An engine that compiles nothing, as with `enforce_eager`, has none.
     """
     if config.compilation_config.mode.name != "VLLM_COMPILE":
         return None
@@ -161,8 +158,8 @@ def _acquired(config: Any) -> CompileLock | None:
     lock = CompileLock(Path(envs.VLLM_CACHE_ROOT) / "dynamo_trtllm", key)
     try:
         lock.acquire()
-    # a read-only cache, or a file system without locks
     except (OSError, NotImplementedError) as exc:
+        # A read-only cache, or a file system without locks.
         _log.warning("can't wait for other engines that compile the same code: %s", exc)
         return None
     return lock

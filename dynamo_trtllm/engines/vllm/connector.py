@@ -1,5 +1,6 @@
-"""Extend vLLM's NixlConnector and its scheduler: end requests whose KV was not read in time, and
-note times.
+"""Extend vLLM's NixlConnector and its scheduler.
+
+They end requests whose KV was not read in time, and note times.
 
 vLLM loads this module by name in the processes of prefill and decode engines.
 
@@ -22,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dynamo_trtllm.engines.vllm import early_notice
@@ -35,7 +37,7 @@ from dynamo_trtllm.engines.vllm.transfers import listen_there
 
 _log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-# of the engine that reads KV
+# The connector with which an engine reads KV.
 _Base: Any = PACKAGE.find("NixlPullConnector", f"{_V1}.nixl.connector")
 
 
@@ -45,7 +47,7 @@ class EndedTransfers:
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    # also in `received`; vLLM reports them from 0.30 on
+    # These are in `received`, too. vLLM reports them from 0.30 on.
     failed: set[str] = field(default_factory=set)
 
     def add(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
@@ -71,7 +73,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._reported_failed: set[str] = set()  # of those, those that a step has reported
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
-        # of reads that have ended, until their end is reported
+        # When reads that have ended were posted and seen to end, until their end is reported.
         self._times: dict[str, tuple[float, float]] = {}
         self._ended = EndedTransfers()  # that no step has reported yet
         self._is_asked = False  # True once this process's scheduler has asked for ended reads
@@ -99,7 +101,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         @functools.wraps(read)
         def posting(req_id: str, meta: Any, *args: Any, **keywords: Any) -> Any:
             result = read(req_id, meta, *args, **keywords)
-            # else the request was aborted, and only frees the KV at the prefill engine
+            # Without blocks, the request was aborted, and only frees the KV at the prefill engine.
             if any(meta.local_block_ids):
                 self._posted[req_id] = time.monotonic()
             return result
@@ -107,10 +109,12 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         worker._read_blocks_for_req = posting
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in
-        each step.
+        """Return the requests whose KV was sent, and those whose read has ended.
+
+        vLLM calls it in each step.
         """
-        self._look(lambda: super(NixlConnector, self).get_finished(finished_req_ids))
+        base: Any = super()
+        self._look(partial(base.get_finished, finished_req_ids))
         ended = self._take_ended()
         return ended.sent, ended.received
 
@@ -119,9 +123,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
         From 0.30 on vLLM calls it in place of `get_finished`.
         """
-        results = self._look(
-            lambda: super(NixlConnector, self).get_transfer_results(finished_req_ids)
-        )
+        base: Any = super()
+        results = self._look(partial(base.get_transfer_results, finished_req_ids))
         ended = self._take_ended()
         return dataclasses.replace(
             results,
@@ -147,8 +150,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         return self._ended.received - self._ended.failed - self._failed - self._left_to_steps
 
     def _look(self, ask: Callable[[], Any]) -> Any:
-        """Ask vLLM's connector which transfers have ended, and add them to those that no step has
-        reported yet.
+        """Ask vLLM's connector which transfers have ended.
+
+        They are added to those that no step has reported yet.
         """
         results = ask()
         now = time.monotonic()
@@ -156,15 +160,13 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             sent, received = results
             failed: set[str] = set()
         else:
-            sent, received, failed = (
-                results.finished_sending,
-                results.finished_recving,
-                results.failed_recving,
-            )
+            sent = results.finished_sending
+            received = results.finished_recving
+            failed = results.failed_recving
         self._ended.add(sent, received, failed)
-        self._times |= {
-            request_id: (self._posted.pop(request_id, now), now) for request_id in received
-        }
+        for request_id in received:
+            posted_at = self._posted.pop(request_id, now)
+            self._times[request_id] = (posted_at, now)
         return results
 
     def take_well_received(self) -> dict[str, tuple[float, float]]:
@@ -178,7 +180,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         if self._posted:
             base: Any = super()
             ask = base.get_transfer_results if self._asks_for_results else base.get_finished
-            self._look(lambda: ask(set()))
+            self._look(partial(ask, set()))
         well = self._well_received()
         self._ended.received -= well
         return {request_id: self._times.pop(request_id) for request_id in well}
@@ -204,11 +206,14 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             for request_id in self._reported
             if request_id in self._times
         }
-        return EndedReads(frozenset(failed), times) if failed or times else None
+        if not failed and not times:
+            return None
+        return EndedReads(frozenset(failed), times)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note when the blocks for a read of KV were allocated; the read begins with the next
-        step.
+        """Note when the blocks for a read of KV were allocated.
+
+        The read begins with the next step.
         """
         params = request.kv_transfer_params or {}
         if num_external_tokens and params.get("do_remote_prefill"):
@@ -218,19 +223,18 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether blocks stay for another engine, and what goes out with the request's last
-        output.
-        """
+        """Return whether blocks stay for another engine, and the last output's parameters."""
         stays, params = super().request_finished_all_groups(request, block_ids)
-        times = (request.kv_transfer_params or {}).get(READ_TIMES)
-        return stays, {READ_TIMES: times} if params is None and times else params
+        given = request.kv_transfer_params or {}
+        times = given.get(READ_TIMES)
+        if params is None and times:
+            params = {READ_TIMES: times}
+        return stays, params
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens beyond those computed here are read, and whether they are read
-        between steps.
-        """
+        """Return how many more tokens are read, and whether they are read between steps."""
         count, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         params = request.kv_transfer_params or {}
         if not (between_steps and params.get("do_remote_prefill")):
@@ -242,7 +246,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         )
         # vLLM handles 0 tokens in another way. In that case read the last block as vLLM does; it is
         # overwritten later.
-        return max(wanted - num_computed_tokens, 0) or count, between_steps
+        if wanted > num_computed_tokens:
+            count = wanted - num_computed_tokens
+        return count, between_steps
 
 
 retained_windows.install()

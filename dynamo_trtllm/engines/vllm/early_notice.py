@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
 
 _log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
-# at most one: of the connector in this process, if the engine has one rank
+# At most one: that of the connector in this process, if the engine has one rank.
 _worker_half: list[Any] = []
 
 
@@ -52,7 +52,8 @@ def _look_before(scheduler: Any, output: Any) -> None:
         scheduler: vLLM's class.
         output: its class of what workers report of transfers.
     """
-    schedule, report = scheduler.schedule, scheduler._update_from_kv_xfer_finished
+    schedule = scheduler.schedule
+    report = scheduler._update_from_kv_xfer_finished
 
     @functools.wraps(schedule)
     def schedule_what_was_read(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -74,13 +75,17 @@ def _received_in_time(requests: Any, half: Any) -> set[str]:
         requests: vLLM's requests by id.
         half: the worker half of the connector.
     """
-    now, found = time.time(), set()
+    now = time.time()
+    in_time = set()
     for request_id, times in half.take_well_received().items():
-        params = None if request_id not in requests else requests[request_id].kv_transfer_params
+        params = None
+        if request_id in requests:
+            params = requests[request_id].kv_transfer_params
         if params is None or params.get(EXPIRES_AT, math.inf) <= now:
             half.put_back(request_id, times)
             continue
         noted = params.get(READ_TIMES, [])
+        # The first one is when the blocks were allocated.
         noted[1:] = (*times, time.monotonic())
-        found.add(request_id)
-    return found
+        in_time.add(request_id)
+    return in_time

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +46,25 @@ class StepStats:
 
     def record(self, rank: int, stats: Any) -> None:
         self._last[rank] = stats
-        if (step := step_of(stats)) is not None:
+        step = step_of(stats)
+        if step is not None:
             self.times.append(step)
 
     def counts(self, ranks: int = 1) -> Counts:
         """Return the sums over all data-parallel ranks. `ranks`: their number."""
         usable = max(0, self.blocks_per_rank - 1)  # one is vLLM's null block, which no request gets
-        return Counts(
+        waiting = 0
+        used = 0
+        for stats in self._last.values():
             # Skipped requests wait for KV or for a compiled grammar.
-            waiting=sum(
-                each.num_waiting_reqs + each.num_skipped_waiting_reqs
-                for each in self._last.values()
-            ),
-            kv_blocks_used=sum(round(each.kv_cache_usage * usable) for each in self._last.values()),
-            kv_blocks_total=usable * ranks,
-        )
+            waiting += stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            used += round(stats.kv_cache_usage * usable)
+        return Counts(waiting=waiting, kv_blocks_used=used, kv_blocks_total=usable * ranks)
 
 
 _log = logging.getLogger(__name__)
 
-# from 0.29 on: the order of blocks, heads, layers, tokens and channels
+# From 0.29 on: the order of blocks, heads, layers, tokens and channels.
 KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _WANTED_BY = "the vllm engine"
 # Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a
@@ -99,9 +99,9 @@ class VllmEngine(ExternalEngine):
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
-        self._compile_cache = (
-            None if config.compile_cache is None else config.compile_cache.absolute()
-        )
+        self._compile_cache: Path | None = None
+        if config.compile_cache is not None:
+            self._compile_cache = config.compile_cache.absolute()
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
         self._facts = VllmFacts(
@@ -127,13 +127,13 @@ class VllmEngine(ExternalEngine):
         self._start_progress = StartProgress()
         self._readers.append(self._start_progress.close)
         if self._publishes_kv_events:
-            self._kv_events = KvEventSubscriber(
-                self._args.count("data_parallel_size"), releases.PACKAGE.load("zmq")
-            )
+            ranks = self._args.count("data_parallel_size")
+            self._kv_events = KvEventSubscriber(ranks, releases.PACKAGE.load("zmq"))
             self._readers.append(self._kv_events.close)
-        info, library = self._serve(
-            await self._load(self._build, self._args, self._checkpoint, self._start_progress.phase)
+        bindings = await self._load(
+            self._build, self._args, self._checkpoint, self._start_progress.phase
         )
+        info, library = self._serve(bindings)
         await library.bind_lifetime()
         counts = compilation.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
@@ -167,7 +167,7 @@ class VllmEngine(ExternalEngine):
             "model": str(self._checkpoint.folder),
             "disable_log_stats": True,
         }
-        # vLLM needs it for structured output only
+        # vLLM needs the tokenizer for structured output only.
         values["skip_tokenizer_init"] = not self._has_tokenizer
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
@@ -185,13 +185,20 @@ class VllmEngine(ExternalEngine):
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
-        config, checkpoint = self._llm.vllm_config, self._checkpoint
-        num_blocks = self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
+        config = self._llm.vllm_config
+        checkpoint = self._checkpoint
+        num_blocks = int(config.cache_config.num_gpu_blocks or 0)
+        self._steps.blocks_per_rank = num_blocks
         if not self._has_tokenizer:
             _log.info(
                 "structured output is not available, because %s has no tokenizer.json",
                 checkpoint.folder,
             )
+        # vLLM would treat resumed tokens as prompt.
+        unsupported = ["resumed_tokens"]
+        if not self._has_tokenizer:
+            unsupported.insert(0, "guided")
+        has_priority = str(config.scheduler_config.policy) == "priority"
         info = EngineInfo(
             engine="vllm",
             context_length=int(config.model_config.max_model_len),
@@ -205,13 +212,8 @@ class VllmEngine(ExternalEngine):
                 kv_blocks=num_blocks,
             ),
             kv_compat=_kv_compat(self._role, checkpoint, config, self._release.version),
-            # vLLM would treat resumed tokens as prompt
-            unsupported_features=(
-                ("resumed_tokens",) if self._has_tokenizer else ("guided", "resumed_tokens")
-            ),
-            supported_features=(
-                ("priority",) if str(config.scheduler_config.policy) == "priority" else ()
-            ),
+            unsupported_features=tuple(unsupported),
+            supported_features=("priority",) if has_priority else (),
             can_aggregate=True,
             files=checkpoint.files,
         )
@@ -219,7 +221,7 @@ class VllmEngine(ExternalEngine):
             role=self._role, info=info, max_logprobs=int(config.model_config.max_logprobs)
         )
         ranks = self._args.count("data_parallel_size")
-        library = VllmLibrary(bindings, self._llm, model_limits, lambda: self._steps.counts(ranks))
+        library = VllmLibrary(bindings, self._llm, model_limits, partial(self._steps.counts, ranks))
         self._run(library, info, "vllm/nixl")
         _log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
@@ -236,10 +238,12 @@ def _layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
     dtype = str(config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(config.model_config.dtype).removeprefix("torch.")
+    # The variants of fp8 have the same size.
+    if dtype.startswith("fp8"):
+        dtype = "fp8"
+    block_tokens = int(config.cache_config.block_size)
     ranks = int(config.parallel_config.tensor_parallel_size)
-    return checkpoint.kv_layout(
-        "fp8" if dtype.startswith("fp8") else dtype, int(config.cache_config.block_size), ranks
-    )
+    return checkpoint.kv_layout(dtype, block_tokens, ranks)
 
 
 def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
@@ -249,13 +253,15 @@ def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) ->
     """
     if role is Role.AGGREGATED:
         return {}
-    layout = process_environment().get(KV_CACHE_LAYOUT)
-    return {
+    values = {
         "release": release,
         "model_folder": str(checkpoint.folder),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "attention_backend": str(config.attention_config.backend),
         "hybrid_kv_cache": str(not config.scheduler_config.disable_hybrid_kv_cache_manager),
-        # Only where it is set: workers of earlier releases of this package have no such value.
-        **({"kv_cache_layout": layout} if layout else {}),
     }
+    # Only where it is set: workers of earlier releases of this package have no such value.
+    layout = process_environment().get(KV_CACHE_LAYOUT)
+    if layout:
+        values["kv_cache_layout"] = layout
+    return values

@@ -1,5 +1,6 @@
-"""Extend vLLM's worker processes: release unfetched KV, end with the worker, compile kernels early,
-load dummy weights.
+"""Extend vLLM's worker processes.
+
+They release unfetched KV, end with the worker, compile kernels early, and load dummy weights.
 
 vLLM loads this module by name (`worker_extension_cls`), and the engine calls it over
 `collective_rpc`. vLLM itself frees such KV only when its lease expires. The extension ends the
@@ -22,7 +23,7 @@ from typing import Any
 from dynamo_trtllm.engines.vllm import compilation, compile_lock, start_progress
 from dynamo_trtllm.engines.vllm.patches import compile_key, decode_graphs, triton_constants
 
-# scale of queries and keys, so that attention differs between tokens and each token matters
+# Scale of queries and keys, so that attention differs between tokens and each token matters.
 _SHARPER = 1.7
 # MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is
 # 2.9 if all values are equally likely. 32 numbers share a scale: the exponent of two, plus 127.
@@ -34,8 +35,12 @@ def fill_dummy(model: Any) -> int:
     """Overwrite the weights of a torch module with dummy values. Return the number of tensors."""
     import torch
 
+    num_filled = 0
     with torch.no_grad():
-        return sum(_fill(name, weight) for name, weight in model.named_parameters())
+        for name, weight in model.named_parameters():
+            if _fill(name, weight):
+                num_filled += 1
+    return num_filled
 
 
 def _fill(name: str, weight: Any) -> bool:
@@ -58,15 +63,21 @@ def _fill(name: str, weight: Any) -> bool:
     elif not weight.is_floating_point() or "scale" in name:
         return False
     elif "bias" in name or len(shape) == 1:
-        weight.fill_(1.0 if "norm" in name and "bias" not in name else 0.0)
+        is_norm_scale = "norm" in name and "bias" not in name
+        weight.fill_(1.0 if is_norm_scale else 0.0)
     elif len(shape) < 2:
         return False
     else:
-        deviation = (
-            1.0 if "embed" in name else (_SHARPER if "qkv" in name else 1.0) / math.sqrt(shape[-1])
-        )
-        weight.normal_(0.0, deviation, generator=numbers)
+        weight.normal_(0.0, _deviation(name, shape[-1]), generator=numbers)
     return True
+
+
+def _deviation(name: str, inputs: int) -> float:
+    """Return the standard deviation of a matrix with so many inputs."""
+    if "embed" in name:
+        return 1.0
+    scale = _SHARPER if "qkv" in name else 1.0
+    return scale / math.sqrt(inputs)
 
 
 def install() -> None:
@@ -88,9 +99,7 @@ class WorkerExtension:
     model_runner: Any  # of vLLM's worker
 
     def dynamo_run_pass(self, tokens: int) -> None:
-        """Run one pass of the model with this number of tokens, which compiles the kernels for
-        it.
-        """
+        """Run one pass of the model with so many tokens, which compiles the kernels for it."""
         self.model_runner._dummy_run(tokens, skip_eplb=True)
 
     def dynamo_count_compilations(self, begins: bool) -> int:
@@ -114,26 +123,26 @@ class WorkerExtension:
         """
         from dynamo_trtllm.engines.vllm.bindings import kv_transfer_group
 
-        # the worker half of NixlConnector
         worker = getattr(kv_transfer_group(), "connector_worker", None)
         if worker is None:
             return []
         wanted = set(request_ids)
-        ours = {
-            leased: name
-            for leased in worker._reqs_to_send
-            if (name := leased.rpartition("-")[0]) in wanted
-        }
-        if ours:
-            rest = {
-                leased: expiry
-                for leased, expiry in worker._reqs_to_send.items()
-                if leased not in ours
-            }
+        released = []
+        ended: dict[str, float] = {}
+        others: dict[str, float] = {}
+        for leased, expiry in worker._reqs_to_send.items():
+            # vLLM appends a suffix to the id with which a request was submitted.
+            request_id, _, _ = leased.rpartition("-")
+            if request_id in wanted:
+                released.append(request_id)
+                ended[leased] = 0.0
+            else:
+                others[leased] = expiry
+        if ended:
             # Up to 0.30 vLLM stops at the first lease that has not expired, so those that end come
             # first.
-            worker._reqs_to_send = {**dict.fromkeys(ours, 0.0), **rest}
-        return sorted(ours.values())
+            worker._reqs_to_send = ended | others
+        return sorted(released)
 
     def dynamo_bind_lifetime(self, pid: int) -> bool:
         """End vLLM's processes when process `pid` ends, so that they release their GPUs.
@@ -144,9 +153,10 @@ class WorkerExtension:
         if not hasattr(os, "pidfd_open"):
             return False
         watched = os.pidfd_open(pid)
-        threading.Thread(
+        thread = threading.Thread(
             target=_die_after, args=(watched, pid), name="dynamo-die-with", daemon=True
-        ).start()
+        )
+        thread.start()
         return True
 
 
@@ -169,9 +179,9 @@ if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this modu
     triton_constants.install()
     compile_key.install()
     for _module, _name in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
-        if (_loaded := sys.modules.get(f"vllm.v1.worker.{_module}")) is not None:
-            start_progress.note_phases(
-                getattr(_loaded, _name), start_progress.runner_of_flashinfer()
-            )
-            compile_lock.lock_first_pass(getattr(_loaded, _name))
+        _loaded = sys.modules.get(f"vllm.v1.worker.{_module}")
+        if _loaded is not None:
+            _worker_class = getattr(_loaded, _name)
+            start_progress.note_phases(_worker_class, start_progress.runner_of_flashinfer())
+            compile_lock.lock_first_pass(_worker_class)
     decode_graphs.install()

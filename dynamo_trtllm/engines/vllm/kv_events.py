@@ -1,5 +1,4 @@
-"""Read the events of vLLM's prefix cache: subscribe to its publisher on a thread, and convert what
-it sends.
+"""Read the events of vLLM's prefix cache: subscribe to them on a thread, and convert them.
 
 vLLM's engine process publishes the changes of each step over ZeroMQ
 (vllm/distributed/kv_events.py), with one publisher per data-parallel rank. Its sockets are files in
@@ -41,7 +40,7 @@ _DEVICE = "GPU"  # vLLM's name of the engine's own KV pool, also on CPUs
 _END_OF_REPLAY: Final = (1 << 64) - 1  # -1 in 8 bytes
 
 BlockHash = int | bytes  # bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0
-# rank, first number -> numbers and payloads from there
+# From a rank and a first number to the numbers and payloads from there.
 Replay = Callable[[int, int], Iterable[tuple[int, bytes]]]
 
 
@@ -53,7 +52,7 @@ class VllmBlocksStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     token_ids: list[int]
     block_size: int
     medium: str | None = None
-    # per block, what its hash depends on besides tokens
+    # For each block, what its hash depends on besides tokens.
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -89,9 +88,9 @@ class _CacheOfRank:
         self.next = 0  # number of the next batch
         self.ts = 0.0  # of the last batch
         self.group: int | None = None  # the KV cache group that is reported
-        # block -> number of its copies: requests may compute a prompt at once
+        # The number of copies of each block: several requests may compute a prompt at once.
         self.copies: dict[int, int] = {}
-        # block -> cache salt; only the first block of a prompt says it
+        # The cache salt of each block. Only the first block of a prompt says it.
         self.salts: dict[int, str] = {}
 
     def forget(self) -> None:
@@ -100,8 +99,9 @@ class _CacheOfRank:
 
 
 class VllmEventConverter:
-    """Converts numbered batches of vLLM's events, asks for those that were lost, and drops those
-    that it knows.
+    """Converts numbered batches of vLLM's events.
+
+    It asks for batches that were lost, and drops those that it knows.
 
     Of several KV cache groups, only the first one with full attention is reported: a prompt's
     prefix that is cached there is cached in the other groups too, as far as their layers see.
@@ -136,10 +136,12 @@ class VllmEventConverter:
         rank = batch.data_parallel_rank or 0
         cache = self._ranks.setdefault(rank, _CacheOfRank())
         if number < cache.next:
+            # A replay had this batch.
             if batch.ts <= cache.ts:
-                return  # a replay had it
+                return
             _log.warning("vLLM's KV events begin again: its engine process was restarted")
-            self._ranks[rank] = cache = _CacheOfRank()
+            cache = _CacheOfRank()
+            self._ranks[rank] = cache
             yield BlocksCleared()
         if number > cache.next:
             yield from self.catch_up(rank)
@@ -156,7 +158,8 @@ class VllmEventConverter:
             )
             cache.forget()
             yield BlocksCleared()
-        cache.next, cache.ts = number + 1, batch.ts
+        cache.next = number + 1
+        cache.ts = batch.ts
         removed: list[int] = []  # vLLM sends an event for each block
         for event in batch.events:
             if isinstance(event, VllmBlocksRemoved):
@@ -189,49 +192,65 @@ class VllmEventConverter:
         """Yield the blocks of which no copy is left."""
         if event.group_idx != cache.group or event.medium != _DEVICE:
             return
-        for number in map(_number, event.block_hashes):
-            left = cache.copies.pop(number, 0) - 1
-            if left > 0:
-                cache.copies[number] = left
-            elif left == 0:
+        for block_hash in event.block_hashes:
+            number = _number(block_hash)
+            copies_left = cache.copies.pop(number, 0) - 1
+            if copies_left > 0:
+                cache.copies[number] = copies_left
+            elif copies_left == 0:
                 cache.salts.pop(number, None)
                 yield number
 
     def _stored(
         self, cache: _CacheOfRank, event: VllmBlocksStored, rank: int
     ) -> Iterator[BlocksStored]:
-        hashes, size = [*map(_number, event.block_hashes)], self._block_tokens
-        is_whole = event.block_size == size and len(event.token_ids) == size * len(hashes) > 0
-        if (
-            not is_whole
-            or event.kv_cache_spec_kind not in _FULL_ATTENTION
-            or event.medium != _DEVICE
-        ):
+        size = self._block_tokens
+        hashes = [_number(block_hash) for block_hash in event.block_hashes]
+        num_tokens = len(event.token_ids)
+        is_whole = event.block_size == size and num_tokens == size * len(hashes)
+        if num_tokens == 0 or not is_whole or event.medium != _DEVICE:
+            return
+        if event.kv_cache_spec_kind not in _FULL_ATTENTION:
             return
         if cache.group is None:
             cache.group = event.group_idx
         if event.group_idx != cache.group:
             return
-        parent = None if event.parent_block_hash is None else _number(event.parent_block_hash)
-        first, *others = event.extra_keys or [None]
-        salt = None if parent is None else cache.salts.get(parent)
-        if parent is None and first is not None and len(first) == 1 and isinstance(first[0], str):
-            salt, first = first[0], None
-        if first is not None or any(others):
-            return  # these blocks depend on more than tokens and salt, such as an image
+        first_keys, *other_keys = event.extra_keys or [None]
+        if event.parent_block_hash is not None:
+            parent = _number(event.parent_block_hash)
+            salt = cache.salts.get(parent)
+        else:
+            parent = None
+            salt = _salt_in(first_keys)
+            if salt is not None:
+                first_keys = None
+        # Such blocks depend on more than tokens and salt, for example on an image.
+        if first_keys is not None or any(other_keys):
+            return
         for number in hashes:
             cache.copies[number] = cache.copies.get(number, 0) + 1
             if salt is not None:
                 cache.salts[number] = salt
         ids = token_ids(event.token_ids)
         blocks = tuple(
-            KvBlock(number, ids[n * size : (n + 1) * size]) for n, number in enumerate(hashes)
+            KvBlock(number, ids[index * size : (index + 1) * size])
+            for index, number in enumerate(hashes)
         )
         yield BlocksStored(blocks=blocks, parent=parent, dp_rank=rank, cache_salt=salt)
 
 
+def _salt_in(keys: list[Any] | None) -> str | None:
+    """Return the cache salt in the extra keys of a prompt's first block, if they are only that."""
+    if keys is not None and len(keys) == 1 and isinstance(keys[0], str):
+        return keys[0]
+    return None
+
+
 def _number(block: BlockHash) -> int:
-    return block if isinstance(block, int) else int.from_bytes(block[-8:], "big")
+    if isinstance(block, int):
+        return block
+    return int.from_bytes(block[-8:], "big")
 
 
 class KvEventSubscriber:
@@ -272,13 +291,10 @@ class KvEventSubscriber:
 
         It calls `on_events` on the running event loop, first with what is cached already.
         """
-        arguments = (
-            asyncio.get_running_loop(),
-            VllmEventConverter(block_tokens, self._replay),
-            on_events,
-        )
+        loop = asyncio.get_running_loop()
+        converter = VllmEventConverter(block_tokens, self._replay)
         self._thread = threading.Thread(
-            target=self._run, args=arguments, name="vllm-kv-events", daemon=True
+            target=self._run, args=(loop, converter, on_events), name="vllm-kv-events", daemon=True
         )
         self._thread.start()
 
@@ -304,10 +320,10 @@ class KvEventSubscriber:
                 for rank in self._ranks:
                     subscription.connect(_of_rank(self._endpoint, rank))
                 for rank in self._ranks:
-                    post([*converter.catch_up(rank)])
+                    post(list(converter.catch_up(rank)))
                 while True:
                     number, payload = subscription.recv_multipart()[-2:]
-                    post([*converter.read(int.from_bytes(number, "big"), payload)])
+                    post(list(converter.read(int.from_bytes(number, "big"), payload)))
         except self._zmq.ContextTerminated:
             return
         except Exception:  # noqa: BLE001 - of a form or size that no supported release sends
@@ -324,17 +340,16 @@ class KvEventSubscriber:
             question.send_multipart((b"", first.to_bytes(8, "big")))
             try:
                 while True:
-                    # from 0.26 on, the topic is before them
-                    number, payload = question.recv_multipart()[-2:]
-                    if (found := int.from_bytes(number, "big")) == _END_OF_REPLAY:
+                    # From 0.26 on, the topic is before them.
+                    encoded_number, payload = question.recv_multipart()[-2:]
+                    number = int.from_bytes(encoded_number, "big")
+                    if number == _END_OF_REPLAY:
                         return
-                    yield found, payload
+                    yield number, payload
             except self._zmq.Again:
                 _log.warning("vLLM did not replay KV events within %g s", _REPLAY_S)
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of a rank, as vLLM derives it
-    (`ZmqEventPublisher.offset_endpoint_port`).
-    """
-    return f"{endpoint}_dp{rank}" if rank else endpoint
+    """Return the endpoint of a rank, as vLLM's `ZmqEventPublisher.offset_endpoint_port` does."""
+    return f"{endpoint}_dp{rank}" if rank > 0 else endpoint

@@ -1,5 +1,6 @@
-"""Run calls with a loaded AsyncLLM: submit them, read their outputs, abort them, and free KV that
-was not fetched.
+"""Run calls with a loaded AsyncLLM: submit them, read their outputs, and abort them.
+
+KV that was not fetched is freed.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ class VllmLibrary:
             )
 
     def passes(self, counts: Sequence[int]) -> list[WarmUpStep]:
-        """Return a step of a warm-up for each number of tokens: one pass through the model, without
-        KV.
+        """Return a step of a warm-up for each number of tokens.
+
+        Each is one pass through the model, without KV.
         """
         run = partial(
             self._call_workers,
@@ -101,15 +103,15 @@ class VllmLibrary:
         compiled = await self._call_workers(_COUNT_COMPILATIONS, False)
         _log.info(
             "kernels compiled by the warm-up or loaded from the cache, per rank: %s",
-            ", ".join(map(str, compiled)),
+            ", ".join(str(count) for count in compiled),
         )
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""
-        converted = VllmRequest(
-            request, self.model_limits, None if kv_params is None else unpack(kv_params)
-        )
-        return VllmCall(self, request, converted, f"{request.request_id}.{next(self._numbers)}")
+        fetched = None if kv_params is None else unpack(kv_params)
+        converted = VllmRequest(request, self.model_limits, fetched)
+        call_id = f"{request.request_id}.{next(self._numbers)}"
+        return VllmCall(self, request, converted, call_id)
 
     def health(self, waiting_since: float | None) -> str:
         """See `Library.health`."""
@@ -133,14 +135,15 @@ class VllmLibrary:
         await self.kv_releaser.aclose()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ABORT_S)
+        # The handler watches the engine process, whose shutdown it would log as a crash.
         if self.llm.output_handler is not None:
-            # it watches the engine process, whose shutdown it would log as a crash
             self.llm.output_handler.cancel()
 
 
 class VllmCall:
-    """One request in AsyncLLM, whose outputs arrive within vLLM's own step: without a task and a
-    wake-up per token.
+    """One request in AsyncLLM.
+
+    Its outputs arrive within vLLM's own step: without a task and a wake-up per token.
     """
 
     def __init__(
@@ -148,37 +151,41 @@ class VllmCall:
     ) -> None:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
-        self.num_generated = self.cached_tokens = 0
+        self.num_generated = 0
+        self.cached_tokens = 0
         self._library = library
         self._converted: VllmRequest | None = converted  # until it is submitted
-        # for the decode call
+        # For the decode call, if the client has set none.
         self._seed = converted.seed if request.sampling.seed is None else None
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None
-        self._is_aborted = self._is_submitted = False
+        self._is_aborted = False
+        self._is_submitted = False
         self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
         self._first = converted.first
         # Of the first output token, from the prefill engine.
         self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
-        # until its prompt's log-probabilities are returned
+        # The request, until its prompt's log-probabilities are returned.
         self._unscored = request if scores_prompt else None
 
     async def run(self, receiver: ExternalCall) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
-        llm, bindings = self._library.llm, self._library.bindings
         assert self._converted is not None
-        arguments, self._converted = bindings.arguments(self._converted), None
+        arguments = self._library.bindings.arguments(self._converted)
+        self._converted = None
         try:
-            collector = await llm.add_request(self._call_id, **arguments)
+            collector = await self._library.llm.add_request(self._call_id, **arguments)
         except asyncio.CancelledError:
-            self._library.start(self._abort(), f"abort-{self._call_id}")  # vLLM may have it
+            # vLLM may have the request already.
+            self._library.start(self._abort(), f"abort-{self._call_id}")
             raise
         except Exception as exc:  # vLLM raises a bare Exception, too
             raise self._rejection(exc) from exc
 
         def put(output: Any) -> None:
-            if isinstance(output, Exception):  # vLLM passes its own failure to all requests
+            # vLLM passes its own failure to all requests.
+            if isinstance(output, Exception):
                 error = EngineFailed(f"vLLM's engine has died: {output}")
                 error.__cause__ = output
                 receiver.on_error(error)
@@ -188,7 +195,8 @@ class VllmCall:
         # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by
         # vLLM's output handler, once per step and request (vllm/v1/engine/output_processor.py of
         # 0.24.0).
-        early, collector.put = collector.output, put
+        early = collector.output
+        collector.put = put
         self._is_submitted = True
         if early is not None:
             put(early)
@@ -217,28 +225,27 @@ class VllmCall:
         self.num_generated += len(tokens)
         scores: tuple[TokenLogprob, ...] = ()
         if self._unscored is not None and result.prompt_logprobs:
-            request, self._unscored = self._unscored, None
+            request = self._unscored
+            self._unscored = None
             scores = prompt_logprobs(request, result.prompt_logprobs)
-        return (
-            Chunk(token_ids=token_ids(tokens), logprobs=logprobs, prompt_logprobs=scores),
-            output.finish_reason,
-        )
+        chunk = Chunk(token_ids=token_ids(tokens), logprobs=logprobs, prompt_logprobs=scores)
+        return chunk, output.finish_reason
 
     def _with_first(
         self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities, with the prefill engine's for the first token if both
-        engines agree on it.
+        """Return the log-probabilities, with the prefill engine's for the first token.
+
+        They stay as they are if the two engines do not agree on this token.
         """
         reported = self._first_logprobs
-        if (
-            self._alternatives is None
-            or not reported
-            or not tokens
-            or reported[0].token_id != tokens[0]
-        ):
+        if self._alternatives is None or not reported or not tokens:
             return logprobs
-        return (reported[0], *logprobs[0 if self._first else 1 :])
+        if reported[0].token_id != tokens[0]:
+            return logprobs
+        # A first token that this engine has sampled again has log-probabilities already.
+        others = logprobs if self._first else logprobs[1:]
+        return (reported[0], *others)
 
     def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
         if self._alternatives is None:
@@ -249,13 +256,14 @@ class VllmCall:
                 field="logprobs",
             )
         return tuple(
-            token_logprob("vLLM", token, reported[n], self._alternatives)
-            for n, token in enumerate(tokens)
+            token_logprob("vLLM", token, reported[index], self._alternatives)
+            for index, token in enumerate(tokens)
         )
 
     def phases(self, result: Any) -> dict[str, float]:
-        """See `LibraryCall.phases`. vLLM reports times of its engine process, from a
-        `RequestStateStats`.
+        """See `LibraryCall.phases`.
+
+        vLLM reports times of its engine process, in a `RequestStateStats`.
 
         A decode call is queued until its KV has been read, then computes its first token. The parts
         of this queue are in the last result.
@@ -263,10 +271,8 @@ class VllmCall:
         times = result.metrics
         if times is None or not 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
             return {}
-        waited_s, computed_s = (
-            times.scheduled_ts - times.queued_ts,
-            times.first_token_ts - times.scheduled_ts,
-        )
+        waited_s = times.scheduled_ts - times.queued_ts
+        computed_s = times.first_token_ts - times.scheduled_ts
         if self._fetches_kv:
             parts = read_parts(times.queued_ts, result.kv_transfer_params)
             return {"handoff": waited_s, "first_token": computed_s, **parts}
@@ -277,7 +283,8 @@ class VllmCall:
         state = pack(
             result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed
         )
-        return Chunk(token_ids=chunk.token_ids[:1], logprobs=chunk.logprobs[:1]), state
+        first = Chunk(token_ids=chunk.token_ids[:1], logprobs=chunk.logprobs[:1])
+        return first, state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""
@@ -300,8 +307,11 @@ class VllmCall:
 
 def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
     """Convert vLLM's log-probabilities of a prompt, whose first token has none."""
-    ids, alternatives = request.token_ids, request.sampling.prompt_logprobs or 0
-    scored = (
-        token_logprob("vLLM", ids[at], reported[at], alternatives) for at in range(1, len(ids))
-    )
-    return (TokenLogprob(ids[0], math.nan), *scored)
+    ids = request.token_ids
+    alternatives = request.sampling.prompt_logprobs or 0
+    first = TokenLogprob(ids[0], math.nan)
+    others = [
+        token_logprob("vLLM", ids[index], reported[index], alternatives)
+        for index in range(1, len(ids))
+    ]
+    return (first, *others)

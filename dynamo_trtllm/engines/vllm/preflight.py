@@ -1,5 +1,6 @@
-"""Check a vllm worker before it loads: its arguments against the model, the GPUs, NixlConnector and
-live workers.
+"""Check a vllm worker before it loads.
+
+Its arguments are checked against the model, the GPUs, NixlConnector and live workers.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def heads_not_divisible(facts: VllmFacts) -> Violation | None:
 )
 def context_too_long(facts: VllmFacts) -> Violation | None:
     """Find a limit above the model's context length. A length of 0 is unknown."""
-    wanted, length = facts.args.get("max_model_len"), facts.model.context_length
+    wanted = facts.args.get("max_model_len")
+    length = facts.model.context_length
     if wanted is None or length == 0 or wanted <= length:
         return None
     return Violation(
@@ -129,7 +131,8 @@ def prompts_too_long_for_a_step(facts: VllmFacts) -> Violation | None:
     """Find prompts that do not fit one step."""
     if facts.args.get("enable_chunked_prefill") is not False:
         return None
-    step, longest = facts.args.get("max_num_batched_tokens"), facts.args.get("max_model_len")
+    step = facts.args.get("max_num_batched_tokens")
+    longest = facts.args.get("max_model_len")
     if step is None or longest is None or step >= longest:
         return None
     return Violation(other=f"max_model_len {facts.shown('max_model_len')}")
@@ -225,7 +228,8 @@ def half_kv(facts: VllmFacts) -> Violation | None:
     """Find the option in the releases that transfer half of each row."""
     sliding = facts.model.num_sliding_layers
     has_one_kind = sliding in (0, facts.model.num_layers) and not facts.model.has_recurrent_layers
-    if facts.line >= (0, 26) or has_one_kind or not _wants_cross_layers(facts):
+    reads_whole_rows = facts.line >= (0, 26)
+    if reads_whole_rows or has_one_kind or not _wants_cross_layers(facts):
         return None
     return Violation(other=f"{sliding} of {facts.model.num_layers} layers with a sliding window")
 
@@ -243,7 +247,9 @@ def half_kv(facts: VllmFacts) -> Violation | None:
 )
 def cross_layers_ignored(facts: VllmFacts) -> Violation | None:
     """Find the option in the releases that no longer read it."""
-    return Violation() if facts.line >= (0, 29) and _wants_cross_layers(facts) else None
+    if facts.line < (0, 29) or not _wants_cross_layers(facts):
+        return None
+    return Violation()
 
 
 @WORKER.rule(
@@ -263,7 +269,9 @@ def cross_layers_ignored(facts: VllmFacts) -> Violation | None:
 def small_blocks(facts: VllmFacts) -> Violation | None:
     """Find KV blocks that make transfers slow."""
     size = facts.args.get("block_size")
-    return Violation() if size is not None and size < TRANSFER_BLOCK_TOKENS // 2 else None
+    if size is None or size >= TRANSFER_BLOCK_TOKENS // 2:
+        return None
+    return Violation()
 
 
 def _layout(facts: PeerFacts[VllmFacts]) -> KvLayout | None:
@@ -297,7 +305,8 @@ def tp_ratio(facts: PeerFacts[VllmFacts]) -> Violation | None:
     layout = _layout(facts)
     if layout is None:
         return None
-    mine, theirs = facts.mine.tensor_parallel, layout.tensor_parallel_size
+    mine = facts.mine.tensor_parallel
+    theirs = layout.tensor_parallel_size
     if max(mine, theirs) % min(mine, theirs) == 0:
         return None
     return Violation(other=f"{theirs} at {facts.name}")
@@ -315,7 +324,8 @@ def tp_ratio(facts: PeerFacts[VllmFacts]) -> Violation | None:
 )
 def block_size_differs(facts: PeerFacts[VllmFacts]) -> Violation | None:
     """Find another block size."""
-    layout, mine = _layout(facts), facts.mine.args.get("block_size")
+    layout = _layout(facts)
+    mine = facts.mine.args.get("block_size")
     if layout is None or mine is None or mine == layout.block_tokens:
         return None
     return Violation(other=f"{layout.block_tokens} at {facts.name}")
@@ -330,7 +340,8 @@ def block_size_differs(facts: PeerFacts[VllmFacts]) -> Violation | None:
 )
 def folder_differs(facts: PeerFacts[VllmFacts]) -> Violation | None:
     """Find another model folder."""
-    mine, theirs = str(facts.mine.model.folder), facts.peer.kv_compat.get("model_folder")
+    mine = str(facts.mine.model.folder)
+    theirs = facts.peer.kv_compat.get("model_folder")
     if _layout(facts) is None or theirs is None or theirs == mine:
         return None
     return Violation(value=mine, other=f"{theirs} at {facts.name}")

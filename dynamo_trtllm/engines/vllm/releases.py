@@ -1,5 +1,4 @@
-"""Say which releases of vLLM the engine supports, which one is installed, and which manifest
-describes it.
+"""Say which releases of vLLM the engine supports, and which one is installed.
 
 A manifest describes the arguments of one minor release. A release that is newer than all of them
 works like the newest one, as far as is known: its arguments are checked against the newest
@@ -68,26 +67,25 @@ def describe(version: str) -> InstalledRelease:
     Raises:
         ConfigError: the release is older than those that are supported.
     """
-    public = version.partition("+")[0]
+    public, _, _ = version.partition("+")
     try:
         parsed = Version(version)
     except InvalidVersion:
         return _unproved(public, LIBRARY.newest)
-    minor = parsed.major, parsed.minor
+    minor = (parsed.major, parsed.minor)
     if minor in _MANIFESTS:
         # A build between two releases may have what the next one brings.
-        is_exact = not parsed.is_prerelease
-        return (
-            InstalledRelease(public, _MANIFESTS[minor])
-            if is_exact
-            else _unproved(public, _MANIFESTS[minor])
-        )
+        if parsed.is_prerelease:
+            return _unproved(public, _MANIFESTS[minor])
+        return InstalledRelease(public, _MANIFESTS[minor])
     is_untagged = parsed.is_devrelease and minor == (0, 1)
     if minor > NEWEST or is_untagged:
         return _unproved(public, LIBRARY.newest)
+    oldest = "{}.{}".format(*OLDEST)
+    too_new = f"{NEWEST[0]}.{NEWEST[1] + 1}"
     raise ConfigError(
         f"vLLM {public} is installed, but this version of dynamo_trtllm supports {RANGE}; run "
-        f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'",
+        f"pip install 'vllm>={oldest},<{too_new}'",
         field="engine",
     )
 
@@ -103,8 +101,9 @@ def _unproved(version: str, nearest: ApiManifest) -> InstalledRelease:
 
 
 def manifest() -> ApiManifest:
-    """Return the manifest of the installed release; without vLLM or its metadata, that of the
-    newest one.
+    """Return the manifest of the installed release.
+
+    Without vLLM or its metadata, it is that of the newest release.
 
     Raises:
         ConfigError: the installed release is older than those that are supported.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
@@ -16,9 +16,25 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 _KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
 _SCHED = "vllm.v1.core.sched"
 _BEGUN = "dynamo_begun_s"
-# in the results of a step: they were there before the engine asked for them
+# In the results of a step: they were there before the engine asked for them.
 _LATE = "dynamo_is_late"
-_Composition = tuple[int, int, int, float]  # the fields of a `StepSample` after its time
+
+
+class _Composition(NamedTuple):
+    """What a step computes: the fields of a `StepSample` after its time."""
+
+    decode_requests: int = 0
+    context_tokens: int = 0
+    prefill_tokens: int = 0
+    attention_pairs: float = 0.0
+
+
+class _BegunStep(NamedTuple):
+    begun_s: float
+    composition: _Composition
+
+
+_NOTHING = _Composition()
 
 
 def measure_steps(scheduler: Any) -> None:
@@ -38,13 +54,11 @@ def measure_steps(scheduler: Any) -> None:
     future = PACKAGE.find_optional("AsyncOutputFuture", "vllm.v1.executor.uniproc_executor")
     if future is not None:
         note_late_results(future)
-    schedule, update, make_stats = (
-        scheduler.schedule,
-        scheduler.update_from_output,
-        scheduler.make_stats,
-    )
+    schedule = scheduler.schedule
+    update = scheduler.update_from_output
+    make_stats = scheduler.make_stats
     scheduler.dynamo_last_s = 0.0  # the end of the last step
-    scheduler.dynamo_composition = 0, 0, 0, 0.0  # of the step that was scheduled last
+    scheduler.dynamo_composition = _NOTHING  # of the step that was scheduled last
     scheduler.dynamo_sample = None
     scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
     scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
@@ -53,48 +67,61 @@ def measure_steps(scheduler: Any) -> None:
     def measured_schedule(self: Any, *args: Any, **keywords: Any) -> Any:
         begun_s = time.monotonic()
         output = schedule(self, *args, **keywords)
-        self.dynamo_composition = composition = _composition(self, output)
-        setattr(output, _BEGUN, (begun_s, composition))
+        self.dynamo_composition = _composition(self, output)
+        setattr(output, _BEGUN, _BegunStep(begun_s, self.dynamo_composition))
         return output
 
     @functools.wraps(update)
     def measured_update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        now = time.monotonic()
-        begun_s, composition = getattr(scheduler_output, _BEGUN, (now, (0, 0, 0, 0.0)))
-        start_s, self.dynamo_last_s = max(begun_s, self.dynamo_last_s), now
-        # of the step that was launched since, if it is another one
-        latest = self.dynamo_composition
-        is_late = (
-            getattr(model_runner_output, _LATE, False)
-            and latest is not composition
-            and latest[2] > 0
-        )
-        was_late, self.dynamo_was_late = self.dynamo_was_late, is_late
-        decodes = composition[0] and not composition[2]
-        if is_late and decodes and self.dynamo_decode_s:
-            self.dynamo_last_s = min(now, start_s + self.dynamo_decode_s)
-            self.dynamo_was_late = False
-        elif (composition[0] or composition[2]) and is_late == was_late:
-            self.dynamo_sample = [now - start_s, *composition]
-            if decodes:
-                self.dynamo_decode_s = now - start_s
+        _note_end(self, scheduler_output, model_runner_output)
         return update(self, scheduler_output, model_runner_output)
 
     @functools.wraps(make_stats)
     def stats_with_step(self: Any, *args: Any, **keywords: Any) -> Any:
-        stats, sample = make_stats(self, *args, **keywords), self.dynamo_sample
+        stats = make_stats(self, *args, **keywords)
+        sample = self.dynamo_sample
         if stats is not None and sample is not None:
-            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: sample}
+            other_stats = stats.kv_connector_stats or {}
+            stats.kv_connector_stats = {**other_stats, _KEY: sample}
             self.dynamo_sample = None
         return stats
 
-    scheduler.schedule, scheduler.update_from_output = measured_schedule, measured_update
+    scheduler.schedule = measured_schedule
+    scheduler.update_from_output = measured_update
     scheduler.make_stats = stats_with_step
 
 
+def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> None:
+    """Note the end of a step, and keep it as a sample if its time is known."""
+    now = time.monotonic()
+    begun: _BegunStep = getattr(scheduler_output, _BEGUN, _BegunStep(now, _NOTHING))
+    composition = begun.composition
+    start_s = max(begun.begun_s, scheduler.dynamo_last_s)
+    scheduler.dynamo_last_s = now
+    # Of the step that was launched since, if it is another one.
+    latest: _Composition = scheduler.dynamo_composition
+    is_late = (
+        getattr(model_runner_output, _LATE, False)
+        and latest is not composition
+        and latest.prefill_tokens > 0
+    )
+    was_late = scheduler.dynamo_was_late
+    scheduler.dynamo_was_late = is_late
+    has_decodes = composition.decode_requests > 0
+    has_prefills = composition.prefill_tokens > 0
+    is_decode_step = has_decodes and not has_prefills
+    if is_late and is_decode_step and scheduler.dynamo_decode_s > 0:
+        # Its end is not known: assume that it took as long as the last one.
+        scheduler.dynamo_last_s = min(now, start_s + scheduler.dynamo_decode_s)
+        scheduler.dynamo_was_late = False
+    elif (has_decodes or has_prefills) and is_late == was_late:
+        scheduler.dynamo_sample = [now - start_s, *composition]
+        if is_decode_step:
+            scheduler.dynamo_decode_s = now - start_s
+
+
 def note_late_results(future: Any) -> None:
-    """Make a class of futures note if the results of a step were there before the engine asked for
-    them.
+    """Make a class of futures note if results were there before the engine asked for them.
 
     An engine in one process with its worker asks for them after it has launched the next step.
     Repeated calls are allowed.
@@ -106,9 +133,10 @@ def note_late_results(future: Any) -> None:
     @functools.wraps(result)
     def noted_result(self: Any, timeout: float | None = None) -> Any:
         results = self.async_output
-        event = getattr(results, "async_copy_ready_event", None) or getattr(
-            results, "copy_event", None
-        )
+        # The name depends on the model runner.
+        event = getattr(results, "async_copy_ready_event", None)
+        if not event:
+            event = getattr(results, "copy_event", None)
         query = getattr(event, "query", None)
         is_late = query is not None and query()
         output = result(self, timeout)
@@ -123,15 +151,15 @@ class MeasuredScheduler:
     """The scheduler that vLLM would take, with measured steps. vLLM creates it by this name."""
 
     def __new__(cls, vllm_config: Any, **parts: Any) -> Any:
-        """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own
-        does not apply.
+        """Create a scheduler of vLLM's own class.
+
+        vLLM's warning of a class that is not its own does not apply.
         """
-        is_async = vllm_config.scheduler_config.async_scheduling
-        measure_steps(PACKAGE.find("Scheduler", f"{_SCHED}.scheduler"))
-        name, module = (
-            ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
-        )
-        return PACKAGE.find(name, f"{_SCHED}.{module}")(vllm_config=vllm_config, **parts)
+        scheduler = PACKAGE.find("Scheduler", f"{_SCHED}.scheduler")
+        measure_steps(scheduler)
+        if vllm_config.scheduler_config.async_scheduling:
+            scheduler = PACKAGE.find("AsyncScheduler", f"{_SCHED}.async_scheduler")
+        return scheduler(vllm_config=vllm_config, **parts)
 
 
 def _composition(scheduler: Any, output: Any) -> _Composition:
@@ -139,14 +167,19 @@ def _composition(scheduler: Any, output: Any) -> _Composition:
 
     Most steps give the requests of the step before one more token each.
     """
-    counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-    decoding, context, tokens, _ = scheduler.dynamo_composition
-    is_same = total == len(counts) == decoding and not tokens
-    if is_same and not (
-        output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids
-    ):
-        return decoding, context + decoding, 0, 0.0
-    decoding = context = tokens = 0
+    counts = output.num_scheduled_tokens
+    last: _Composition = scheduler.dynamo_composition
+    decoding = last.decode_requests
+    has_one_token_each = output.total_num_scheduled_tokens == len(counts) == decoding
+    if has_one_token_each and last.prefill_tokens == 0:
+        has_changed = (
+            output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids
+        )
+        if not has_changed:
+            return _Composition(decoding, last.context_tokens + decoding)
+    decoding = 0
+    context = 0
+    tokens = 0
     pairs = 0.0
     for request_id, count in counts.items():
         request = scheduler.requests[request_id]
@@ -157,10 +190,11 @@ def _composition(scheduler: Any, output: Any) -> _Composition:
         else:
             tokens += count
             pairs += count * (before + count / 2)
-    return decoding, context, tokens, pairs
+    return _Composition(decoding, context, tokens, pairs)
 
 
 def step_of(stats: Any) -> StepSample | None:
     """Return the step that vLLM's `SchedulerStats` report, if they do."""
-    values = (getattr(stats, "kv_connector_stats", None) or {}).get(_KEY)
+    connector_stats = getattr(stats, "kv_connector_stats", None) or {}
+    values = connector_stats.get(_KEY)
     return None if values is None else StepSample(*values)

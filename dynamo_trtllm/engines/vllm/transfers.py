@@ -1,10 +1,12 @@
-"""Create and read the KV transfer parameters of vLLM engines, choose where they connect, and
-release unfetched KV.
+"""Create and read the KV transfer parameters of vLLM engines, and release unfetched KV.
+
+Also choose where the engines connect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
@@ -24,12 +26,11 @@ ENGINE_STATE_VERSION = 1
 
 
 class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What every release's NixlConnector returns from `request_finished`, and the decode engine
-    can't do without.
+    """What every release's NixlConnector returns, and the decode engine can't do without.
 
-    Newer releases add keys, such as the generation of the registered memory. They are passed on as
-    they are. The engine process, which ends on an exception, uses these values as they were sent,
-    so texts are no numbers here.
+    It is the result of `request_finished`. Newer releases add keys, such as the generation of the
+    registered memory. They are passed on as they are. The engine process, which ends on an
+    exception, uses these values as they were sent, so texts are no numbers here.
     """
 
     do_remote_prefill: bool
@@ -45,7 +46,7 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]  # with the keys of `RequiredParams`
-    # for a request without a seed, if both engines sample the first token
+    # For a request without a seed, if both engines sample the first token.
     seed: Int64 | None = None
 
 
@@ -66,9 +67,10 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
         raise RequestRejected(
             f"vLLM {release} returned unknown kv_transfer_params: {exc}", field="kv_transfer_config"
         ) from exc
-    return encode(
-        _VllmState(version=ENGINE_STATE_VERSION, release=release, params=dict(params), seed=seed)
+    state = _VllmState(
+        version=ENGINE_STATE_VERSION, release=release, params=dict(params), seed=seed
     )
+    return encode(state)
 
 
 def unpack(kv_params: KvTransferParams) -> FetchedKv:
@@ -95,8 +97,9 @@ _PARTS = ("handoff.queue", "handoff.post", "handoff.read", "handoff.notice")
 
 
 def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the seconds of each part of a decode call's wait for its KV, or {} if the connector
-    did not note them.
+    """Return the seconds of each part of a decode call's wait for its KV.
+
+    They are {} if the connector did not note them.
 
     Args:
         queued_s: When vLLM's engine process queued the request.
@@ -106,16 +109,19 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
     ends = (params or {}).get(READ_TIMES, ())
     if len(ends) != len(_PARTS):
         return {}
-    return {
-        part: end - begin for part, begin, end in zip(_PARTS, (queued_s, *ends), ends, strict=False)
-    }
+    parts = {}
+    begin = queued_s
+    for part, end in zip(_PARTS, ends, strict=True):
+        parts[part] = end - begin
+        begin = end
+    return parts
 
 
 _TRIES = 4
 _AGAIN_S = 0.25
 _GRACE_S = 1.0
 
-# ids -> per vLLM worker, the ids it released
+# From ids to the ids that each vLLM worker released.
 Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]
 
 
@@ -155,7 +161,8 @@ class KvReleaser:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            batch, self._wanted = self._wanted, {}
+            batch = self._wanted
+            self._wanted = {}
             try:
                 released = await self._release(sorted(batch))
             except Exception as exc:  # noqa: BLE001 - logged; the next batch is released all the same
@@ -166,7 +173,7 @@ class KvReleaser:
                     exc,
                 )
                 continue
-            freed = {each for worker in released for each in worker}
+            freed = set(itertools.chain.from_iterable(released))
             for request_id, tried in batch.items():
                 if request_id not in freed and tried + 1 < _TRIES:
                     self._later(request_id, tried + 1)
@@ -184,7 +191,8 @@ class KvReleaser:
         for handle in self._again:
             handle.cancel()
         self._again.clear()
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -197,8 +205,9 @@ PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 def choose_side_channel(
     kv_transfer_host: str, ranks: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Choose where NixlConnector listens for handshakes: from the environment, otherwise at free
-    ports of the host.
+    """Choose where NixlConnector listens for handshakes.
+
+    The environment says it; otherwise it listens at free ports of the host.
 
     Args:
         kv_transfer_host: An address of this host that all workers can reach.
@@ -227,6 +236,5 @@ def listen_there(scheduler: Any, config: Any) -> None:
     """Set the address in the connector's scheduler, which listens once KV caches are registered."""
     extra = config.kv_transfer_config.kv_connector_extra_config
     scheduler.side_channel_host = extra["side_channel_host"]
-    scheduler.side_channel_port = (
-        extra["side_channel_port"] + config.parallel_config.data_parallel_index
-    )
+    rank = config.parallel_config.data_parallel_index
+    scheduler.side_channel_port = extra["side_channel_port"] + rank

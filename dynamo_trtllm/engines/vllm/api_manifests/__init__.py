@@ -1,5 +1,6 @@
-"""Describe the arguments of each supported release of vLLM. scripts/vllm_manifest generates a
-manifest.
+"""Describe the arguments of each supported release of vLLM.
+
+scripts/vllm_manifest generates a manifest.
 """
 
 from dynamo_trtllm.engines.manifests import LibraryReleases

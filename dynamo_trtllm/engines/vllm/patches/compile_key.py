@@ -1,5 +1,6 @@
-"""Make vLLM find compiled code of the same model in another folder: its cache's key has the
-folder's path.
+"""Make vLLM find compiled code of the same model in another folder.
+
+The key of its cache has the folder's path.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Make vLLM's workers of prefill engines capture no CUDA graphs of decode steps, which they never
-run.
+"""Make vLLM's workers of prefill engines capture no CUDA graphs of decode steps.
+
+They never run such steps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 
-# in `kv_connector_extra_config`, which is no part of the key of compiled code
+# In `kv_connector_extra_config`, which is no part of the key of compiled code.
 NEVER_DECODES = "dynamo_never_decodes"
 
 PATCH = Patch(
@@ -48,11 +49,13 @@ def skip_before_capture(worker_class: Any) -> None:
     def compile_or_warm_up_model(self: Any) -> Any:
         transfer = self.vllm_config.kv_transfer_config
         dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)
+        never_decodes = transfer is not None and transfer.kv_connector_extra_config.get(
+            NEVER_DECODES
+        )
+        # Without a separate routine, graphs of mixed steps have the same mode.
         if (
             dispatcher is not None
-            and transfer is not None
-            and transfer.kv_connector_extra_config.get(NEVER_DECODES)
-            # else graphs of mixed steps have the same mode
+            and never_decodes
             and dispatcher.cudagraph_mode.separate_routine()
         ):
             for mode, keys in dispatcher.cudagraph_keys.items():

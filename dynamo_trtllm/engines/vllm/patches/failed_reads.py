@@ -33,15 +33,15 @@ PATCH = Patch(
 
 def is_needed() -> bool:
     """Return whether vLLM itself does not report failed reads."""
-    connector = PACKAGE.find(
-        "KVConnectorBase_V1", "vllm.distributed.kv_transfer.kv_connector.v1.base"
-    )
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    connector = PACKAGE.find("KVConnectorBase_V1", module)
     return not hasattr(connector, "get_transfer_results")
 
 
 def watch(worker: Any, note: Callable[[str], None]) -> bool:
-    """Call `note` with the id of each request whose read has failed, before vLLM counts it as
-    received.
+    """Call `note` with the id of each request whose read has failed.
+
+    vLLM counts it as received only afterwards.
 
     Args:
         worker: The worker half of vLLM's NixlConnector.

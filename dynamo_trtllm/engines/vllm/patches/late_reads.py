@@ -1,5 +1,6 @@
-"""End requests whose KV was read after its transfer had expired, and those that `failed_reads`
-reports.
+"""End requests whose KV was read after its transfer had expired.
+
+Also end those that `failed_reads` reports.
 
 The prefill engine may use the blocks of an expired transfer for another request. The worker half of
 the connector reports with each step which reads have ended, and the scheduler ends such requests
@@ -32,7 +33,7 @@ PATCH = Patch(
 
 _log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-# from workers to the scheduler
+# What goes from workers to the scheduler.
 _WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")
 _RequestStatus = PACKAGE.find("RequestStatus", "vllm.v1.request")
 _Output = PACKAGE.find("EngineCoreOutput", "vllm.v1.engine")  # of one request in one step
@@ -41,20 +42,19 @@ _Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client 
 
 @dataclass
 class EndedReads(_WorkerMetadata):  # type: ignore[misc]
-    """The requests whose reads of KV have ended since the last step, of one rank or of all
-    ranks.
-    """
+    """The requests whose reads of KV have ended since the last step, of one rank or of all."""
 
     failed: frozenset[str]  # ids
-    # by id: when the read was posted, and when its end was seen
+    # By id: when the read was posted, and when its end was seen.
     times: dict[str, tuple[float, float]]
 
     def aggregate(self, other: EndedReads) -> EndedReads:
         """Return the reads of both ranks. The last rank counts."""
         times = self.times | other.times
         for request_id in self.times.keys() & other.times.keys():
-            (posted, seen), (posted_too, seen_too) = self.times[request_id], other.times[request_id]
-            times[request_id] = max(posted, posted_too), max(seen, seen_too)
+            posted, seen = self.times[request_id]
+            posted_there, seen_there = other.times[request_id]
+            times[request_id] = (max(posted, posted_there), max(seen, seen_there))
         return EndedReads(self.failed | other.failed, times)
 
 
@@ -63,11 +63,11 @@ def install() -> None:
 
     Raises EngineFailed if it has another form.
     """
-    apply(
-        PATCH,
-        lambda: True,
-        lambda: _end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")),
-    )
+
+    def change() -> None:
+        _end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"))
+
+    apply(PATCH, lambda: True, change)
 
 
 def _end_failed_reads(scheduler: Any) -> None:
@@ -110,10 +110,14 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
     if report is None:
         return ()
     now = time.time()
-    known = [(each, requests[each]) for each in report.finished_recving or () if each in requests]
-    late = {request_id for request_id, request in known if _expiry(request) <= now}
+    failed: set[str] = set()
+    for request_id in report.finished_recving or ():
+        if request_id in requests and _expiry(requests[request_id]) <= now:
+            failed.add(request_id)
     meta = report.kv_connector_worker_meta
-    return late | meta.failed if isinstance(meta, EndedReads) else late
+    if isinstance(meta, EndedReads):
+        failed |= meta.failed
+    return failed
 
 
 def _expiry(request: Any) -> float:
@@ -129,7 +133,11 @@ def _note_times(requests: Any, report: Any) -> None:
     Ranks may report in different steps: the last one counts.
     """
     meta = None if report is None else report.kv_connector_worker_meta
-    for request_id, times in meta.times.items() if isinstance(meta, EndedReads) else ():
+    if not isinstance(meta, EndedReads):
+        return
+    for request_id, times in meta.times.items():
         if request_id in requests:
-            noted = (requests[request_id].kv_transfer_params or {}).get(READ_TIMES, [])
+            params = requests[request_id].kv_transfer_params or {}
+            noted = params.get(READ_TIMES, [])
+            # The first one is when the blocks were allocated.
             noted[1:] = (*times, time.monotonic())

@@ -1,6 +1,4 @@
-"""Describe a change of vLLM's code at run time, and make it where the installed release needs
-it.
-"""
+"""Describe a change of vLLM's code, and make it where the installed release needs it."""
 
 from __future__ import annotations
 
@@ -44,11 +42,9 @@ class Patch(NamedTuple):
     @property
     def otherwise(self) -> str:
         """What happens with a release that the patch does not fit."""
-        return (
-            "the engine refuses to start"
-            if self.is_vital
-            else "the engine says so and runs without it"
-        )
+        if self.is_vital:
+            return "the engine refuses to start"
+        return "the engine says so and runs without it"
 
 
 def apply(patch: Patch, is_needed: Callable[[], bool], install: Callable[[], None]) -> bool:

@@ -13,6 +13,7 @@ sampled again, with a seed for example, do.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
@@ -41,12 +42,15 @@ def install() -> None:
     Raises EngineFailed.
     """
     for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):
-        apply(PATCH, lambda: True, lambda name=name: _retain(PACKAGE.find(name, _MODULE)))  # type: ignore[misc]
+        apply(PATCH, lambda: True, partial(_retain, name))
 
 
-def _retain(manager: Any) -> None:
-    """Make a KV cache manager free a block one token later than vLLM does."""
+def _retain(name: str) -> None:
+    """Make a class of KV cache managers free a block one token later than vLLM does."""
+    manager = PACKAGE.find(name, _MODULE)
     skipped = manager.get_num_skipped_tokens
-    manager.get_num_skipped_tokens = lambda self, num_computed_tokens: skipped(
-        self, max(0, num_computed_tokens - 1)
-    )
+
+    def get_num_skipped_tokens(self: Any, num_computed_tokens: int) -> Any:
+        return skipped(self, max(0, num_computed_tokens - 1))
+
+    manager.get_num_skipped_tokens = get_num_skipped_tokens

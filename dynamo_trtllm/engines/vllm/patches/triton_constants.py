@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from functools import partial
 from typing import NamedTuple
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
@@ -27,9 +28,7 @@ PATCH = Patch(
 
 
 class FixedArgument(NamedTuple):
-    """An argument of a Triton kernel that is a constant, so that each of its values is compiled
-    anew.
-    """
+    """A constant argument of a Triton kernel, each of whose values is compiled anew."""
 
     user: str  # module whose launches use the kernel
     kernel: str
@@ -55,7 +54,7 @@ def install() -> None:
         for fixed in FIXED:
             # A triton_kernels of another version, which newer releases accept, may have neither
             # kernel.
-            apply(PATCH, lambda fixed=fixed: has_kernel(fixed), lambda fixed=fixed: replace(fixed))  # type: ignore[misc]
+            apply(PATCH, partial(has_kernel, fixed), partial(replace, fixed))
 
 
 def has_kernel(fixed: FixedArgument) -> bool:
