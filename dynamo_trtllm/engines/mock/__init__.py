@@ -1,3 +1,4 @@
-"""Simulate an engine without weights, with fixed step time, deterministic tokens and real KV
-transfers.
+"""Simulate an engine without weights.
+
+It has a fixed step time, deterministic tokens and real KV transfers.
 """

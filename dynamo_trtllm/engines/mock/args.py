@@ -74,25 +74,32 @@ class MockArgs(BaseModel):
     @property
     def cost_prior(self) -> CostModel:
         """What these arguments say about the time of steps."""
-        per_request, per_context = self.decode_request_s, self.context_token_s
-        decode = linear_decode_fit(self.step_s, per_request, per_context)
-        prefill = linear_prefill_fit(self.step_s, self.prefill_token_s, per_request, per_context)
-        return CostModel(decode, prefill, None, self.prefill_tokens_per_step)
+        decode = linear_decode_fit(self.step_s, self.decode_request_s, self.context_token_s)
+        prefill = linear_prefill_fit(
+            self.step_s, self.prefill_token_s, self.decode_request_s, self.context_token_s
+        )
+        return CostModel(decode, prefill, step_tokens=self.prefill_tokens_per_step)
 
     @property
     def is_constant(self) -> bool:
         """True if all steps take `step_s`."""
-        return not (
-            self.decode_request_s or self.context_token_s or self.prefill_token_s or self.step_noise
+        extras = (
+            self.decode_request_s,
+            self.context_token_s,
+            self.prefill_token_s,
+            self.step_noise,
         )
+        return not any(extras)
 
     def step_seconds(self, running: Iterable[MockStream]) -> float:
         """Return how long a step with these calls takes."""
-        seconds, prefill_tokens = self.step_s, 0
-        for each in running:
-            prefill_tokens += each.prefill_left
-            if each.wanted and not each.prefill_left:
-                context = len(each.request.token_ids) + each.num_output
+        seconds = self.step_s
+        prefill_tokens = 0
+        for stream in running:
+            prefill_tokens += stream.prefill_left
+            is_decoding = stream.wanted > 0 and stream.prefill_left == 0
+            if is_decoding:
+                context = len(stream.request.token_ids) + stream.num_output
                 seconds += self.decode_request_s + self.context_token_s * context
         seconds += self.prefill_token_s * min(prefill_tokens, self.prefill_tokens_per_step)
         return seconds * max(0.0, random.gauss(1.0, self.step_noise))

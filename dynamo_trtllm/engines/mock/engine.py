@@ -1,5 +1,4 @@
-"""Simulate an engine, so that workers, the request plane and frontends can be tested and measured
-without a model.
+"""Simulate an engine, to test and measure workers, request plane and frontends without a model.
 
 The "KV" of a request is the seed of its tokens and the index of each block. A decode engine
 generates the right tokens only from the KV that it received; with other KV it generates other
@@ -54,13 +53,16 @@ _MAX_SEED = 0xFFFF
 
 
 class MockStream(TaskStream):
-    """One request in the simulated batch: passes tokens on within the step; imports and exports its
-    KV in a task.
+    """One request in the simulated batch.
+
+    It passes tokens on within the step, and imports and exports its KV in a task.
     """
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine.tasks, engine)
-        prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
+        # Tokens that an earlier worker generated follow the client's prompt.
+        prompt_tokens = len(request.token_ids) - request.num_resumed_output_tokens
+        prompt = request.token_ids[:prompt_tokens]
         self._engine = engine
         self.request = request
         most_new = 0 if request.phase is Phase.PREFILL else request.sampling.max_tokens
@@ -97,27 +99,31 @@ class MockStream(TaskStream):
         if self.request.kv_params is None:
             self.generate_rest()
         else:
-            self.run(
-                self._engine.import_kv(self, self.request.kv_params),
-                f"mock-import-{self.request.request_id}",
-            )
+            importing = self._engine.import_kv(self, self.request.kv_params)
+            self.run(importing, f"mock-import-{self.request.request_id}")
 
     def generate_rest(self) -> None:
         """Let the next steps generate the tokens of this call that it does not have yet."""
-        is_prefill = self.request.phase is Phase.PREFILL
-        self.wanted = 1 if is_prefill else self.request.sampling.max_tokens - self.num_output
+        if self.request.phase is Phase.PREFILL:
+            self.wanted = 1
+        else:
+            self.wanted = self.request.sampling.max_tokens - self.num_output
         self._engine.work.set()
 
     def token(self, index: int) -> int:
-        """Return an output token of this call: the Harmony prefix first, then a function of seed
-        and index.
+        """Return an output token of this call.
+
+        The output begins with the Harmony prefix. Then each token is a function of seed and index.
         """
-        at = self.request.num_resumed_output_tokens + index
-        return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
+        position = self.request.num_resumed_output_tokens + index
+        if position < len(_OPENING):
+            return _OPENING[position]
+        return 1000 + (self.seed + position * 7919) % 4000
 
     def step(self) -> None:
         """Generate one token."""
-        token, stats = self.token(self.num_output), None
+        token = self.token(self.num_output)
+        stats = None
         if self.num_output == 0:
             self.phases.end("prefill")
             self._engine.store(self)
@@ -129,12 +135,15 @@ class MockStream(TaskStream):
         if self.wanted:
             self.emit(Chunk(token_ids=token_ids((token,)), stats=stats))
         elif self.request.phase is Phase.PREFILL and self.request.sampling.max_tokens > 1:
-            self.run(self._engine.export_kv(self, token), f"mock-export-{self.request.request_id}")
+            exporting = self._engine.export_kv(self, token)
+            self.run(exporting, f"mock-export-{self.request.request_id}")
         else:
-            last = FinishReason.LENGTH
-            self.emit(
-                Chunk(token_ids=token_ids([token]), finish_reason=last, stats=self.phases.timings())
+            last = Chunk(
+                token_ids=token_ids([token]),
+                finish_reason=FinishReason.LENGTH,
+                stats=self.phases.timings(),
             )
+            self.emit(last)
 
     def _free(self) -> None:
         self._engine.remove(self)
@@ -146,10 +155,11 @@ class MockEngine(Engine):
     def __init__(
         self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None
     ) -> None:
-        self._args = args = engine_arguments(config, MockArgs, "mock")
-        self._backend = backend or create_backend(
-            args.transfer_backend, config, kv_checksums=args.kv_checksums
-        )
+        args = engine_arguments(config, MockArgs, "mock")
+        if backend is None:
+            backend = create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
+        self._args = args
+        self._backend = backend
         self._transfers = KvTransfers(
             self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
         )
@@ -210,7 +220,8 @@ class MockEngine(Engine):
 
     def remove(self, stream: MockStream) -> None:
         """Remove a stream in any state and free its blocks. A step in progress skips it."""
-        stream.wanted = stream.prefill_left = 0
+        stream.wanted = 0
+        stream.prefill_left = 0
         if stream in self._running:
             del self._running[stream]
             if stream.num_output > 1:
@@ -234,9 +245,8 @@ class MockEngine(Engine):
         Its last output token has no KV yet.
         """
         if self._args.enable_prefix_caching:
-            ids = stream.request.token_ids + token_ids(
-                map(stream.token, range(stream.num_output - 1))
-            )
+            output = token_ids(map(stream.token, range(stream.num_output - 1)))
+            ids = stream.request.token_ids + output
             self._blocks.store(stream.block_table, ids, stream.request.cache_salt)
 
     async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:
@@ -244,8 +254,9 @@ class MockEngine(Engine):
 
         The rest follows.
         """
-        kv_bytes = self.num_blocks(len(stream.request.token_ids)) * KV_WORDS * array("I").itemsize
-        # before allocating this much memory
+        num_blocks = self.num_blocks(len(stream.request.token_ids))
+        kv_bytes = num_blocks * KV_WORDS * array("I").itemsize
+        # Check the parameters before allocating this much memory.
         self._transfers.validate(stream.request, kv_bytes=kv_bytes)
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
@@ -253,7 +264,8 @@ class MockEngine(Engine):
                 " to decode more"
             )
         kv = array("I", bytes(kv_bytes))
-        region = MemoryRegion(kv.buffer_info()[0], kv_bytes)
+        address, _ = kv.buffer_info()
+        region = MemoryRegion(address, kv_bytes)
         await self._transfers.fetch(stream.request, kv_params.engine_state, Destination([region]))
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
@@ -265,18 +277,20 @@ class MockEngine(Engine):
     async def export_kv(self, stream: MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         kv = _kv_of(stream.seed, stream.num_blocks)
-        # stays reserved until `unpublished`
-        block_table, stream.block_table = stream.block_table, BlockTable()
+        # The blocks stay reserved until `unpublished`, also after the end of the stream.
+        block_table = stream.block_table
+        stream.block_table = BlockTable()
 
-        def unpublished(_: array[int] = kv) -> None:  # keeps the memory alive until then
+        # The default value keeps the memory alive until then.
+        def unpublished(_: array[int] = kv) -> None:
             self._free(block_table)
             self._note_idle()
 
-        regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
+        address, _ = kv.buffer_info()
+        regions = [MemoryRegion(address, len(kv) * kv.itemsize)]
         chunk = Chunk(token_ids=token_ids([first]))
-        return stream.phases.exported(
-            await self._transfers.publish(stream.request, chunk, regions, unpublished)
-        )
+        kv_params = await self._transfers.publish(stream.request, chunk, regions, unpublished)
+        return stream.phases.exported(kv_params)
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         self._transfers.release(transfer_id)
@@ -285,8 +299,9 @@ class MockEngine(Engine):
         return self._transfers.is_pending(transfer_id)
 
     def _note_idle(self) -> None:
-        # published prompts use blocks
-        if not (self._waiting or self._running or self._blocks.used):
+        # Prompts that are published use blocks.
+        is_busy = self._waiting or self._running or self._blocks.used
+        if not is_busy:
             self._idle.set()
 
     @property
@@ -295,6 +310,7 @@ class MockEngine(Engine):
 
     def stats(self) -> EngineStats:
         pending = self._transfers.prompt_tokens
+        pending_blocks = sum(self.num_blocks(prompt_tokens) for prompt_tokens in pending)
         used = self._blocks.used
         return EngineStats(
             running=len(self._running),
@@ -302,14 +318,14 @@ class MockEngine(Engine):
             kv_blocks_used=used,
             kv_blocks_total=self._args.kv_cache_blocks,
             tickets_held=len(pending),
-            # transfers share cached blocks
-            ticket_kv_blocks=min(used, sum(map(self.num_blocks, pending))),
+            # Transfers share cached blocks, so the sum may be too large.
+            ticket_kv_blocks=min(used, pending_blocks),
             kv_checksum_mismatches=self._backend.checksums.mismatches,
             queued_prefill_tokens=sum(
                 stream.prefill_left for stream in (*self._waiting, *self._running)
             ),
             context_tokens=sum(
-                len(each.request.token_ids) + each.num_output for each in self._running
+                len(stream.request.token_ids) + stream.num_output for stream in self._running
             ),
         )
 
@@ -321,19 +337,26 @@ class MockEngine(Engine):
         A step starts when the time of the step before it is over, so other work on the event loop
         does not lengthen steps.
         """
-        args, is_constant, begun_s, last_s = self._args, self._args.is_constant, 0.0, 0.0
+        is_constant = self._args.is_constant
+        begun_s = 0.0  # when the step would begin if no other work delayed it
+        last_s = 0.0  # when the last step really ended
         try:
             while True:
                 self._admit()
                 if not any(stream.wanted for stream in self._running):
                     self.work.clear()
                     await self.work.wait()
-                    begun_s = last_s = time.monotonic()
+                    begun_s = time.monotonic()
+                    last_s = begun_s
                     continue
-                step_s = args.step_s if is_constant else args.step_seconds(self._running)
+                if is_constant:
+                    step_s = self._args.step_s
+                else:
+                    step_s = self._args.step_seconds(self._running)
                 await asyncio.sleep(begun_s + step_s - time.monotonic())
                 now = time.monotonic()
-                begun_s = max(begun_s + step_s, now - step_s)  # catch up on at most one missed step
+                # Catch up on at most one missed step.
+                begun_s = max(begun_s + step_s, now - step_s)
                 self._step(now - last_s)
                 last_s = now
         finally:
@@ -341,10 +364,9 @@ class MockEngine(Engine):
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
 
     def _admit(self) -> None:
-        lacking, budget = (
-            "",
-            self._args.prefill_tokens_per_step - sum(each.prefill_left for each in self._running),
-        )
+        lacking = ""
+        to_prefill = sum(stream.prefill_left for stream in self._running)
+        budget = self._args.prefill_tokens_per_step - to_prefill
         while self._waiting:
             promote_overdue(self._waiting)
             lacking = "slots" if budget <= 0 else self._lacking()
@@ -365,34 +387,43 @@ class MockEngine(Engine):
         """
         if len(self._running) >= self._args.max_batch_size:
             return "slots"
-        stream, request = self._waiting[0], self._waiting[0].request
+        stream = self._waiting[0]
+        request = stream.request
+        # A decode call fetches the KV of its prompt, and takes none from the prefix cache.
         prompt = None if request.kv_params else request.token_ids
-        if not self._blocks.reserve(
+        is_reserved = self._blocks.reserve(
             stream.block_table, prompt, request.cache_salt, stream.num_blocks
-        ):
+        )
+        if not is_reserved:
             return "kv_blocks"
         stream.phases.cached_tokens = len(stream.block_table.chain) * self._args.kv_block_size
         stream.prefill_left -= stream.phases.cached_tokens
         return ""
 
     def _step(self, seconds: float) -> None:
-        budget = prefill_budget = self._args.prefill_tokens_per_step
-        decoded, context, pairs = 0, 0, 0.0
+        num_decoding = 0
+        context_tokens = 0
+        prefill_tokens = 0
+        attention_pairs = 0.0
         for stream in list(self._running):
+            prompt_tokens = len(stream.request.token_ids)
             if stream.prefill_left > 0:
-                taken = min(prefill_budget, stream.prefill_left)
-                prefill_budget -= taken
+                budget = self._args.prefill_tokens_per_step - prefill_tokens
+                taken = min(budget, stream.prefill_left)
+                prefill_tokens += taken
                 stream.prefill_left -= taken
-                pairs += taken * (len(stream.request.token_ids) - stream.prefill_left - taken / 2)
+                computed_tokens = prompt_tokens - stream.prefill_left
+                attention_pairs += taken * (computed_tokens - taken / 2)
             elif stream.wanted > 0:
-                decoded += 1
-                context += len(stream.request.token_ids) + stream.num_output
+                num_decoding += 1
+                context_tokens += prompt_tokens + stream.num_output
             if stream.prefill_left == 0 and stream.wanted > 0:
                 stream.step()
-        if decoded or prefill_budget < budget:
-            self._steps.append(
-                StepSample(seconds, decoded, context, budget - prefill_budget, pairs)
+        if num_decoding or prefill_tokens:
+            sample = StepSample(
+                seconds, num_decoding, context_tokens, prefill_tokens, attention_pairs
             )
+            self._steps.append(sample)
 
     async def check(self) -> None:
         self._check()
@@ -423,8 +454,6 @@ def _kv_of(seed: int, blocks: int) -> array[int]:
 def _seed_of(kv: array[int]) -> int:
     """Return the seed in `kv`, or another seed if any bit of `kv` has changed."""
     seed = kv[-1]
-    return (
-        seed
-        if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // KV_WORDS)
-        else zlib.crc32(kv) & _MAX_SEED
-    )
+    if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // KV_WORDS):
+        return seed
+    return zlib.crc32(kv) & _MAX_SEED
