@@ -1,5 +1,6 @@
-"""Base class of engines that wrap an inference library: loading, warm-up, requests, health, drain
-and shutdown.
+"""Define the base class of engines that wrap an inference library.
+
+It loads the library and warms it up, runs requests, checks health, drains, and shuts down.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ async def run_in_daemon_thread(
             result.set_exception(exc)
 
     def discard(ended: Future[T]) -> None:
-        if (error := ended.exception()) is not None:
+        error = ended.exception()
+        if error is not None:
             _log.debug("%s failed after its caller was cancelled: %s", name, error)
         elif unwanted is not None:
-            threading.Thread(
+            thread = threading.Thread(
                 target=unwanted, args=(ended.result(),), name=f"{name}-unwanted", daemon=True
-            ).start()
+            )
+            thread.start()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
@@ -91,7 +94,8 @@ class LoadProgress:
         """
         self._weight_bytes = weight_bytes
         self._reported = reported
-        self._bytes_before = self._bytes_now = gpu.memory_used_bytes()
+        self._bytes_before = gpu.memory_used_bytes()
+        self._bytes_now = self._bytes_before
         self._looked_at = time.monotonic()
 
     def progress(self) -> str:
@@ -108,8 +112,12 @@ class LoadProgress:
         own = max(0, self._bytes_now - self._bytes_before)
         share = 100 * own // self._weight_bytes
         if not phase:
-            phase = "importing the library" if share == 0 else LOADING_WEIGHTS
-            phase = "capturing CUDA graphs and warming up" if share >= 100 else phase
+            if share == 0:
+                phase = "importing the library"
+            elif share < 100:
+                phase = LOADING_WEIGHTS
+            else:
+                phase = "capturing CUDA graphs and warming up"
         if phase == LOADING_WEIGHTS:
             phase = f"{phase} {min(share, 100)}%"
         return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
@@ -133,9 +141,10 @@ class ExternalEngine(Engine):
             instance_id: id of the worker, part of its KV transfer parameters.
         """
         self.library_name = library
-        self.ticket_ttl_s, self.handoff_timeout_s = config.ticket_ttl_s, config.handoff_timeout_s
+        self.ticket_ttl_s = config.ticket_ttl_s
+        self.handoff_timeout_s = config.handoff_timeout_s
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        # of clients: those that ended in EngineFailed since the last result
+        # Requests of clients that have ended in EngineFailed since the last result.
         self.failed_requests: set[str] = set()
         self._engine = engine
         self._instance_id = instance_id
@@ -144,12 +153,12 @@ class ExternalEngine(Engine):
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
         self._has_library = False
-        # end the threads that read from the library; idempotent
+        # These end the threads that read from the library. They are idempotent.
         self._readers: list[Callable[[], None]] = []
         self._unavailable: DynamoError | None = EngineNotReady(
             f"the {engine} engine has not been started"
         )
-        # includes aborted calls until the library has ended them
+        # Aborted calls are in it until the library has ended them.
         self._inflight: set[ExternalCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,8 +177,9 @@ class ExternalEngine(Engine):
 
     def progress(self) -> str:
         """See `Engine.progress`."""
-        loading = self._loading
-        return self._warming.progress() if loading is None else loading.progress()
+        if self._loading is not None:
+            return self._loading.progress()
+        return self._warming.progress()
 
     async def _load(
         self,
@@ -192,9 +202,8 @@ class ExternalEngine(Engine):
         """
         for note in args.notes:
             _log.info("%s", note)
-        self._loading = LoadProgress(
-            weight_bytes(checkpoint).total // args.count("tensor_parallel_size"), reported
-        )
+        bytes_per_gpu = weight_bytes(checkpoint).total // args.count("tensor_parallel_size")
+        self._loading = LoadProgress(bytes_per_gpu, reported)
         try:
             bindings, self._llm = await run_in_daemon_thread(
                 build, name="engine-load", unwanted=self._discard
@@ -281,14 +290,14 @@ class ExternalEngine(Engine):
         await asyncio.gather(*self.tasks, return_exceptions=True)
         if self._has_library:
             await self.library.aclose()
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         if llm is None:
             return
+        shut_down = partial(self._shut_down, llm)
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
-                await run_in_daemon_thread(
-                    partial(self._shut_down, llm), name=f"{self._engine}-shutdown"
-                )
+                await run_in_daemon_thread(shut_down, name=f"{self._engine}-shutdown")
         except TimeoutError:
             _log.error(
                 "%s did not shut down within %g s; check that its processes have ended",
@@ -306,7 +315,8 @@ class ExternalEngine(Engine):
             )
 
     def _discard(self, built: tuple[Any, Any]) -> None:
-        self._shut_down(built[1])
+        _, llm = built
+        self._shut_down(llm)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -320,7 +330,9 @@ class ExternalEngine(Engine):
         Raises the errors of `Library.prepare` and of the transfer.
         """
         self._require_available()
-        kv_params = self.transfers.validate(request) if request.phase is Phase.DECODE else None
+        kv_params = None
+        if request.phase is Phase.DECODE:
+            kv_params = self.transfers.validate(request)
         return self.library.prepare(request, kv_params)
 
     def add(self, call: ExternalCall) -> None:
@@ -334,7 +346,8 @@ class ExternalEngine(Engine):
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._inflight or (self._has_library and len(self.transfers)):
+        has_transfers = self._has_library and len(self.transfers) > 0
+        if self._inflight or has_transfers:
             self._idle.clear()
         else:
             self._idle.set()
@@ -356,19 +369,26 @@ class ExternalEngine(Engine):
         """See `Engine.stats`."""
         if not self._has_library:
             return NO_STATS
-        calls, transfers = len(self._inflight), self.transfers
-        counts = self.library.counts(
-            is_idle=not (calls or len(transfers) or transfers.leaked_kv_blocks)
-        )
-        waiting = min(counts.waiting, calls)
+        transfers = self.transfers
+        num_calls = len(self._inflight)
+        is_idle = num_calls == 0 and len(transfers) == 0 and transfers.leaked_kv_blocks == 0
+        counts = self.library.counts(is_idle=is_idle)
+        # The library's number may be out of date.
+        waiting = min(counts.waiting, num_calls)
+        queued_prefill_tokens = 0
+        context_tokens = 0
+        for call in self._inflight:
+            tokens_to_compute, tokens_in_batch = call.tokens
+            queued_prefill_tokens += tokens_to_compute
+            context_tokens += tokens_in_batch
         return EngineStats(
-            running=calls - waiting,
+            running=num_calls - waiting,
             waiting=waiting,
             kv_blocks_used=counts.kv_blocks_used,
             kv_blocks_total=counts.kv_blocks_total,
             tickets_held=len(transfers),
             ticket_kv_blocks=transfers.kv_blocks,
             leaked_kv_blocks=transfers.leaked_kv_blocks,
-            queued_prefill_tokens=sum(call.tokens[0] for call in self._inflight),
-            context_tokens=sum(call.tokens[1] for call in self._inflight),
+            queued_prefill_tokens=queued_prefill_tokens,
+            context_tokens=context_tokens,
         )

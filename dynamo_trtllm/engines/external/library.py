@@ -1,5 +1,6 @@
-"""Import an inference library, and define what it gives to an engine: calls, results, health and
-counters.
+"""Import an inference library, and define what it gives to an engine.
+
+That is: calls, results, health and counters.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LibraryCall(Protocol):
     exports_kv: bool  # a prefill call whose KV stays allocated for a decode worker
     stop_ids: frozenset[int]  # token ids that end the output
     num_generated: int  # output tokens so far
-    # prompt tokens that came from the prefix cache, as far as the library has reported them
+    # Prompt tokens that came from the prefix cache, as far as the library has reported them.
     cached_tokens: int
 
     async def run(self, receiver: ExternalCall) -> None:
@@ -70,16 +71,16 @@ class LibraryCall(Protocol):
         """
 
     def phases(self, result: Any) -> dict[str, float]:
-        """Return the seconds that the library reports of the phases of this call until its first
-        token.
+        """Return the library's seconds of each phase of this call until its first token.
 
         The runner calls it at the first tokens and at the end. Empty: the library does not report
         them.
         """
 
     def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
-        """Return the first token, and what the decode worker needs for the KV of this prefill call,
-        which has ended.
+        """Return the first token of this prefill call, and what the reader of its KV needs.
+
+        The call has ended.
 
         Raises:
             DynamoError: the library gave nothing to transfer.
@@ -96,8 +97,7 @@ class LibraryCall(Protocol):
 
         Returns:
             None: the library frees it, or has none. A time of `time.monotonic()`: it keeps the KV
-                until then, whatever
-            is asked of it. Infinity: it never frees the KV.
+            until then, whatever is asked of it. Infinity: it never frees the KV.
         """
 
 
@@ -173,11 +173,10 @@ def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> To
     """
     if not isinstance(entry, Mapping):
         return TokenLogprob(token, float(entry))
-    numbers = (
-        (each, said if isinstance(said, (int, float)) else said.logprob)
-        for each, said in entry.items()
-    )
-    values = {int(each): float(number) for each, number in numbers}
+    values: dict[int, float] = {}
+    for candidate, said in entry.items():
+        number = said if isinstance(said, (int, float)) else said.logprob
+        values[int(candidate)] = float(number)
     if token not in values:
         raise RequestRejected(
             f"{library} returned no log-probability for a token; omit logprobs", field="logprobs"
@@ -194,11 +193,9 @@ _HARMONY_STOP_IDS = (200002, 200012)
 def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the model's own stop tokens, the main one first."""
     harmony = _HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
-    return tuple(
-        dict.fromkeys(
-            each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size
-        )
-    )
+    candidates = (*harmony, *checkpoint.eos_token_ids)
+    known = [token_id for token_id in candidates if token_id < checkpoint.vocab_size]
+    return tuple(dict.fromkeys(known))  # without duplicates
 
 
 def is_plain(guided: StructuredOutput) -> bool:
@@ -208,13 +205,13 @@ def is_plain(guided: StructuredOutput) -> bool:
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
-    """Return the arguments of the class for guided decoding, which are the same in TensorRT-LLM and
-    vLLM.
+    """Return the arguments of the library's class for guided decoding.
 
-    Structural tags follow the format of xgrammar's documentation, which both use.
+    They are the same in TensorRT-LLM and vLLM. Structural tags follow the format of xgrammar's
+    documentation, which both use.
 
     Raises:
-        FormatTooComplex: The library would compile the format for too long.
+        FormatTooComplex: the library would compile the format for too long.
     """
     check_cost(guided)
     if is_plain(guided):
@@ -223,27 +220,30 @@ def guided_params(guided: StructuredOutput) -> dict[str, Any]:
             return {"grammar": only.grammar}
         if only.regex:
             return {"regex": only.regex}
-        return {"json_object": True} if only.json_schema == "{}" else {"json": only.json_schema}
+        if only.json_schema == "{}":
+            return {"json_object": True}
+        return {"json": only.json_schema}
     return {"structural_tag": _structural_tag(guided)}
 
 
 def _structural_tag(guided: StructuredOutput) -> str:
     """Return the JSON text of a structural tag."""
-    form = (
-        _triggered_tags(guided)
-        if guided.trigger
-        else _one_of([_format(each) for each in guided.alternatives])
-    )
+    if guided.trigger:
+        form = _triggered_tags(guided)
+    else:
+        form = _one_of([_format(alternative) for alternative in guided.alternatives])
     return json.dumps({"type": "structural_tag", "format": form})
 
 
 def _triggered_tags(guided: StructuredOutput) -> dict[str, Any]:
     """Return a format of free text up to a trigger, followed by exactly one of its alternatives."""
-    triggers, tags = [], []
+    triggers = []
+    tags = []
     part: StructuredOutput | None = guided
     while part is not None:
-        triggers.append(part.trigger)
-        tags += [_tag(part.trigger + each.prefix, each) for each in part.alternatives]
+        trigger = part.trigger
+        triggers.append(trigger)
+        tags += [_tag(trigger + form.prefix, form) for form in part.alternatives]
         part = part.otherwise
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": True}
 
@@ -264,16 +264,21 @@ def _content(alternative: OutputFormat) -> dict[str, Any]:
         return {"type": "grammar", "grammar": alternative.grammar}
     if alternative.regex:
         return {"type": "regex", "pattern": alternative.regex}
-    schema = (
-        {"type": "object"}
-        if alternative.json_schema == "{}"
-        else json.loads(alternative.json_schema)
-    )
+    # An empty schema means any object, see `guided_params`.
+    if alternative.json_schema == "{}":
+        schema = {"type": "object"}
+    else:
+        schema = json.loads(alternative.json_schema)
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _one_of(forms: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
+
+
+def _is_or_contains(package: str | None, module: str) -> bool:
+    """Return True if `module` is this package or in it."""
+    return f"{module}.".startswith(f"{package}.")
 
 
 # What a package with compiled libraries raises when it can't be imported.
@@ -347,11 +352,11 @@ class LibraryPackage:
             try:
                 found = importlib.import_module(module)
             except _IMPORT_ERRORS as exc:
-                if not isinstance(exc, ModuleNotFoundError) or not f"{module}.".startswith(
-                    f"{exc.name}."
-                ):
-                    raise self._broken(exc) from exc
-                continue  # the release has no such module
+                # A missing module may be another one, which this one imports. Then the
+                # installation is broken.
+                if isinstance(exc, ModuleNotFoundError) and _is_or_contains(exc.name, module):
+                    continue  # the release has no such module
+                raise self._broken(exc) from exc
             if hasattr(found, name):
                 return getattr(found, name)
         return None

@@ -1,8 +1,8 @@
-"""Count the KV transfers of engines whose library does not report fetched KV, and decode the state
-of their engines.
+"""Count the KV transfers of engines whose library does not report fetched KV.
 
-If a library keeps KV that no decode worker will fetch, the KV counts as held until the library
-frees it. Runs on the event loop.
+Also decode the state of their engines, which is in the KV transfer parameters. If a library keeps
+KV that no decode worker will fetch, the KV counts as held until the library frees it. Runs on the
+event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,10 +35,13 @@ from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 KV_ITEM_BYTES = {"fp8": 1.0, "fp8_ds_mla": 1.0, "int8": 1.0, "nvfp4": 0.5625, "float32": 4.0}
 
 
+class _RetainedKv(NamedTuple):
+    num_blocks: int
+    expiry: asyncio.TimerHandle
+
+
 class ExternalTransfers(PendingTransfers):
-    """The KV transfers of a worker that are neither released nor expired, and KV that the library
-    still keeps.
-    """
+    """The KV transfers of a worker that are pending, and KV that the library still keeps."""
 
     def __init__(
         self, identity: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]
@@ -52,8 +55,8 @@ class ExternalTransfers(PendingTransfers):
         """
         super().__init__(identity, ttl_s=ttl_s)
         self._on_change = on_change
-        # blocks that no decode worker will fetch
-        self._retained: dict[int, tuple[int, asyncio.TimerHandle]] = {}
+        # KV that no decode worker will fetch, by number.
+        self._retained: dict[int, _RetainedKv] = {}
         self.leaked_kv_blocks = 0  # that the library never frees
 
     def __len__(self) -> int:
@@ -62,11 +65,13 @@ class ExternalTransfers(PendingTransfers):
 
     @property
     def kv_blocks(self) -> int:
-        """The KV blocks of these transfers, computed from their prompts: the library does not
-        report them.
+        """The KV blocks of these transfers.
+
+        They are computed from their prompts: the library does not report them.
         """
-        pending = (kv_blocks(self.identity.layout, tokens) for tokens in self.prompt_tokens)
-        return sum(pending) + sum(blocks for blocks, _ in self._retained.values())
+        pending = sum(kv_blocks(self.identity.layout, tokens) for tokens in self.prompt_tokens)
+        retained = sum(kv.num_blocks for kv in self._retained.values())
+        return pending + retained
 
     def create(
         self, request: GenerateRequest, call: LibraryCall, first: Chunk, engine_state: bytes
@@ -112,11 +117,10 @@ class ExternalTransfers(PendingTransfers):
         if until == math.inf:
             self.leaked_kv_blocks += blocks
             return
-        number, left_s = next(self._numbers), max(0.0, until - time.monotonic())
-        self._retained[number] = (
-            blocks,
-            asyncio.get_running_loop().call_later(left_s, self._forget, number),
-        )
+        number = next(self._numbers)
+        left_s = max(0.0, until - time.monotonic())
+        expiry = asyncio.get_running_loop().call_later(left_s, self._forget, number)
+        self._retained[number] = _RetainedKv(blocks, expiry)
         self._on_change()
 
     def _forget(self, number: int) -> None:
@@ -125,12 +129,10 @@ class ExternalTransfers(PendingTransfers):
 
     def close(self) -> None:
         """Remove all transfers without releasing their KV: the engine is about to shut down."""
-        timers = [
-            *(each.expiry for each in self._pending.values()),
-            *(end for _, end in self._retained.values()),
-        ]
-        for timer in timers:
-            timer.cancel()
+        for transfer in self._pending.values():
+            transfer.expiry.cancel()
+        for kv in self._retained.values():
+            kv.expiry.cancel()
         self._pending.clear()
         self._retained.clear()
         self._on_change()
@@ -143,7 +145,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: Count  # of the subclass's format
-    # of the library; informational, because kv_compat decides whether two workers match
+    # Of the library. It is informational, because kv_compat decides whether two workers match.
     release: str
 
 
@@ -183,14 +185,11 @@ def kv_blocks(layout: KvLayout, tokens: int) -> int:
 
 
 def kv_bytes(layout: KvLayout, tokens: int) -> int:
-    """Return the KV bytes of a prompt in full blocks, summed over all ranks, without savings of
-    sliding windows.
+    """Return the KV bytes of a prompt in full blocks, summed over all ranks.
+
+    Sliding windows, which save KV, are ignored.
     """
-    per_token = (
-        2
-        * layout.num_layers
-        * layout.num_kv_heads
-        * layout.head_dim
-        * KV_ITEM_BYTES.get(layout.dtype, 2.0)
-    )
-    return round(kv_blocks(layout, tokens) * layout.block_tokens * per_token)
+    item_bytes = KV_ITEM_BYTES.get(layout.dtype, 2.0)
+    # 2: keys and values.
+    bytes_per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * item_bytes
+    return round(kv_blocks(layout, tokens) * layout.block_tokens * bytes_per_token)

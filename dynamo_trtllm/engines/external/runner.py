@@ -45,24 +45,29 @@ class ExternalCall(Stream):
 
     The stream may end earlier.
 
-    | state    | begins with                         | ends with                                               |
-    |----------|-------------------------------------|---------------------------------------------------------|
-    | starting | `generate`                          | the first result, an error, a cancel, the deadline      |
-    |          |                                     | (a cancel before the library is called: see `_run`)     |
-    | running  | the first result                    | the last result, an error, a cancel, the deadline       |
-    | fetching | the end of the stream, while a      | the first result, an error, or KV_WAIT_S                |
-    |          | fetch runs that can't be aborted    |                                                         |
-    | aborting | the end of the stream, or of the    | the last result, an error, or ANSWER_S                  |
-    |          | state above                         |                                                         |
-    | ended    | one of these                        |                                                         |
+    | state    | begins with                       | ends with                                  |
+    |----------|-----------------------------------|--------------------------------------------|
+    | starting | `generate`                        | the first result, an error, a cancel, the  |
+    |          |                                   | deadline (a cancel before the library is   |
+    |          |                                   | called: see `_run`)                        |
+    | running  | the first result                  | the last result, an error, a cancel, the   |
+    |          |                                   | deadline                                   |
+    | fetching | the end of the stream, while a    | the first result, an error, or KV_WAIT_S   |
+    |          | fetch runs that can't be aborted  |                                            |
+    | aborting | the end of the stream, or of the  | the last result, an error, or ANSWER_S     |
+    |          | state above                       |                                            |
+    | ended    | one of these                      |                                            |
     """
 
     def __init__(self, engine: ExternalEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine)
-        self.created_at = self._started_at = time.monotonic()
+        self.created_at = time.monotonic()
+        self._started_at = self.created_at  # later: when the first result came
         self._engine = engine
         self._request = request
-        self._has_started = self._has_tokens = self._is_aborted = False
+        self._has_started = False
+        self._has_tokens = False
+        self._is_aborted = False
         self._call: LibraryCall | None = None  # None before it is prepared, and after its end
         self._timer: asyncio.TimerHandle | None = None
         engine.add(self)
@@ -75,7 +80,7 @@ class ExternalCall(Stream):
         self._engine.tasks.discard(task)
         if task.cancelled():
             self._end()
-            # dropped if the stream has ended
+            # This event is dropped if the stream has ended.
             self._pass_on(EngineFailed("the engine shut down during the request"))
 
     async def _run(self) -> None:
@@ -106,13 +111,14 @@ class ExternalCall(Stream):
             if error is not None:
                 self.on_error(error)
         finally:
-            # its traceback refers to this frame: a cycle that would keep the request in memory
+            # Its traceback refers to this frame: a cycle that would keep the request in memory.
             error = None
 
     @property
     def _must_fetch_kv(self) -> bool:
-        """True while a decode call has not fetched its KV, if nothing else frees this KV at the
-        prefill worker.
+        """True while a decode call has not fetched its KV, if nothing else frees this KV.
+
+        The KV is at the prefill worker.
         """
         return self.is_fetching and self._engine.keeps_unfetched_kv
 
@@ -120,18 +126,20 @@ class ExternalCall(Stream):
         kv_params = self._request.kv_params
         if not self.has_ended or kv_params is None:
             return self._request
-        # no client waits for tokens
+        # No client waits for tokens.
         return collecting_call(self._request, kv_params, deadline=self._request.deadline)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Return the number of prompt tokens that are not computed yet, and of those in the
-        batch.
-        """
-        count, call = len(self._request.token_ids), self._call
+        """Return the number of prompt tokens to compute, and of tokens in the batch."""
+        prompt_tokens = len(self._request.token_ids)
         if self._has_started:
-            return 0, count + (0 if call is None else call.num_generated)
-        return 0 if self.is_fetching else count, 0
+            call = self._call
+            generated = 0 if call is None else call.num_generated
+            return 0, prompt_tokens + generated
+        if self.is_fetching:
+            return 0, 0
+        return prompt_tokens, 0
 
     def stop(self) -> bool:
         """See `StreamHandle.stop`.
@@ -139,11 +147,10 @@ class ExternalCall(Stream):
         A prefill call whose KV only a fetch can free still offers it after an abort.
         """
         call = self._call
-        if (
-            call is None
-            or self.has_ended
-            or not (call.exports_kv and self._engine.keeps_unfetched_kv)
-        ):
+        if call is None or self.has_ended:
+            return False
+        only_a_fetch_frees_kv = call.exports_kv and self._engine.keeps_unfetched_kv
+        if not only_a_fetch_frees_kv:
             return False
         self._abort(call)
         return True
@@ -152,8 +159,9 @@ class ExternalCall(Stream):
 
     @property
     def is_fetching(self) -> bool:
-        """True until the first result of a decode call, which shows that the KV has been
-        fetched.
+        """True until the first result of a decode call.
+
+        That result shows that the KV has been fetched.
         """
         return self._request.phase is Phase.DECODE and not self._has_started
 
@@ -182,12 +190,13 @@ class ExternalCall(Stream):
         try:
             if finish is not None:
                 self._end(keeps_kv=isinstance(event, Chunk) and event.kv_params is not None)
-            elif has_ended and not self._is_aborted:  # it waited for this result
+            elif has_ended and not self._is_aborted:
+                # A fetch that can't be aborted has ended with this result.
                 self._abort(call)
             if event is not None:
                 self._pass_on(event)
         finally:
-            event = None  # as above
+            event = None  # as in `_run`
 
     def on_error(self, error: DynamoError) -> None:
         """End the call with an error, on the event loop. Never raises.
@@ -220,7 +229,8 @@ class ExternalCall(Stream):
             self.cancel()
 
     def _note_started(self) -> None:
-        self._has_started, self._started_at = True, time.monotonic()
+        self._has_started = True
+        self._started_at = time.monotonic()
         if self._request.phase is Phase.DECODE and not self.has_ended:
             RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCHED)
             self._due_at_deadline()
@@ -228,11 +238,10 @@ class ExternalCall(Stream):
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
         chunk, finish = call.read(result)
         if chunk.prompt_logprobs:
-            # a message has a limited size
+            # A message has a limited size.
             for begin in range(0, len(chunk.prompt_logprobs), _PROMPT_PIECE):
-                self._pass_on(
-                    Chunk(prompt_logprobs=chunk.prompt_logprobs[begin : begin + _PROMPT_PIECE])
-                )
+                piece = chunk.prompt_logprobs[begin : begin + _PROMPT_PIECE]
+                self._pass_on(Chunk(prompt_logprobs=piece))
             chunk = replace(chunk, prompt_logprobs=())
         if finish is None:
             if not chunk.token_ids:
@@ -242,6 +251,7 @@ class ExternalCall(Stream):
             self._has_tokens = True
             return replace(chunk, stats=self._timings(call, result))
         if call.exports_kv and finish in _CONTINUES:
+            # The library may report the limit of one token although this token ends the output.
             if chunk.token_ids and chunk.token_ids[-1] in call.stop_ids:
                 finish = "stop"
             else:
@@ -252,7 +262,8 @@ class ExternalCall(Stream):
         return replace(chunk, finish_reason=ENDS[finish], stats=self._timings(call, result))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, chunk: Chunk) -> Chunk:
-        kv_params = self._engine.transfers.create(self._request, call, *call.export(result, chunk))
+        first, engine_state = call.export(result, chunk)
+        kv_params = self._engine.transfers.create(self._request, call, first, engine_state)
         timings = replace(
             self._timings(call, result), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
         )
@@ -276,13 +287,16 @@ class ExternalCall(Stream):
 
         The phases that the library does not report are one, measured outside the library.
         """
-        first_s, kv_params = self._started_at - self.created_at, self._request.kv_params
-        if phases := call.phases(result):
-            # with a dot: a part
+        kv_params = self._request.kv_params
+        first_s = self._started_at - self.created_at
+        phases = call.phases(result)
+        if phases:
+            # A name with a dot is a part of another phase.
             inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)
             phases["submit"] = max(0.0, first_s - inside_s)
         else:
-            phases = {"prefill" if kv_params is None else "handoff": first_s}
+            phase = "prefill" if kv_params is None else "handoff"
+            phases = {phase: first_s}
         cached_tokens = call.cached_tokens if kv_params is None else 0
         return phase_timings(phases, kv_params, cached_tokens=cached_tokens)
 
@@ -299,15 +313,20 @@ class ExternalCall(Stream):
             self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id
         )
         hint = self._engine.library.transfer_hint if first.error is TransferTimeout else ""
-        self._due_in(first.left_s, lambda: self._pass_on(first.error(first.message + hint)))
+
+        def late() -> None:
+            self._pass_on(first.error(first.message + hint))
+
+        self._due_in(first.left_s, late)
 
     def _due_at_deadline(self) -> None:
         def late() -> None:
-            text = (
-                f"the deadline of the request passed after {time.monotonic() - self.created_at:.1f}"
-                " s in the engine"
+            in_engine_s = time.monotonic() - self.created_at
+            self._pass_on(
+                DeadlineExceeded(
+                    f"the deadline of the request passed after {in_engine_s:.1f} s in the engine"
+                )
             )
-            self._pass_on(DeadlineExceeded(text))
 
         self._due_in(self._request.deadline - time.time(), late)
 
@@ -371,7 +390,10 @@ class ExternalCall(Stream):
     def _end(self, *, keeps_kv: bool = False) -> None:
         """Forget the call, which the library has ended. Idempotent."""
         self._cancel_timer()
-        call, self._call = self._call, None
-        if call is not None and call.exports_kv and not keeps_kv and not self._engine.has_failed:
+        call = self._call
+        self._call = None
+        # The KV of a failed library has ended with it.
+        is_kv_left = not keeps_kv and not self._engine.has_failed
+        if call is not None and call.exports_kv and is_kv_left:
             self._engine.transfers.release_kv(call, len(self._request.token_ids))
         self._engine.remove(self)
