@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,7 @@ def cell(
             label: round(quantile(values, share), 1) for label, share in _QUANTILES.items()
         }
         intervals[name] = {
-            label: [
-                round(each, 1)
-                for each in interval(values, lambda some, share=share: quantile(some, share))
-            ]  # type: ignore[misc]
+            label: [round(limit, 1) for limit in interval(values, partial(quantile, share=share))]
             for label, share in _QUANTILES.items()
         }
     met = {limit.name: [float(limit.is_met(record)) for record in records] for limit in limits}
