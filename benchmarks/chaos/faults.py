@@ -248,7 +248,7 @@ def _launcher_faults() -> list[Fault]:
     ]
 
 
-def _attacks() -> list[Fault]:
+def _client_attacks() -> list[Fault]:
     spared = partial(Fault, spares_requests=True)
     return [
         Fault(
@@ -261,6 +261,27 @@ def _attacks() -> list[Fault]:
             description="long requests for more KV blocks than the workers have, then disconnects",
             apply=attackers.full_kv,
         ),
+        spared(
+            name="big-body",
+            description="clients that send large bodies which are slow to parse",
+            apply=attackers.big_bodies,
+        ),
+        spared(
+            name="slow-words",
+            description="clients that send tools with words of 16,000 letters",
+            apply=attackers.slow_words,
+        ),
+        spared(
+            name="memory-bound",
+            description="80 bodies of 8 MiB at once for a frontend that may allocate 576 MiB",
+            apply=attackers.memory_bound,
+        ),
+    ]
+
+
+def _worker_attacks() -> list[Fault]:
+    spared = partial(Fault, spares_requests=True)
+    return [
         Fault(
             name="dead-transfer",
             description="a prefill worker whose KV never arrives",
@@ -292,21 +313,6 @@ def _attacks() -> list[Fault]:
             name="bad-record",
             description="invalid records in etcd, some with the id of a live worker",
             apply=attackers.bad_record,
-        ),
-        spared(
-            name="big-body",
-            description="clients that send large bodies which are slow to parse",
-            apply=attackers.big_bodies,
-        ),
-        spared(
-            name="slow-words",
-            description="clients that send tools with words of 16,000 letters",
-            apply=attackers.slow_words,
-        ),
-        spared(
-            name="memory-bound",
-            description="80 bodies of 8 MiB at once for a frontend that may allocate 576 MiB",
-            apply=attackers.memory_bound,
         ),
         Fault(
             name="late-ticket",
@@ -353,7 +359,8 @@ FAULTS = {
             migrates=True,
             watch_s=lambda options: options.stall_timeout_s,
         ),
-        *_attacks(),
+        *_client_attacks(),
+        *_worker_attacks(),
         *_connection_attacks(),
         Fault(
             name="rolling",

@@ -76,6 +76,26 @@ def prefill_of_another_machine(cluster: Cluster, folder: Path) -> tuple[Process,
     return prefill, (*addresses, "--timeout-s", "10")
 
 
+def begin_stream(cluster: Cluster) -> threading.Thread:
+    """Begin a stream on a thread, and wait for its first line. Its frontend may be killed."""
+    started = threading.Event()
+
+    def stream() -> None:
+        body = ASKED | {"stream": True, "max_tokens": 10_000}
+        with (
+            suppress(httpx.HTTPError),
+            cluster.client() as own,
+            own.stream("POST", CHAT, json=body) as response,
+        ):
+            for _ in response.iter_lines():
+                started.set()
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert started.wait(10)
+    return thread
+
+
 def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_requests(
     make_cluster: Callable[..., Cluster], memory_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,22 +126,7 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
         silent = said("--stuck", status=1, reaches=(*reaches, "--timeout-s", "1"))
         assert f"process prefill {ids[0]}: it has not answered for 1 s" in silent
         prefill.send(signal.SIGCONT)
-        started = threading.Event()
-
-        def stream() -> None:
-            with (
-                suppress(httpx.HTTPError),  # its frontend is killed
-                cluster.client() as own,
-                own.stream(
-                    "POST", CHAT, json=ASKED | {"stream": True, "max_tokens": 10_000}
-                ) as response,
-            ):
-                for _ in response.iter_lines():
-                    started.set()
-
-        thread = threading.Thread(target=stream)
-        thread.start()
-        assert started.wait(10)
+        thread = begin_stream(cluster)
         decode.send(signal.SIGSTOP)
         frozen = f"held by decode {ids[1]}: it is frozen"
         until(lambda: frozen in said(*STUCK, status=None), 10)
