@@ -1,5 +1,6 @@
-"""Chat with a running frontend (`python -m dynamo_trtllm.chat`), in a terminal or line by line from
-a pipe.
+"""Chat with a running frontend (`python -m dynamo_trtllm.chat`).
+
+The questions come from a terminal, or line by line from a pipe.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
@@ -52,7 +54,8 @@ def main(config: ChatConfig) -> int:
     and with 2 for a bad command line.
     """
     model = config.model or only_model(models(config.url), config.url)
-    return 1 if _converse(config.model_copy(update={"model": model})) else 0
+    num_failures = _converse(config.model_copy(update={"model": model}))
+    return 1 if num_failures else 0
 
 
 def _converse(config: ChatConfig) -> int:
@@ -64,16 +67,17 @@ def _converse(config: ChatConfig) -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
-        lambda body: stream_chat(config.url, body),
+        partial(stream_chat, config.url),
         Screen(sys.stdout, has_colors=has_colors),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
-    if is_terminal:
-        chat.say(
-            f"Connected to {config.model} at {mask_address(config.url)}. Type /help for commands."
-        )
-    chat.run(_typed_lines() if is_terminal else sys.stdin)
-    return 0 if is_terminal else chat.failures
+    if not is_terminal:
+        chat.run(sys.stdin)
+        return chat.failures
+    address = mask_address(config.url)
+    chat.say(f"Connected to {config.model} at {address}. Type /help for commands.")
+    chat.run(_typed_lines())
+    return 0
 
 
 def only_model(names: Sequence[str], url: str) -> str:
@@ -88,15 +92,17 @@ def only_model(names: Sequence[str], url: str) -> str:
 
 
 def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
-    """Return a function that writes a line of this program, dimmed to differ from the model's
-    output.
+    """Return a function that writes a line of this program.
+
+    With colors the line is dimmed, to differ from the model's output.
     """
-    before, after = ("\x1b[2m", "\x1b[0m") if has_colors else ("", "")
 
     def say(text: str) -> None:
-        # a server may have written a part of it
+        # A server may have written a part of the text.
         shown = "\n".join(map(escape_controls, text.split("\n")))
-        out.write(f"{before}{shown}{after}\n")
+        if has_colors:
+            shown = f"{_DIM}{shown}{_PLAIN}"
+        out.write(f"{shown}\n")
         out.flush()
 
     return say
@@ -127,17 +133,20 @@ class Chat:
     def request(self, question: str) -> dict[str, Any]:
         """Return the request body for the next question."""
         config = self.config
-        system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        chosen = {
-            name: getattr(config, name)
-            for name in ("reasoning_effort", "max_tokens", "temperature")
-        }
-        return {
+        messages = [*self.messages, {"role": "user", "content": question}]
+        if config.system is not None:
+            messages.insert(0, {"role": "system", "content": config.system})
+        body: dict[str, Any] = {
             "model": config.model,
-            "messages": [*system, *self.messages, {"role": "user", "content": question}],
+            "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-        } | {name: value for name, value in chosen.items() if value is not None}
+        }
+        for name in ("reasoning_effort", "max_tokens", "temperature"):
+            value = getattr(config, name)
+            if value is not None:
+                body[name] = value
+        return body
 
     def _command(self, text: str) -> None:
         if text == "/reset":
@@ -187,7 +196,8 @@ def _typed_lines() -> Iterator[str]:
 def models(url: str) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
     with _response(url, "/v1/models") as response:
-        return [str(model.get("id")) for model in _json(response.read()).get("data") or ()]
+        body = _json(response.read())
+    return [str(model.get("id")) for model in body.get("data") or ()]
 
 
 def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -236,13 +246,17 @@ def error_text(body: Mapping[str, Any]) -> str:
 def _response(
     url: str, path: str, content: bytes | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """Send a GET request, or a POST request with JSON content, and yield the response if its status
-    is 200.
+    """Send a request, and yield the response if its status is 200.
+
+    It is a GET request, or a POST request if there is JSON content.
     """
-    parts, shown = urllib.parse.urlsplit(url), mask_address(url)
+    parts = urllib.parse.urlsplit(url)
+    shown = mask_address(url)
+    method = "GET" if content is None else "POST"
     headers = {} if content is None else {"Content-Type": "application/json"}
     if "@" in parts.netloc:
-        credentials = urllib.parse.unquote(parts.netloc.rpartition("@")[0]).encode()
+        encoded_credentials, _, _ = parts.netloc.rpartition("@")
+        credentials = urllib.parse.unquote(encoded_credentials).encode()
         headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     with closing(make(parts.hostname or "", parts.port, timeout=_CONNECT_TIMEOUT_S)) as connection:
@@ -255,9 +269,7 @@ def _response(
             ) from exc
         connection.sock.settimeout(_SILENCE_TIMEOUT_S)
         try:
-            connection.request(
-                "GET" if content is None else "POST", parts.path + path, content, headers
-            )
+            connection.request(method, parts.path + path, content, headers)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 text = response.read().decode(errors="replace")
@@ -294,10 +306,11 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# may move the cursor or change colors
+# Characters that may move the cursor or change colors.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
-
+_DIM: Final = "\x1b[2m"
+_BOLD: Final = "\x1b[1m"
+_PLAIN: Final = "\x1b[0m"
 
 Kind: TypeAlias = Literal["reasoning", "content", "call", "arguments"]
 """Kind of a text in an answer. "call": the name of a tool; "arguments": its arguments."""
@@ -324,25 +337,30 @@ class ChatTurn:
 
     def add(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         """Yield the deltas of a `chat.completion.chunk`."""
-        if usage := event.get("usage"):
+        usage = event.get("usage")
+        if usage:
             self.tokens = usage.get("completion_tokens")
         for choice in event.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
             for kind, text in _deltas(choice.get("delta") or {}):
                 self.last = self.clock()
-                self.first = self.last if self.first is None else self.first
+                if self.first is None:
+                    self.first = self.last
                 if kind == "content":
                     self.content += text
                 yield kind, text
 
     def report(self) -> str:
         """Return one line with TTFT, tokens, speed, and the finish reason if it is not `stop`."""
-        words = [
-            "no text" if self.first is None else f"TTFT {(self.first - self.began) * 1e3:.0f} ms"
-        ]
+        words = []
+        if self.first is None:
+            words.append("no text")
+        else:
+            words.append(f"TTFT {(self.first - self.began) * 1e3:.0f} ms")
         if self.tokens is not None:
             words.append(f"{self.tokens} tokens")
-            seconds = self.last - (self.first or self.last)
+            seconds = 0.0 if self.first is None else self.last - self.first
+            # The first token begins the time, so it is not counted.
             if self.tokens > 1 and seconds > 0:
                 words.append(f"{(self.tokens - 1) / seconds:.1f} tokens/s")
         if self.finish not in (None, "stop"):
@@ -357,8 +375,11 @@ def _deltas(delta: Mapping[str, Any]) -> Iterator[Delta]:
     ]
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
-        parts += [("call", function.get("name")), ("arguments", function.get("arguments"))]
-    return ((kind, text) for kind, text in parts if text)
+        parts.append(("call", function.get("name")))
+        parts.append(("arguments", function.get("arguments")))
+    for kind, text in parts:
+        if text:
+            yield kind, text
 
 
 class Screen:
@@ -377,7 +398,9 @@ class Screen:
         """Print one delta, without control characters."""
         if kind != self._kind:
             self._begin(kind)
-        self._write(_CONTROL.sub("", text) + (" " if kind == "call" else ""))
+        self._write(_CONTROL.sub("", text))
+        if kind == "call":
+            self._write(" ")
 
     def end(self) -> None:
         """Reset colors and end the line, after the last delta or an interrupted answer."""
@@ -387,6 +410,7 @@ class Screen:
         self._kind = None
 
     def _begin(self, kind: Kind) -> None:
+        # The arguments of a tool stand on the line of its name.
         if (self._kind, kind) != ("call", "arguments"):
             self.end()
         self._kind = kind

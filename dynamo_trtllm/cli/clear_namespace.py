@@ -68,9 +68,11 @@ async def clear(config: ClearNamespaceConfig) -> bool:
             _say("Nothing removed.")
             return False
         for key, lease in instances.items():
-            # a lease is revoked instead of the deletion of its key, so that a live worker registers
-            # again
-            await (store.delete(key) if lease is None else store.revoke(lease))
+            # A lease is revoked, and not its key deleted: then a live worker registers again.
+            if lease is None:
+                await store.delete(key)
+            else:
+                await store.revoke(lease)
         if responses is not None:
             await delete_bucket(config.nats_server, config.namespace)
     _say("Removed.")

@@ -1,9 +1,8 @@
-"""The console command `dynamo-trtllm`: a table of subcommands, each of which is loaded only when it
-runs.
+"""The console command `dynamo-trtllm`: a table of subcommands.
 
-Every subcommand has one implementation, which `python -m` of its module also runs. The flags of a
-subcommand come from its settings, so that `--help` and the completion of a shell load no engine and
-no server.
+Each subcommand is loaded only when it runs. It has one implementation, which `python -m` of its
+module also runs. The flags of a subcommand come from its settings, so that `--help` and the
+completion of a shell load no engine and no server.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.config.environ import command_line, set_command_line
@@ -94,11 +92,14 @@ def _run(words: Sequence[str]) -> int | None:
     if not words or words[0] in _HELP:
         _overview().print_help()
         return 0 if words else 2
-    if words[0] == "--version":
-        words = ["version", *words[1:]]
-    command = find(words[0])
-    set_command_line(f"{CONSOLE} {command.name}", words[1:])
-    if any(word in _HELP for word in takewhile(lambda word: word != "--", words[1:])):
+    name, *flags = words
+    if name == "--version":
+        name = "version"
+    command = find(name)
+    set_command_line(f"{CONSOLE} {command.name}", flags)
+    # What stands after `--` is for another program: `serve` passes it to its workers.
+    own_flags = flags[: flags.index("--")] if "--" in flags else flags
+    if not set(own_flags).isdisjoint(_HELP):
         parser_of(command).print_help()
         return 0
     status: int | None = _loaded(command.main)()
@@ -112,9 +113,8 @@ def find(name: str) -> Command:
     from dynamo_trtllm.config.base import suggest
 
     guess = suggest(name, COMMANDS)
-    raise ConfigError(
-        f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help")
-    )
+    hint = f"did you mean {guess}?" if guess else "see --help"
+    raise ConfigError(f"unknown command {name!r}; {hint}")
 
 
 def _overview() -> CommandParser:
@@ -143,7 +143,9 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         return parser
     from dynamo_trtllm.config.flags import build_parser
 
-    settings = _loaded(f"config.commands:{command.name.title().replace('-', '')}Config")
+    # Of `clear-namespace` it is `ClearNamespaceConfig`.
+    class_name = command.name.title().replace("-", "") + "Config"
+    settings = _loaded(f"config.commands:{class_name}")
     return build_parser(settings, f"{CONSOLE} {command.name}", command.summary)
 
 
@@ -183,7 +185,8 @@ def completion(shell: str) -> str:
                 if words:
                     action.choices = words
                 else:
-                    action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's own attribute
+                    # shtab defines this attribute.
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
         commands.add_parser(command.name, help=command.summary, parents=[parser], add_help=False)
     script: str = shtab.complete(root, shell)
     return script

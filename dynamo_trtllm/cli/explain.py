@@ -67,13 +67,13 @@ def main(config: ExplainConfig) -> int:
         return 0
     if config.stuck:
         report = StuckReport.of(recordings, config.older_than_s)
-        text, status = report.json() if config.json_output else report.text(), report.exit_status
-    elif config.request is not None:
-        text, status = "\n".join(map(timeline, requests)), 0
+        sys.stdout.write(report.json() if config.json_output else report.text())
+        return report.exit_status
+    if config.request is not None:
+        sys.stdout.write("\n".join(map(timeline, requests)))
     else:
-        text, status = _latest(requests), 0
-    sys.stdout.write(text)
-    return status
+        sys.stdout.write(_latest(requests))
+    return 0
 
 
 def _read(config: ExplainConfig) -> Recordings:
@@ -86,10 +86,11 @@ def _read(config: ExplainConfig) -> Recordings:
             check_owner(folder)
         local = Recordings.read(folder)
     except OSError as exc:
-        local, reason = Recordings([]), f"{folder} can't be read ({exc.strerror or exc})"
+        local = Recordings([])
+        reason = f"{folder} can't be read ({exc.strerror or exc})"
     recordings = local
     if not config.local:
-        # it loads the clients of etcd and NATS
+        # Imported here, because it loads the clients of etcd and NATS.
         from dynamo_trtllm.cli.machines import with_other_machines
 
         recordings = with_other_machines(config, local)
@@ -127,24 +128,25 @@ def timeline(request: RequestRecording) -> str:
         if step.entry.event not in _HIDDEN:
             since_ms = (step.entry.ns - first.entry.ns) / 1e6
             rows.append((f"{since_ms:.3f}", step.process.title, describe(step.entry, request)))
-    width = max(len(row[0]) for row in rows)
-    lines += format_table([(row[0].rjust(width), *row[1:]) for row in rows]).splitlines()
+    width = max(len(ms) for ms, _, _ in rows)
+    table = format_table([(ms.rjust(width), process, event) for ms, process, event in rows])
+    lines += table.splitlines()
     for process in request.processes():
-        if process.num_overwritten and process.oldest_ns > first.entry.ns:
-            lines.append(f"note: earlier events of {process.title} may be overwritten")
-        if process.state is ProcessState.KILLED:
-            lines.append(
-                f"note: {process.title} (process {process.header.pid}) was killed or crashed"
-            )
-        elif not process.is_over and process.state is not ProcessState.RUNNING:
-            lines.append(
-                f"note: {process.title} (process {process.header.pid}) is {process.state.value}"
-            )
-        if process.clock_error_s:
-            lines.append(
-                f"note: {process.title} is on machine {process.host}; {_clock_error(process)}"
-            )
+        lines += [f"note: {note}" for note in _notes(process, since_ns=first.entry.ns)]
     return "\n".join(lines) + "\n"
+
+
+def _notes(process: ProcessRecording, *, since_ns: int) -> Iterator[str]:
+    """Yield what limits the recording of a process since the beginning of a request."""
+    numbered = f"{process.title} (process {process.header.pid})"
+    if process.num_overwritten and process.oldest_ns > since_ns:
+        yield f"earlier events of {process.title} may be overwritten"
+    if process.state is ProcessState.KILLED:
+        yield f"{numbered} was killed or crashed"
+    elif not process.is_over and process.state is not ProcessState.RUNNING:
+        yield f"{numbered} is {process.state.value}"
+    if process.clock_error_s:
+        yield f"{process.title} is on machine {process.host}; {_clock_error(process)}"
 
 
 def _clock_error(process: ProcessRecording) -> str:
@@ -153,34 +155,31 @@ def _clock_error(process: ProcessRecording) -> str:
 
 def _with_process_events(request: RequestRecording) -> list[Step]:
     """Return the steps of a request, and what happened to its processes meanwhile."""
-    begun_ns, ended_ns = request.steps[0].entry.ns, request.steps[-1].entry.ns
+    begun_ns = request.steps[0].entry.ns
+    ended_ns = request.steps[-1].entry.ns
     steps = list(request.steps)
     for process in request.processes():
-        steps += [
-            Step(process, each)
-            for each in process.entries
-            if not each.key and begun_ns <= each.ns <= ended_ns
-        ]
+        for entry in process.entries:
+            is_of_process = not entry.key
+            if is_of_process and begun_ns <= entry.ns <= ended_ns:
+                steps.append(Step(process, entry))
     return sorted(steps, key=lambda step: step.entry.ns)
 
 
 def outcome(request: RequestRecording) -> str:
     """Return in a few words how the request ended, or that it runs."""
-    ended = request.finished
-    if ended is not None:
-        took_s = (ended.entry.ns - request.steps[0].entry.ns) / 1e9
-        status = f"HTTP {ended.entry.a}" if ended.entry.a else "no response"
-        return (
-            f"finished after {took_s:.3f} s, {status}, {ended.entry.b} tokens, {ended.entry.reason}"
-        )
+    finished = request.finished
+    if finished is not None:
+        end = finished.entry
+        took_s = (end.ns - request.steps[0].entry.ns) / 1e9
+        status = f"HTTP {end.a}" if end.a else "no response"
+        return f"finished after {took_s:.3f} s, {status}, {end.b} tokens, {end.reason}"
     frontends = [process for process in request.processes() if process.is_frontend]
     if not frontends:
         return "its frontend is gone, or was not asked or did not answer"
-    return (
-        f"not finished, its frontend was {frontends[0].state.value}"
-        if frontends[0].is_over
-        else "not finished"
-    )
+    if frontends[0].is_over:
+        return f"not finished, its frontend was {frontends[0].state.value}"
+    return "not finished"
 
 
 def _latest(requests: Sequence[RequestRecording]) -> str:
@@ -197,14 +196,15 @@ def _latest(requests: Sequence[RequestRecording]) -> str:
 
 # --- formats of other tools: Chrome traces for Perfetto, and Mooncake's request traces ------------
 
-_LOW = (1 << 32) - 1
+_LOW_HALF = (1 << 32) - 1
 _FIRST_TRACK = 1 << 22  # more than any process id
 _ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
 
 
 def perfetto(requests: Sequence[RequestRecording]) -> Iterator[str]:
-    """Yield the parts of a Chrome trace (JSON): a track per process and request, a slice from event
-    to event.
+    """Yield the parts of a Chrome trace (JSON).
+
+    It has a track per process and request, and in a track a slice from event to event.
     """
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     separator = ""
@@ -225,18 +225,15 @@ def _trace_events(
     """
     for process in request.processes():
         pid = tracks.get(id(process))
-        if pid is None:  # containers have equal process ids
-            pid = (
-                process.header.pid
-                if process.header.pid not in tracks.values()
-                else _FIRST_TRACK + len(tracks)
-            )
+        if pid is None:
+            pid = process.header.pid
+            # Processes of two containers may have the same id.
+            if pid in tracks.values():
+                pid = _FIRST_TRACK + len(tracks)
             tracks[id(process)] = pid
-            title = (
-                f"{process.title}, {_clock_error(process)}"
-                if process.clock_error_s
-                else process.title
-            )
+            title = process.title
+            if process.clock_error_s:
+                title += f", {_clock_error(process)}"
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}}
         yield {
             "ph": "M",
@@ -245,8 +242,11 @@ def _trace_events(
             "tid": number,
             "args": {"name": request.id},
         }
-        own = [step for step in request.steps if step.process is process]
-        own = [step for step in own if step.entry.event != RecordedEvent.PROMPT_HASHES]
+        own = [
+            step
+            for step in request.steps
+            if step.process is process and step.entry.event not in _HIDDEN
+        ]
         for step, following in itertools.zip_longest(own, own[1:]):
             yield _slice(step, following, pid, number)
 
@@ -275,25 +275,21 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
     """
     block_ids: dict[tuple[int, int], int] = {}  # (id of the block before, hash) -> id
     first_ns: int | None = None
-    for request in sorted(requests, key=lambda each: each.steps[0].entry.ns):
-        ends = {
-            step.entry.choice: step.entry
-            for end in _ENDS
-            for step in request.steps
-            if step.entry.event == end
-        }
+    for request in sorted(requests, key=lambda request: request.steps[0].entry.ns):
+        ends = _ends(request)
         arrived_ns = request.steps[0].entry.ns
         for step in request.steps:
             prompt = step.entry
             if prompt.event != RecordedEvent.TOKENIZED or prompt.choice not in ends:
                 continue
-            first_ns = arrived_ns if first_ns is None else first_ns
-            ids, last = list[int](), -1
-            for block_hash in itertools.islice(
-                _hashes(request, prompt.choice), -(-prompt.a // BLOCK_TOKENS)
-            ):
-                last = block_ids.setdefault((last, block_hash), len(block_ids))
-                ids.append(last)
+            if first_ns is None:
+                first_ns = arrived_ns
+            num_blocks = -(-prompt.a // BLOCK_TOKENS)  # rounded up
+            ids: list[int] = []
+            last_id = -1
+            for block_hash in itertools.islice(_hashes(request, prompt.choice), num_blocks):
+                last_id = block_ids.setdefault((last_id, block_hash), len(block_ids))
+                ids.append(last_id)
             fields = {
                 "timestamp": (arrived_ns - first_ns) // 1_000_000,
                 "input_length": prompt.a,
@@ -303,20 +299,33 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
             yield f"{json.dumps(fields)}\n"
 
 
+def _ends(request: RequestRecording) -> dict[int, Entry]:
+    """Return the event that ended each choice, by choice."""
+    ends: dict[int, Entry] = {}
+    for event in _ENDS:
+        for step in request.steps:
+            if step.entry.event == event:
+                ends[step.entry.choice] = step.entry
+    return ends
+
+
 def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
     """Yield the hashes of a prompt's blocks, and then numbers that are no hashes and unique."""
     for step in request.steps:
-        if step.entry.choice == choice and step.entry.event in (
-            RecordedEvent.TOKENIZED,
-            RecordedEvent.PROMPT_HASHES,
-        ):
-            entry = step.entry
-            pairs = (
-                (entry.c,)
-                if entry.event == RecordedEvent.TOKENIZED
-                else (entry.a, entry.b, entry.c)
-            )
-            yield from filter(None, (part for pair in pairs for part in (pair & _LOW, pair >> 32)))
+        entry = step.entry
+        if entry.choice != choice:
+            continue
+        if entry.event == RecordedEvent.TOKENIZED:
+            packed = [entry.c]
+        elif entry.event == RecordedEvent.PROMPT_HASHES:
+            packed = [entry.a, entry.b, entry.c]
+        else:
+            continue
+        for pair in packed:
+            # A number holds the hashes of two blocks, the first in its low half; 0 is none.
+            for block_hash in (pair & _LOW_HALF, pair >> 32):
+                if block_hash:
+                    yield block_hash
     for number in itertools.count(1):
         yield -(request.key << 32 | choice << 20 | number)
 
@@ -324,6 +333,6 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
 def _num_tokens(request: RequestRecording, choice: int, end: Entry) -> int:
     if end.event == RecordedEvent.LAST_TOKEN:
         return end.a
+    # An error ended the choice: only its progress was recorded.
     own = [step.entry for step in request.steps if step.entry.choice == choice]
-    # an error ended it
     return max((entry.a for entry in own if entry.event == RecordedEvent.PROGRESS), default=0)

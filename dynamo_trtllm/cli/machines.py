@@ -1,5 +1,6 @@
-"""Ask the processes of a deployment on all machines for their recordings, and convert the times to
-one clock.
+"""Ask the processes of a deployment on all machines for their recordings.
+
+The times in these are converted to one clock.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ _MOST_KEYS: Final = 50_000  # which fit into one message
 
 
 def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
-    """Return the recordings of this machine, and what the processes of other machines and
-    containers send.
+    """Return the recordings of this machine, and those that other machines and containers send.
 
     If etcd or NATS can't be reached, the result has only those of this machine, and a line that
     says so.
@@ -75,31 +75,37 @@ def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
     try:
         return asyncio.run(_gather(config, local))
     except (PlaneError, TimeoutError) as exc:
-        is_etcd = isinstance(exc, TimeoutError) or exc.field == "etcd_endpoints"
-        name, address = ("etcd", config.etcd_endpoints) if is_etcd else ("NATS", config.nats_server)
-        flag = "--etcd-endpoints" if is_etcd else "--nats-server"
+        if isinstance(exc, TimeoutError) or exc.field == "etcd_endpoints":
+            name = "etcd"
+            address = config.etcd_endpoints
+            flag = "--etcd-endpoints"
+        else:
+            name = "NATS"
+            address = config.nats_server
+            flag = "--nats-server"
         line = (
             f"no {name} answers at {mask_address(address)}, so only files of this machine are read;"
-            f" pass {flag} or "
+            f" pass {flag} or --local"
         )
-        return Recordings(local.processes, [*local.problems, f"{line}--local"])
+        return Recordings(local.processes, [*local.problems, line])
 
 
 def _connection(config: ExplainConfig) -> ExplainConfig:
-    """Return the settings with the addresses of the deployment that was launched here, if it is one
-    and none is set.
+    """Return the settings with the addresses of the deployment that was launched here.
+
+    They are unchanged if it is not exactly one, or if an address is set.
     """
-    names = ("namespace", "etcd_endpoints", "nats_server")
     records = [record for record in launch_records() if record.etcd and record.nats]
-    if len(records) != 1 or any(config.source_of(name) != DEFAULT_SOURCE for name in names):
+    if len(records) != 1:
         return config
-    (record,) = records
-    values = {
-        "namespace": record.namespace,
-        "etcd_endpoints": record.etcd,
-        "nats_server": record.nats,
+    launched = {
+        "namespace": records[0].namespace,
+        "etcd_endpoints": records[0].etcd,
+        "nats_server": records[0].nats,
     }
-    return config.model_copy(update=values)
+    if any(config.source_of(name) != DEFAULT_SOURCE for name in launched):
+        return config
+    return config.model_copy(update=launched)
 
 
 async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
@@ -110,19 +116,20 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
     try:
         inquiry = Inquiry(transport, config.namespace, _instances(records, local), config.timeout_s)
         selection = _selection(config)
-        ids = (
-            RequestIds.parse(config.request)
-            if config.request is not None
-            else RequestIds(frozenset(), -1, 0)
-        )
+        if config.request is not None:
+            ids = RequestIds.parse(config.request)
+        else:
+            ids = RequestIds(frozenset(), -1, 0)
         known = [process.header.epoch_ns for process in local.processes]
         query = RecordingQuery("", selection, sorted(ids.keys), ids.prefix, ids.client_id, known)
-        keys = _keys(query, local.processes)
         await inquiry.ask(query)
-        found = keys | _keys(query, inquiry.processes())
-        if selection is Selection.LATEST:  # each process has named its own
-            found = latest_keys([*local.processes, *inquiry.processes()])
-        # what the other processes know of these requests
+        processes = [*local.processes, *inquiry.processes()]
+        if selection is Selection.LATEST:
+            # Each process has named its own latest requests.
+            found = latest_keys(processes)
+        else:
+            found = _keys(query, processes)
+        # Ask all again, for what each knows of the requests that any process has named.
         if selection is not Selection.ALL and found - ids.keys:
             kept = sorted(found)[:_MOST_KEYS]
             await inquiry.ask(RecordingQuery("", Selection.GIVEN, kept, known=known))
@@ -141,7 +148,9 @@ def _selection(config: ExplainConfig) -> Selection:
         return Selection.GIVEN
     if config.stuck:
         return Selection.OPEN
-    return Selection.LATEST if config.perfetto is None and config.trace is None else Selection.ALL
+    if config.perfetto is not None or config.trace is not None:
+        return Selection.ALL
+    return Selection.LATEST
 
 
 def _keys(query: RecordingQuery, processes: list[ProcessRecording]) -> set[int]:
@@ -157,15 +166,16 @@ def _keys(query: RecordingQuery, processes: list[ProcessRecording]) -> set[int]:
 
 
 def latest_keys(processes: Iterable[ProcessRecording]) -> set[int]:
-    """Return the latest requests of all processes, by the dates of their machines: the clocks are
-    not aligned yet.
+    """Return the latest requests of all processes, by the dates of their machines.
+
+    The clocks are not aligned yet.
     """
     begun_s = dict[int, float]()
     for process in processes:
         for entry in process.entries:
             if entry.key:
-                at_s = process.epoch_s(entry.ns)
-                begun_s[entry.key] = min(at_s, begun_s.get(entry.key, at_s))
+                entry_s = process.epoch_s(entry.ns)
+                begun_s[entry.key] = min(entry_s, begun_s.get(entry.key, entry_s))
     return set(heapq.nlargest(NUM_LATEST, begun_s, key=lambda key: begun_s[key]))
 
 
@@ -181,9 +191,7 @@ def _instances(records: Mapping[str, bytes], local: Recordings) -> dict[int, Ins
 
 
 class ClockOffset(NamedTuple):
-    """What has to be added to the times of a machine to convert them to the clock of this one: from
-    low to high.
-    """
+    """What converts times of a machine to the clock of this one, by addition: from low to high."""
 
     low_ns: int
     high_ns: int
@@ -198,47 +206,71 @@ class ClockOffset(NamedTuple):
 
     def within(self, low_ns: int, high_ns: int) -> ClockOffset:
         """Return the offset, limited to this interval, too."""
-        low, high = max(self.low_ns, low_ns), min(self.high_ns, high_ns)
-        # clocks drift: then the bounds may exclude each other
-        return self if low > high else ClockOffset(low, high)
+        limited = ClockOffset(max(self.low_ns, low_ns), min(self.high_ns, high_ns))
+        # Clocks drift, so the bounds may exclude each other.
+        return self if limited.low_ns > limited.high_ns else limited
 
 
 def aligned(
     offsets: Mapping[bytes, ClockOffset], recordings: Recordings
 ) -> dict[bytes, ClockOffset]:
-    """Return the offsets that also let no effect be earlier than its cause, with the errors that
-    remain.
+    """Return the offsets that also let no effect be earlier than its cause.
+
+    Each has the error that remains.
 
     Args:
         offsets: bounds, by the boot of the machine.
         recordings: recordings of these machines, each in its own clock.
     """
-    # by how much the second offset is higher than the first
-    least = dict[tuple[bytes, bytes], int]()
-    for request in recordings.requests.values():
-        for cause, effect in _causes(request):
-            pair = cause.process.header.boot_id, effect.process.header.boot_id
-            if pair[0] != pair[1] and offsets.keys() >= set(pair):
-                least[pair] = max(
-                    cause.entry.ns - effect.entry.ns,
-                    least.get(pair, cause.entry.ns - effect.entry.ns),
-                )
-    found, bounds = dict(offsets), {boot: offsets[boot] for pair in least for boot in pair}
-    for boot in sorted(bounds, key=lambda each: bounds[each].error_s):
-        for _ in bounds:  # a bound passes on from machine to machine
-            has_changed = False
-            for (cause_at, effect_at), ns in least.items():
-                before, after = bounds[cause_at], bounds[effect_at]
-                bounds[effect_at] = after.within(before.low_ns + ns, after.high_ns)
-                bounds[cause_at] = before.within(before.low_ns, after.high_ns - ns)
-                has_changed = (
-                    has_changed or bounds[effect_at] != after or bounds[cause_at] != before
-                )
-            if not has_changed:
+    least = _least_differences(offsets, recordings)
+    found = dict(offsets)
+    bounds: dict[bytes, ClockOffset] = {}
+    for cause_boot, effect_boot in least:
+        bounds[cause_boot] = offsets[cause_boot]
+        bounds[effect_boot] = offsets[effect_boot]
+    # The most exact offset is fixed first, and limits the others then.
+    for boot in sorted(bounds, key=lambda boot: bounds[boot].error_s):
+        # A bound passes on from machine to machine, one further in each round.
+        for _ in bounds:
+            if not _tighten(bounds, least):
                 break
         found[boot] = bounds[boot]
-        bounds[boot] = ClockOffset(bounds[boot].ns, bounds[boot].ns)
+        middle_ns = bounds[boot].ns
+        bounds[boot] = ClockOffset(middle_ns, middle_ns)
     return found
+
+
+def _least_differences(
+    offsets: Mapping[bytes, ClockOffset], recordings: Recordings
+) -> dict[tuple[bytes, bytes], int]:
+    """Return by how many ns the offset of one machine is higher than that of another, at least.
+
+    The keys are (machine of causes, machine of their effects); the latter has the higher offset.
+    """
+    least: dict[tuple[bytes, bytes], int] = {}
+    for request in recordings.requests.values():
+        for cause, effect in _causes(request):
+            cause_boot = cause.process.header.boot_id
+            effect_boot = effect.process.header.boot_id
+            if cause_boot == effect_boot or not offsets.keys() >= {cause_boot, effect_boot}:
+                continue
+            difference_ns = cause.entry.ns - effect.entry.ns
+            pair = (cause_boot, effect_boot)
+            least[pair] = max(difference_ns, least.get(pair, difference_ns))
+    return least
+
+
+def _tighten(bounds: dict[bytes, ClockOffset], least: Mapping[tuple[bytes, bytes], int]) -> bool:
+    """Limit the offsets of each pair of machines by each other. Return whether one has changed."""
+    has_changed = False
+    for (cause_boot, effect_boot), difference_ns in least.items():
+        cause = bounds[cause_boot]
+        effect = bounds[effect_boot]
+        bounds[effect_boot] = effect.within(cause.low_ns + difference_ns, effect.high_ns)
+        bounds[cause_boot] = cause.within(cause.low_ns, effect.high_ns - difference_ns)
+        if bounds[effect_boot] != effect or bounds[cause_boot] != cause:
+            has_changed = True
+    return has_changed
 
 
 def _causes(request: RequestRecording) -> Iterator[tuple[Step, Step]]:
@@ -248,36 +280,32 @@ def _causes(request: RequestRecording) -> Iterator[tuple[Step, Step]]:
     """
     for choice in {step.entry.choice for step in request.steps}:
         own = [step for step in request.steps if step.entry.choice == choice]
+        # Of repeated events the first one remains.
         first = {
             (step.process.header.instance_id, step.entry.event): step for step in reversed(own)
         }
         sent = [step for step in own if step.entry.event == RecordedEvent.CALL_SENT]
-        if [step.entry.reason for step in sent] not in (
-            ["prefill", "decode"],
-            ["prefill"],
-            ["aggregated"],
-        ):
+        phases = [step.entry.reason for step in sent]
+        if phases not in (["prefill", "decode"], ["prefill"], ["aggregated"]):
             continue
-        ids = [step.entry.a for step in sent]
-        pairs: list[tuple[Step | None, Step | None]]
-        pairs = [(step, first.get((step.entry.a, RecordedEvent.CALL_RECEIVED))) for step in sent]
-        pairs.append(
-            (
-                first.get((ids[-1], RecordedEvent.FIRST_TOKEN)),
-                first.get((0, RecordedEvent.FIRST_TOKEN)),
-            )
-        )
-        if len(sent) == 2:
-            published = first.get((ids[0], RecordedEvent.KV_PUBLISHED))
-            pairs += [
-                (published, sent[1]),
-                (published, first.get((ids[1], RecordedEvent.KV_FETCH_STARTED))),
-            ]
-        yield from (
-            (cause, effect) for cause, effect in pairs if cause is not None and effect is not None
-        )
+        worker_ids = [step.entry.a for step in sent]
+        pairs: list[tuple[Step | None, Step | None]] = []
+        for step, worker_id in zip(sent, worker_ids, strict=True):
+            pairs.append((step, first.get((worker_id, RecordedEvent.CALL_RECEIVED))))
+        in_worker = first.get((worker_ids[-1], RecordedEvent.FIRST_TOKEN))
+        in_frontend = first.get((_FRONTEND_ID, RecordedEvent.FIRST_TOKEN))
+        pairs.append((in_worker, in_frontend))
+        if phases == ["prefill", "decode"]:
+            prefill_id, decode_id = worker_ids
+            published = first.get((prefill_id, RecordedEvent.KV_PUBLISHED))
+            pairs.append((published, sent[1]))
+            pairs.append((published, first.get((decode_id, RecordedEvent.KV_FETCH_STARTED))))
+        for cause, effect in pairs:
+            if cause is not None and effect is not None:
+                yield cause, effect
 
 
+_FRONTEND_ID: Final = 0  # the instance id in the recordings of frontends
 _UNBOUNDED: Final = ClockOffset(-(1 << 63), 1 << 63)
 _EXACT: Final = ClockOffset(0, 0)
 
@@ -302,7 +330,8 @@ class Inquiry:
     namespace: str
     instances: Mapping[int, Instance]  # workers that have to answer, by id
     timeout_s: float  # the most time for all answers to a query
-    settle_s: float = _SETTLE_S  # the least time for them, because frontends are not registered
+    # The least time for them: frontends are not registered, so nobody knows how many will answer.
+    settle_s: float = _SETTLE_S
 
     def __post_init__(self) -> None:
         self._answered = set[int]()  # instances
@@ -318,19 +347,17 @@ class Inquiry:
         await self._ask(query, self.settle_s, self.timeout_s)
         for sender in self._senders.values():
             if not sender.is_complete:
-                line = (
+                self.problems.append(
                     f"only a part of the recording of process {sender.header.pid} on {sender.host}"
                     " came in time"
                 )
-                self.problems.append(line)
 
     async def read_clocks(self) -> None:
-        """Ask the processes that have answered for their clocks alone, which they answer at
-        once.
-        """
+        """Ask the processes that have answered for their clocks alone, which they tell at once."""
         known = [sender.header.epoch_ns for sender in self._senders.values()]
+        query = RecordingQuery("", Selection.GIVEN, known=known)
         for _ in range(_CLOCK_READINGS):
-            await self._ask(RecordingQuery("", Selection.GIVEN, known=known), 0.0, _CLOCK_TIMEOUT_S)
+            await self._ask(query, 0.0, _CLOCK_TIMEOUT_S)
 
     async def _ask(self, query: RecordingQuery, settle_s: float, timeout_s: float) -> None:
         inbox = self.transport.new_inbox()
@@ -338,20 +365,22 @@ class Inquiry:
         for sender in self._senders.values():
             sender.is_complete = False
         self._asked_ns = time.monotonic_ns()
-        self.transport.publish(
-            recordings_subject(self.namespace), encode(msgspec.structs.replace(query, inbox=inbox))
-        )
+        addressed = msgspec.structs.replace(query, inbox=inbox)
+        self.transport.publish(recordings_subject(self.namespace), encode(addressed))
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(settle_s)
-                while not (
-                    self._expected <= self._answered
-                    and all(e.is_complete for e in self._senders.values())
-                ):
+                while not self._has_all_answers():
                     self._news.clear()
                     await self._news.wait()
+        # Who has not answered one query is not waited for again.
         self._expected &= self._answered
         await unsubscribe()
+
+    def _has_all_answers(self) -> bool:
+        if not self._expected <= self._answered:
+            return False
+        return all(sender.is_complete for sender in self._senders.values())
 
     def _receive(self, data: bytes, _reply: str) -> None:
         received_ns = time.monotonic_ns()
@@ -359,11 +388,8 @@ class Inquiry:
             part = decode(data, RecordingPart)
             self._answered.add(part.instance_id)
             if part.header:
-                self._take(
-                    part,
-                    RecordingHeader.read(_decompressed(part.header, HEADER_BYTES)),
-                    received_ns,
-                )
+                header = RecordingHeader.read(_decompressed(part.header, HEADER_BYTES))
+                self._take(part, header, received_ns)
         except (BadFrame, ValueError, zlib.error) as exc:
             self.problems.append(f"the answer of a process can't be read: {exc}")
         self._news.set()
@@ -373,10 +399,8 @@ class Inquiry:
         self._offsets[header.boot_id] = offset.within(
             self._asked_ns - part.now_ns, received_ns - part.now_ns
         )
-        key, host = (
-            (header.boot_id, header.pid, header.epoch_ns),
-            escape_controls(shorten(part.host, _MOST_HOST_CHARS)),
-        )
+        key = (header.boot_id, header.pid, header.epoch_ns)
+        host = escape_controls(shorten(part.host, _MOST_HOST_CHARS))
         sender = self._senders.setdefault(key, _Sender(header, host))
         sender.header = header
         if part.slots:
@@ -384,27 +408,32 @@ class Inquiry:
             if len(slots) % SLOT.size:
                 raise ValueError("an event is incomplete")
             sender.slots.append(slots)
-            sender.oldest_ns, sender.num_overwritten = part.oldest_ns, part.num_overwritten
-        sender.is_complete |= part.is_last
+            sender.oldest_ns = part.oldest_ns
+            sender.num_overwritten = part.num_overwritten
+        if part.is_last:
+            sender.is_complete = True
 
     def processes(self) -> list[ProcessRecording]:
         """Return what the processes have sent so far, each in its own clock."""
         return [
-            _recording(each, _EXACT, each.header.boot_id)
-            for each in self._senders.values()
-            if each.slots
+            _recording(sender, _EXACT, sender.header.boot_id)
+            for sender in self._senders.values()
+            if sender.slots
         ]
 
     async def result(self, local: Recordings) -> Recordings:
-        """Return the recordings of this machine and those that were sent, and what is known of the
-        silent workers.
+        """Return the recordings of this machine and those that were sent.
+
+        They name the workers that are silent, and why.
         """
-        silent = [each for each in self.instances.values() if each.id not in self._answered]
-        pings = await asyncio.gather(*(self._answers_ping(each) for each in silent))
+        silent = [
+            instance for instance in self.instances.values() if instance.id not in self._answered
+        ]
+        pings = await asyncio.gather(*(self._answers_ping(instance) for instance in silent))
         unanswered = dict[int, Holder]()
-        for instance, is_older in zip(silent, pings, strict=True):
+        for instance, answers_ping in zip(silent, pings, strict=True):
             title = f"{instance.role} {instance.id:x}"
-            if is_older:
+            if answers_ping:
                 self.problems.append(
                     f"{title} sends no recording; its release is older, or it is overloaded"
                 )
@@ -417,22 +446,21 @@ class Inquiry:
         offsets = self._offsets
         if len(offsets) > 1:
             offsets = aligned(offsets, Recordings([*local.processes, *self.processes()]))
-        own = boot_id()
+        # The times are converted to the clock of this machine, so they have its boot, too.
+        own_boot = boot_id()
         asked = [
-            _recording(each, offsets[each.header.boot_id], own)
-            for each in self._senders.values()
-            if each.slots
+            _recording(sender, offsets[sender.header.boot_id], own_boot)
+            for sender in self._senders.values()
+            if sender.slots
         ]
         processes = [*local.processes, *asked]
-        return Recordings(
-            processes, [*local.problems, *dict.fromkeys(self.problems)], unanswered, has_asked=True
-        )
+        problems = [*local.problems, *dict.fromkeys(self.problems)]
+        return Recordings(processes, problems, unanswered, has_asked=True)
 
     async def _answers_ping(self, instance: Instance) -> bool:
+        timeout_s = min(self.timeout_s, _PING_TIMEOUT_S)
         try:
-            await self.transport.request(
-                instance.subject, PING, timeout_s=min(self.timeout_s, _PING_TIMEOUT_S)
-            )
+            await self.transport.request(instance.subject, PING, timeout_s=timeout_s)
         except Unreachable:
             return False
         return True
@@ -443,12 +471,14 @@ def _decompressed(data: bytes, most_bytes: int) -> bytes:
 
 
 def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessRecording:
-    header, entries = sender.header, dict[int, Entry]()
+    header = sender.header
+    entries: dict[int, Entry] = {}
     for slots in sender.slots:
         entries.update(sent_slots(slots, offset.ns))
-    alive_ns = header.alive_ns + offset.ns if header.alive_ns else 0
     converted = header._replace(
-        monotonic_ns=header.monotonic_ns + offset.ns, alive_ns=alive_ns, boot_id=boot
+        monotonic_ns=header.monotonic_ns + offset.ns,
+        alive_ns=header.alive_ns + offset.ns if header.alive_ns else 0,
+        boot_id=boot,
     )
     return ProcessRecording(
         header=converted,

@@ -1,5 +1,6 @@
-"""Check engine arguments and estimate memory (`python -m dynamo_trtllm.preflight`), without loading
-an engine.
+"""Check engine arguments and estimate memory (`python -m dynamo_trtllm.preflight`).
+
+It loads no engine.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.sanitize import escape_controls
 
+_NUM_GPUS = 8  # of the machine for which the arguments are checked
+
 
 @dataclass(slots=True, kw_only=True)
 class Report:
@@ -50,7 +53,7 @@ class Report:
 
     release: str
     gpu: str | None
-    # with the role, or "pair"; the pair's are last
+    # Each with its role, or "pair". Those of the pair are last.
     findings: list[tuple[str, Finding]] = field(default_factory=list)
     roles: list[RoleFacts] = field(default_factory=list)
     memory: list[tuple[RoleFacts, MemoryTable]] = field(default_factory=list)
@@ -58,7 +61,7 @@ class Report:
     handoff_s: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, severity: str) -> int:
-        return sum(finding.severity == severity for _, finding in self.findings)
+        return [finding.severity for _, finding in self.findings].count(severity)
 
 
 def as_json(report: Report) -> str:
@@ -77,14 +80,15 @@ def as_json(report: Report) -> str:
 
 def as_text(report: Report) -> str:
     """Format the report for a terminal."""
-    head = f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}"
-    notes = [f"  {facts.role}: {note}" for facts in report.roles for note in facts.args.notes]
-    arguments = "\n".join(["arguments:", *notes]) if notes else ""
-    end = (
+    blocks = [
+        f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}",
+        *_findings(report),
+        _arguments(report),
+        _memory(report),
+        _handoff(report),
         f"{report.count('error')} errors, {report.count('warning')} warnings,"
-        f" {report.count('note')} notes"
-    )
-    blocks = [head, *_findings(report), arguments, _memory(report), _handoff(report), end]
+        f" {report.count('note')} notes",
+    ]
     text = "\n\n".join(block for block in blocks if block)
     # Values come from files, which may have characters that move a terminal's cursor.
     return "\n".join(escape_controls(line) for line in text.split("\n")) + "\n"
@@ -100,11 +104,20 @@ def _findings(report: Report) -> Iterator[str]:
         lines = [
             f"{finding.severity:<8} {role}: {finding.field}  [{finding.rule}]",
             finding.value,
-            *([finding.other] if finding.other else []),
-            f"why: {finding.why}",
-            f"fix: {finding.fix}",
         ]
+        if finding.other:
+            lines.append(finding.other)
+        lines.append(f"why: {finding.why}")
+        lines.append(f"fix: {finding.fix}")
+        # The other lines are below the role, which follows the severity.
         yield "\n         ".join(lines)
+
+
+def _arguments(report: Report) -> str:
+    lines = []
+    for facts in report.roles:
+        lines += [f"  {facts.role}: {note}" for note in facts.args.notes]
+    return "\n".join(["arguments:", *lines]) if lines else ""
 
 
 _ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
@@ -127,12 +140,13 @@ def _memory(report: Report) -> str:
         return "Memory estimate skipped: pass --model."
     head = ["estimated memory per GPU"]
     for facts, _ in report.memory:
-        head.append(
-            f"{facts.role}, {facts.tensor_parallel} GPU{'s' if facts.tensor_parallel > 1 else ''}"
-        )
-    return _aligned(
-        [head, *([name, *(shown(table) for _, table in report.memory)] for name, shown in _ROWS)]
-    )
+        gpus = "GPUs" if facts.tensor_parallel > 1 else "GPU"
+        head.append(f"{facts.role}, {facts.tensor_parallel} {gpus}")
+    rows = [head]
+    for name, shown in _ROWS:
+        cells = [shown(table) for _, table in report.memory]
+        rows.append([name, *cells])
+    return _aligned(rows)
 
 
 def _handoff(report: Report) -> str:
@@ -145,10 +159,12 @@ def _handoff(report: Report) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """Format rows as lines. The first column is aligned left, the others right."""
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows
-    )
+    first_width, *other_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(first_width), *map(str.rjust, others, other_widths)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _gib(count: int | None) -> str:
@@ -184,17 +200,16 @@ def evaluate(config: PreflightConfig) -> Report:
     model = _model(config.model_path)
     gpu = _gpu(config.gpu)
     report = Report(release=config.release, gpu=gpu.name if gpu else None)
-    for role, name in (
-        (Role.PREFILL, "prefill"),
-        (Role.DECODE, "decode"),
-        (Role.AGGREGATED, "agg"),
+    for role, path, flags in (
+        (Role.PREFILL, config.prefill, config.prefill_args),
+        (Role.DECODE, config.decode, config.decode_args),
+        (Role.AGGREGATED, config.agg, config.agg_args),
     ):
-        path: Path | None = getattr(config, name)
         if path is None:
             continue
-        worker = _worker(role, path, getattr(config, f"{name}_args"), config)
+        worker = _worker(role, path, flags, config)
         try:
-            args = trtllm_args(worker, manifest, [gpu] * 8 if gpu else [])
+            args = trtllm_args(worker, manifest, [gpu] * _NUM_GPUS if gpu else [])
         except ConfigError as exc:  # a finding, and not an error of this command line
             _check_engine_of(path)
             report.findings.append((str(role), _rejected(path, exc)))
@@ -209,16 +224,29 @@ def evaluate(config: PreflightConfig) -> Report:
             environment=args.profile.environment,
             strategy=worker.disaggregation_strategy,
         )
-        report.roles.append(facts)
-        report.findings += [(str(role), finding) for finding in check_role(facts)]
-        if (memory := memory_table(facts)) is not None:
-            report.memory.append((facts, memory))
+        _add_role(report, facts)
     if len(report.roles) == 2:
         prefill, decode = report.roles
-        report.findings += [("pair", finding) for finding in check_pair(prefill, decode)]
-        report.handoff_tokens = prompt = prefill.longest_prompt
-        report.handoff_s = {} if prompt is None else transfer_s(prefill, decode, prompt)
+        _add_pair(report, prefill, decode)
     return report
+
+
+def _add_role(report: Report, facts: RoleFacts) -> None:
+    report.roles.append(facts)
+    for finding in check_role(facts):
+        report.findings.append((str(facts.role), finding))
+    memory = memory_table(facts)
+    if memory is not None:
+        report.memory.append((facts, memory))
+
+
+def _add_pair(report: Report, prefill: RoleFacts, decode: RoleFacts) -> None:
+    for finding in check_pair(prefill, decode):
+        report.findings.append(("pair", finding))
+    prompt_tokens = prefill.longest_prompt
+    report.handoff_tokens = prompt_tokens
+    if prompt_tokens is not None:
+        report.handoff_s = transfer_s(prefill, decode, prompt_tokens)
 
 
 def _rejected(path: Path, error: ConfigError) -> Finding:
@@ -233,44 +261,48 @@ def _rejected(path: Path, error: ConfigError) -> Finding:
 
 
 def _check_engine_of(path: Path) -> None:
-    """Raise ConfigError if half of the arguments or more are unknown to TensorRT-LLM, and another
-    engine knows one.
+    """Raise ConfigError if the file seems to be for another engine.
+
+    It does if half of its arguments or more are unknown to TensorRT-LLM, and the other engine knows
+    one of these.
     """
-    others: dict[str, Callable[[str], bool]] = {
-        "vllm": lambda key: schema.is_known(vllm_manifests.LIBRARY, key),
-        "torch": lambda key: key in TorchArgs.model_fields,
-    }
     try:
         given = read_yaml(find_file(path))
     except ConfigError:
         return  # an unreadable file is a finding already
     translated = trtllm_manifests.LIBRARY.moved.keys()
-    keys = [
+    unknown = [
         key
         for key in given
         if key not in translated and not schema.is_known(trtllm_manifests.LIBRARY, key)
     ]
-    if 2 * len(keys) < len(given):
+    if 2 * len(unknown) < len(given):
         return
-    for engine, has in others.items():
-        if match := next((key for key in keys if has(key)), None):
+    known_by = {
+        "vllm": [key for key in unknown if schema.is_known(vllm_manifests.LIBRARY, key)],
+        "torch": [key for key in unknown if key in TorchArgs.model_fields],
+    }
+    for engine, known in known_by.items():
+        if known:
             raise ConfigError(
                 f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine"
-                f" {engine} (it has {match}); to check it: {CONSOLE} worker --engine {engine}"
+                f" {engine} (it has {known[0]}); to check it: {CONSOLE} worker --engine {engine}"
                 f" --model-path MODEL --extra-engine-args {path} --print-config"
             )
 
 
 def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:
-    """Return the settings that the worker would load from this command line, without an
-    environment.
+    """Return the settings that the worker would load from this command line.
+
+    The environment of this process is not read.
 
     Raises:
         ConfigError: The file does not exist, or a flag is wrong or sets what this command sets.
     """
     if not os.path.isfile(find_file(path)):
         raise ConfigError(f"file {path} does not exist")
-    fixed = {  # field -> value, and what to do instead of another one
+    # What this command sets, by field: the value, and what to do instead of another one.
+    fixed = {
         "model_path": (config.model_path or "model", "pass --model-path to this command"),
         "engine": ("trtllm", "only TensorRT-LLM is checked"),
         "extra_engine_args": (str(path), "pass the file with --prefill, --decode or --agg"),
@@ -286,9 +318,10 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
             raise ConfigError("--print-config can't be used here: remove it")
         worker = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
         for name, (value, instead) in fixed.items():
-            if str(getattr(worker, name)) != value:
+            given = getattr(worker, name)
+            if str(given) != value:
                 flag = worker.source_of(name).removeprefix("flag ")
-                raise ConfigError(f"{flag} {getattr(worker, name)} can't be used here: {instead}")
+                raise ConfigError(f"{flag} {given} can't be used here: {instead}")
         return worker
     except ConfigError as exc:
         raise ConfigError(

@@ -33,9 +33,14 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _DEFAULT_URL = "http://localhost:8000"
+_HTTP_PORT = 80
+_UNKNOWN_PID = 0
 _METRICS_BYTES = 8 << 20
 _MOST_WORKERS = 10_000
-_READY, _REGISTERED, _STARTING, _UNREACHABLE = "ready", "registered", "starting", "unreachable"
+_READY = "ready"
+_REGISTERED = "registered"
+_STARTING = "starting"
+_UNREACHABLE = "unreachable"
 _HEAD = ("process", "role", "state", "address", "load")
 _COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
 
@@ -49,14 +54,14 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: str
     role: str
-    # ready, registered, starting, unreachable, or the phase of a process that is not ready
+    # "ready", "registered", "starting", "unreachable", or the phase of a process that is not ready.
     state: str = ""
     reason: str = ""
     address: str = ""
     instance_id: str = ""
     model: str = ""
     engine: str = ""
-    # metrics by name, summed over labels
+    # Metrics by name, summed over labels.
     load: dict[str, float] = msgspec.field(default_factory=dict)
 
 
@@ -70,9 +75,9 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        return not self.problems and all(
-            each.state in (_READY, _REGISTERED) for each in self.processes
-        )
+        if self.problems:
+            return False
+        return all(process.state in (_READY, _REGISTERED) for process in self.processes)
 
 
 class _Health(msgspec.Struct):
@@ -106,8 +111,9 @@ def main(config: StatusConfig) -> int:
 
 
 async def _show(config: StatusConfig) -> list[DeploymentReport]:
-    """Show the status; with --watch until a Ctrl-C, in place on a terminal, otherwise one after the
-    other.
+    """Show the status; with --watch again and again until a Ctrl-C.
+
+    On a terminal it is replaced in place, otherwise one follows the other.
     """
     is_on_terminal = sys.stdout.isatty() and not config.json_output
     if is_on_terminal and config.watch:
@@ -124,12 +130,13 @@ async def _show(config: StatusConfig) -> list[DeploymentReport]:
 
             Console().print(_colored(reports))
         elif config.json_output:
-            shown = msgspec.json.encode(reports)
-            sys.stdout.write(
-                f"{(shown if config.watch else msgspec.json.format(shown)).decode()}\n"
-            )
+            encoded = msgspec.json.encode(reports)
+            if not config.watch:
+                encoded = msgspec.json.format(encoded)
+            sys.stdout.write(f"{encoded.decode()}\n")
         else:
-            sys.stdout.write(as_text(reports) + ("\n" if config.watch else ""))
+            separator = "\n" if config.watch else ""
+            sys.stdout.write(as_text(reports) + separator)
         if not config.watch:
             return reports
         sys.stdout.flush()
@@ -152,27 +159,25 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             raise NothingRuns(
                 f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
             ) from exc
-    is_chosen = {
-        name: config.source_of(name) != DEFAULT_SOURCE for name in ("namespace", "etcd_endpoints")
-    }
+    has_namespace = config.source_of("namespace") != DEFAULT_SOURCE
+    has_etcd = config.source_of("etcd_endpoints") != DEFAULT_SOURCE
     launched = launch_records()
-    records = [
-        each
-        for each in launched
-        if not is_chosen["namespace"] or each.namespace == config.namespace
-    ]
-    if records and not is_chosen["etcd_endpoints"]:
+    records = launched
+    if has_namespace:
+        records = [record for record in launched if record.namespace == config.namespace]
+    # An address of etcd that the user gives may be of another deployment than the launched ones.
+    if records and not has_etcd:
         return list(await asyncio.gather(*(_of_launcher(record, deadline) for record in records)))
-    others = ", ".join(sorted({each.namespace for each in launched} - {config.namespace}))
-    looked = [
-        f"only {others} was launched on this machine"
-        if others
-        else "no deployment was launched on this machine"
-    ]
-    if not any(is_chosen.values()):
+    looked = []  # where no deployment was found
+    others = {record.namespace for record in launched} - {config.namespace}
+    if others:
+        looked.append(f"only {', '.join(sorted(others))} was launched on this machine")
+    else:
+        looked.append("no deployment was launched on this machine")
+    if not has_namespace and not has_etcd:
+        half = now + config.timeout_s / 2  # the other half is for etcd
         try:
-            # the other half is for etcd
-            return [await _of_frontend(_DEFAULT_URL, now + config.timeout_s / 2)]
+            return [await _of_frontend(_DEFAULT_URL, half)]
         except OSError as exc:
             looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
     try:
@@ -180,11 +185,9 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             report, namespaces = await _of_etcd(config)
         if report.processes or report.problems:
             return [report]
-        found = (
-            f"it has workers in {', '.join(sorted(namespaces))}"
-            if namespaces
-            else "nor in another one"
-        )
+        found = "nor in another one"
+        if namespaces:
+            found = f"it has workers in {', '.join(sorted(namespaces))}"
         looked.append(f"etcd has no worker in namespace {config.namespace} ({found})")
     except (Unreachable, TimeoutError):
         looked.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
@@ -202,7 +205,8 @@ async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentRepor
     ]
     report = DeploymentReport(namespace=record.namespace, processes=[])
     health = None
-    if (frontend := record.frontend) is not None:
+    frontend = record.frontend
+    if frontend is not None:
         report.url = f"http://{frontend.address}"
         health = asyncio.create_task(_health(frontend.host, frontend.port, deadline))
     report.processes += await asyncio.gather(*asked)
@@ -223,8 +227,9 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
         raise ConfigError(
             f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path"
         )
-    host, port = parts.hostname or "", parts.port or 80
-    record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
+    host = parts.hostname or ""
+    port = parts.port or _HTTP_PORT
+    record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=_UNKNOWN_PID)
     health, process = await asyncio.gather(
         _health(host, port, deadline), _of_process(record, deadline)
     )
@@ -235,8 +240,9 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
 
 
 async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
-    """Return the workers that are registered in etcd; if there is none, the namespaces that have
-    workers instead.
+    """Return the workers that are registered in etcd.
+
+    If there is none, also return the namespaces that have workers instead.
 
     Raises:
         Unreachable: etcd does not answer.
@@ -255,19 +261,18 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
         snapshot = await store.read_all(namespace_prefix(config.namespace))
         if not snapshot.records:
             everything = await store.read_all(f"{PREFIX}/")
-            return report, {
-                key.removeprefix(f"{PREFIX}/").partition("/")[0] for key in everything.records
-            }
+            paths = [key.removeprefix(f"{PREFIX}/") for key in everything.records]
+            return report, {path.partition("/")[0] for path in paths}
     for key, record in sorted(snapshot.records.items()):
         try:
             instance = read_instance(key, record)
         except BadRecord as exc:
             report.problems.append(f"record {shown_key(key)}: {exc}")
             continue
-        model = instance.card.name
-        report.processes.append(
-            _registered(f"{instance.id:x}", str(instance.role), model, instance.engine)
+        worker = _registered(
+            f"{instance.id:x}", str(instance.role), instance.card.name, instance.engine
         )
+        report.processes.append(worker)
     return report, set()
 
 
@@ -285,10 +290,13 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
 def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
     """Add the workers that only the frontend knows, without the `ended` ones, and its problems."""
     known = ended | {process.instance_id for process in report.processes}
-    for each in health.instances:
-        if each.id not in known:
-            report.processes.append(_registered(each.id, each.role, each.model, each.engine))
-    report.problems += [health.message] if health.message else []
+    for instance in health.instances:
+        if instance.id not in known:
+            report.processes.append(
+                _registered(instance.id, instance.role, instance.model, instance.engine)
+            )
+    if health.message:
+        report.problems.append(health.message)
     report.problems += [str(line) for line in health.mismatched]
 
 
@@ -298,23 +306,33 @@ async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
     try:
         code, body = await _get(process.host, process.port, "/ready", deadline)
         answer = msgspec.json.decode(body, type=ReadyAnswer)
-        status.state = _READY if code == 200 else answer.status
-        status.reason, status.instance_id = answer.reason, answer.instance_id
-        if code == 200:  # a frontend that starts answers no other request yet
+        is_ready = code == 200
+        status.state = _READY if is_ready else answer.status
+        status.reason = answer.reason
+        status.instance_id = answer.instance_id
+        if is_ready:  # a frontend that starts answers no other request yet
             _, body = await _get(process.host, process.port, "/metrics", deadline)
             status.load = sum_samples(body.decode(), PREFIX)
     except ConnectionRefusedError as exc:
-        status.state, status.reason = (
-            (_STARTING, "") if _runs(process.pid) else (_UNREACHABLE, _text(exc))
-        )
+        # A process that runs does not listen yet.
+        if _runs(process.pid):
+            status.state = _STARTING
+            status.reason = ""
+        else:
+            _mark_unreachable(status, exc)
     except (OSError, ValueError) as exc:  # ValueError: the answer of another program
-        status.state, status.reason = _UNREACHABLE, _text(exc)
+        _mark_unreachable(status, exc)
     return status
 
 
+def _mark_unreachable(status: ProcessStatus, error: Exception) -> None:
+    status.state = _UNREACHABLE
+    status.reason = _text(error)
+
+
 def _runs(pid: int) -> bool:
-    """Return True if a process with this id runs; 0 stands for an unknown one."""
-    if not pid:
+    """Return True if a process with this id runs."""
+    if pid == _UNKNOWN_PID:
         return False
     try:
         os.kill(pid, 0)
@@ -337,7 +355,7 @@ async def _of_server(
             await check(parts.hostname, parts.port)
         status.state = _READY
     except (NotYet, OSError) as exc:
-        status.state, status.reason = _UNREACHABLE, _text(exc)
+        _mark_unreachable(status, exc)
     return status
 
 
@@ -357,28 +375,35 @@ async def _get(host: str, port: int, path: str, deadline: float) -> tuple[int, b
 
 def _text(error: Exception) -> str:
     number = getattr(error, "errno", None)
-    return os.strerror(number) if number else str(error) or "no answer in time"
+    if number:
+        return os.strerror(number)
+    return str(error) or "no answer in time"
 
 
 def as_text(reports: Iterable[DeploymentReport]) -> str:
     """Return the reports as plain lines."""
     return "\n".join(
-        _title(each) + format_table([_HEAD, *_rows(each)]) + _problems(each) for each in reports
+        _title(report) + format_table([_HEAD, *_rows(report)]) + _problems(report)
+        for report in reports
     )
 
 
 def _title(report: DeploymentReport) -> str:
     state = "ready" if report.is_ready else "NOT READY"
-    lines = [
-        f"deployment {report.namespace or '-'}: {state}" + (f", {report.url}" if report.url else "")
-    ]
+    title = f"deployment {report.namespace or '-'}: {state}"
+    if report.url:
+        title += f", {report.url}"
+    lines = [title]
     models: dict[tuple[str, str], list[str]] = {}
     for process in report.processes:
         if process.model:
             models.setdefault((process.model, process.engine), []).append(process.role)
     for (model, engine), roles in sorted(models.items()):
         workers = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
-        lines.append(f"model {model}: {workers}" + (f" (engine {engine})" if engine else ""))
+        line = f"model {model}: {workers}"
+        if engine:
+            line += f" (engine {engine})"
+        lines.append(line)
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
@@ -403,17 +428,25 @@ def _load(role: str, load: Mapping[str, float]) -> str:
     """Return the load in a few words."""
     if not load:
         return "-"
+    output_tokens = f"{load.get('output_tokens_total', 0):,.0f} tokens"
     if role == FRONTEND:
-        words = [f"{load.get('inflight', 0):.0f} in flight", f"{load.get('queued', 0):.0f} queued"]
-        words.append(f"{load.get('requests_total', 0):,.0f} requests")
-        words.append(f"{load.get('output_tokens_total', 0):,.0f} tokens")
-        if count := load.get("ttft_seconds_count"):
-            words.append(f"mean TTFT {load['ttft_seconds_sum'] / count * 1e3:.0f} ms")
+        words = [
+            f"{load.get('inflight', 0):.0f} in flight",
+            f"{load.get('queued', 0):.0f} queued",
+            f"{load.get('requests_total', 0):,.0f} requests",
+            output_tokens,
+        ]
+        num_first_tokens = load.get("ttft_seconds_count")
+        if num_first_tokens:
+            mean_s = load["ttft_seconds_sum"] / num_first_tokens
+            words.append(f"mean TTFT {mean_s * 1e3:.0f} ms")
         return ", ".join(words)
     words = [f"{load.get('running', 0):.0f} running", f"{load.get('waiting', 0):.0f} waiting"]
-    if total := load.get("kv_blocks_total"):
-        words.append(f"KV {load.get('kv_blocks_used', 0) / total:.0%}")
-    return ", ".join([*words, f"{load.get('output_tokens_total', 0):,.0f} tokens"])
+    num_blocks = load.get("kv_blocks_total")
+    if num_blocks:
+        words.append(f"KV {load.get('kv_blocks_used', 0) / num_blocks:.0%}")
+    words.append(output_tokens)
+    return ", ".join(words)
 
 
 def _colored(reports: Iterable[DeploymentReport]) -> Group:

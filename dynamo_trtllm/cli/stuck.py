@@ -1,5 +1,4 @@
-"""Find the requests that are stuck and the process that holds each, from the recordings of all
-processes.
+"""Find the requests that are stuck, and the process that holds each, in recordings.
 
 The module also formats events as text.
 """
@@ -53,7 +52,11 @@ _WHY_SILENT: Final = {
     ProcessState.KILLED: "it was killed or crashed",
     ProcessState.ENDED: "it has ended",
 }
-_HOLDS_KV: Final = (RecordedEvent.KV_PUBLISHED, RecordedEvent.KV_RELEASED, RecordedEvent.KV_EXPIRED)
+_KV_EVENTS: Final = (
+    RecordedEvent.KV_PUBLISHED,
+    RecordedEvent.KV_RELEASED,
+    RecordedEvent.KV_EXPIRED,
+)
 
 
 class SilentProcess(NamedTuple):
@@ -97,9 +100,10 @@ class StuckReport:
     @classmethod
     def of(cls, recordings: Recordings, older_than_s: float) -> StuckReport:
         """Look for what is stuck."""
-        requests = sorted(stuck_requests(recordings, older_than_s), key=lambda each: -each.silent_s)
-        num_running = sum(not process.is_over for process in recordings.processes)
-        return cls(silent_processes(recordings), requests, num_running, older_than_s)
+        requests = stuck_requests(recordings, older_than_s)
+        requests.sort(key=lambda stuck: -stuck.silent_s)
+        running = [process for process in recordings.processes if not process.is_over]
+        return cls(silent_processes(recordings), requests, len(running), older_than_s)
 
     @property
     def exit_status(self) -> int:
@@ -107,7 +111,8 @@ class StuckReport:
 
         A process that was killed does not count.
         """
-        return 1 if self.requests or any(not process.is_over for process in self.processes) else 0
+        living = [process for process in self.processes if not process.is_over]
+        return 1 if self.requests or living else 0
 
     def text(self) -> str:
         """Return the report as text."""
@@ -116,55 +121,61 @@ class StuckReport:
             name = process.title if process.pid is None else f"{process.pid}, {process.title}"
             lines.append(f"process {name}: {process.reason}")
         for stuck in self.requests:
-            silent = f"silent for {stuck.silent_s:.1f} s, held by {stuck.held_by}"
-            lines.append(f"request {stuck.request}: {silent}: {stuck.reason}")
+            lines.append(
+                f"request {stuck.request}: silent for {stuck.silent_s:.1f} s, held by"
+                f" {stuck.held_by}: {stuck.reason}"
+            )
             lines += [
                 f"  {last.process}: {last.event}, {last.age_s:.1f} s ago"
                 for last in stuck.last_events
             ]
         if not self.exit_status:
-            silent = (
-                f"no request of {self.num_running} running processes is silent for"
-                f" {self.older_than_s:g} s"
+            lines.append(
+                f"nothing is stuck: no request of {self.num_running} running processes is silent"
+                f" for {self.older_than_s:g} s"
             )
-            lines.append(f"nothing is stuck: {silent}")
         return "\n".join(lines) + "\n"
 
     def json(self) -> str:
         """Return the report as JSON."""
         processes = [
-            {"process": each.title, "pid": each.pid, "reason": each.reason}
-            for each in self.processes
+            {"process": process.title, "pid": process.pid, "reason": process.reason}
+            for process in self.processes
         ]
-        requests = [asdict(each) for each in self.requests]
+        requests = [asdict(stuck) for stuck in self.requests]
         return json.dumps({"processes": processes, "requests": requests}, indent=2) + "\n"
 
 
 def silent_processes(recordings: Recordings) -> list[SilentProcess]:
-    """Return the processes that do not work or answer, have a wrong date, or were killed a short
-    time ago.
+    """Return the processes that do not work or answer, or have a wrong date.
+
+    One that was killed is among them for a short time.
     """
     silent = []
     for process in recordings.processes:
-        is_recent = (
-            process.state is ProcessState.KILLED
-            and time.time() - process.header.alive_at_s < _RECENT_S
-        )
+        if process.is_over and not _was_just_killed(process):
+            continue
         reasons = (_why_silent(process) or _why_unconnected(process), _why_misdated(process))
         reason = "; ".join(filter(None, reasons))
-        if reason and (is_recent or not process.is_over):
+        if reason:
             silent.append(SilentProcess(process.title, process.header.pid, reason, process.is_over))
-    silent += [
-        SilentProcess(title, None, reason, is_over=False)
-        for title, reason in recordings.unanswered.values()
-    ]
+    for title, reason in recordings.unanswered.values():
+        silent.append(SilentProcess(title, None, reason, is_over=False))
     return silent
+
+
+def _was_just_killed(process: ProcessRecording) -> bool:
+    if process.state is not ProcessState.KILLED:
+        return False
+    return time.time() - process.header.alive_at_s < _RECENT_S
 
 
 def _why_unconnected(process: ProcessRecording) -> str:
     """Return that a running process waits for etcd; "" if it does not."""
     waits_s = process.waits_for_etcd_s
-    return "" if waits_s < _SLOW_S else f"etcd has not answered it for {waits_s:.0f} s"
+    if waits_s < _SLOW_S:
+        return ""
+    return f"etcd has not answered it for {waits_s:.0f} s"
 
 
 def _why_misdated(process: ProcessRecording) -> str:
@@ -185,13 +196,15 @@ def _why_silent(process: ProcessRecording) -> str:
 
 def stuck_requests(recordings: Recordings, older_than_s: float) -> list[StuckRequest]:
     """Return the requests that have not ended and record nothing for `older_than_s` seconds."""
-    now_ns, boot = time.monotonic_ns(), boot_id()
-    found = []
+    now_ns = time.monotonic_ns()
+    boot = boot_id()
+    found: list[StuckRequest] = []
     for request in recordings.requests.values():
+        # Times of an earlier boot can't be compared with the time of this one.
         steps = [step for step in request.steps if step.process.header.boot_id == boot]
         is_alive = any(not step.process.is_over for step in steps)
-        if steps and is_alive:
-            found += list(_stuck_choices(recordings, request, steps, older_than_s, now_ns))
+        if is_alive:
+            found.extend(_stuck_choices(recordings, request, steps, older_than_s, now_ns))
     return found
 
 
@@ -204,69 +217,78 @@ def _stuck_choices(
 ) -> Iterator[StuckRequest]:
     for choice in sorted({step.entry.choice for step in steps}):
         own = [step for step in steps if step.entry.choice == choice]
-        last = own[-1]
-        silent_s = (now_ns - last.entry.ns) / 1e9
-        running = max(step.process.header.num_running for step in own)
-        if silent_s < older_than_s + running / PROGRESS_PER_TICK:
+        silent_s = (now_ns - own[-1].entry.ns) / 1e9
+        # A process records the progress of only so many requests in a second.
+        num_running = max(step.process.header.num_running for step in own)
+        if silent_s < older_than_s + num_running / PROGRESS_PER_TICK:
             continue
         holder = _holder(recordings, request, own)
-        if holder is not None:
-            last_steps = {id(step.process): step for step in own}.values()
-            dates = ((step.process.title, _why_misdated(step.process)) for step in last_steps)
-            beside = "".join(f"; {title}: {reason}" for title, reason in dates if reason)
-            yield StuckRequest(
-                request=request.id,
-                silent_s=silent_s,
-                held_by=holder.title,
-                reason=holder.reason + beside,
-                last_events=[
-                    LastEvent(process.title, describe(entry, request), (now_ns - entry.ns) / 1e9)
-                    for process, entry in last_steps
-                ],
-            )
+        if holder is None:
+            continue
+        reason = holder.reason
+        last_events = []
+        last_steps = {id(step.process): step for step in own}.values()
+        for process, entry in last_steps:
+            why_misdated = _why_misdated(process)
+            if why_misdated:
+                reason += f"; {process.title}: {why_misdated}"
+            age_s = (now_ns - entry.ns) / 1e9
+            last_events.append(LastEvent(process.title, describe(entry, request), age_s))
+        yield StuckRequest(
+            request=request.id,
+            silent_s=silent_s,
+            held_by=holder.title,
+            reason=reason,
+            last_events=last_events,
+        )
 
 
 def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]) -> Holder | None:
     """Return who holds a choice whose steps these are; None if it has ended everywhere."""
-    ours = [step for step in steps if step.process.is_frontend]
-    if not ours or request.finished is not None or ours[-1].process.state is ProcessState.ENDED:
-        return _open_call(steps, has_finished=request.finished is not None)
-    frontend = ours[-1].process
-    if reason := _why_silent(frontend):
-        return (
-            Holder(frontend.title, reason)
-            if not frontend.is_over
-            else _open_call(steps, has_finished=False)
-        )
-    call = next(
-        (step.entry for step in reversed(ours) if step.entry.event == RecordedEvent.CALL_SENT), None
-    )
-    last = ours[-1].entry
+    in_frontend = [step for step in steps if step.process.is_frontend]
+    if request.finished is not None:
+        return _open_call(steps, has_finished=True)
+    if not in_frontend:
+        return _open_call(steps, has_finished=False)
+    frontend = in_frontend[-1].process
+    if frontend.is_over:
+        return _open_call(steps, has_finished=False)
+    why_silent = _why_silent(frontend)
+    if why_silent:
+        return Holder(frontend.title, why_silent)
+    last = in_frontend[-1].entry
     if last.event == RecordedEvent.WAITING_FOR_WORKERS:
-        return _of_no_worker(recordings, frontend, last)
+        return _blocked_before_placement(recordings, frontend, last)
     if last.event == RecordedEvent.RESERVING_SLOT:
-        return _of_worker(
+        return _blocked_in_worker(
             recordings, frontend, last.a, [], "it has not answered the reservation of a slot"
         )
     if last.event == RecordedEvent.LAST_TOKEN:
         return Holder(
             f"the client of {frontend.title}", "it does not read the rest of the response"
         )
-    if call is None or last.event in _NO_CALL:
+    calls = [step.entry for step in in_frontend if step.entry.event == RecordedEvent.CALL_SENT]
+    if not calls or last.event in _NO_CALL:
         return Holder(frontend.title, _NO_CALL.get(last.event, "it has not sent a call"))
+    call = calls[-1]
     worker = recordings.instance(call.a)
     since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
-    return _of_worker(recordings, frontend, call.a, since, "")
+    return _blocked_in_worker(recordings, frontend, call.a, since, "")
 
 
-def _of_no_worker(recordings: Recordings, frontend: ProcessRecording, waiting: Entry) -> Holder:
+def _blocked_before_placement(
+    recordings: Recordings, frontend: ProcessRecording, waiting: Entry
+) -> Holder:
     """Return who holds a request that waits for workers."""
     if waiting.b:
         return Holder(
             frontend.title, f"no worker can take it: {quarantined(waiting)} (`pairs` in /health)"
         )
     for process in recordings.processes:
-        if process.namespace == frontend.namespace and (reason := _why_unconnected(process)):
+        if process.namespace != frontend.namespace:
+            continue
+        reason = _why_unconnected(process)
+        if reason:
             return Holder(
                 "etcd",
                 f"no worker can take it: a role has no worker, and {process.title}: {reason}",
@@ -280,7 +302,7 @@ def quarantined(waiting: Entry) -> str:
     return f"{pair} is quarantined, because its KV transfers failed"
 
 
-def _of_worker(
+def _blocked_in_worker(
     recordings: Recordings,
     frontend: ProcessRecording,
     instance_id: int,
@@ -299,59 +321,67 @@ def _of_worker(
     worker = recordings.instance(instance_id)
     if worker is None:
         return recordings.without_recording(instance_id)
-    if reason := _why_silent(worker):
-        return Holder(worker.title, reason)
+    why_silent = _why_silent(worker)
+    if why_silent:
+        return Holder(worker.title, why_silent)
     if not steps and not without_steps:
         return Holder("NATS", f"the call has not arrived at {worker.title}, which works")
     if not steps:
         return Holder(worker.title, without_steps)
-    last = steps[-1].entry
     if any(step.entry.event == RecordedEvent.CALL_ENDED for step in steps):
         return Holder(
             "NATS",
             f"{worker.title} has ended the call, and {frontend.title} has not received the end",
         )
+    last = steps[-1].entry
     if last.event == RecordedEvent.KV_FETCH_STARTED:
-        source = recordings.instance(last.a)
-        if source is None:
-            silent = recordings.without_recording(last.a)
-            holder = silent.title if recordings.has_asked else worker.title
-            return Holder(holder, f"{worker.title} fetches KV from {silent.title}: {silent.reason}")
-        if reason := _why_silent(source):
-            return Holder(source.title, f"{worker.title} fetches KV from it, and {reason}")
-        return Holder(
-            worker.title,
-            f"it fetches KV from {source.title}, which works: check the network between them",
-        )
+        return _blocked_by_fetch(recordings, worker, last.a)
     if last.event in (RecordedEvent.CALL_RECEIVED, RecordedEvent.QUEUED):
-        return Holder(
-            worker.title,
-            f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}",
-        )
+        queue_ahead = _queue_ahead(worker, last)
+        return Holder(worker.title, f"the call waits in the engine's queue{queue_ahead}")
     if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):
+        # The event of the first token has no number.
+        num_tokens = max(1, last.a)
         return Holder(
-            worker.title,
-            f"the engine has generated {max(1, last.a)} tokens of the call, and no more",
+            worker.title, f"the engine has generated {num_tokens} tokens of the call, and no more"
         )
     return Holder(worker.title, _IN_WORKER.get(last.event, "the call has not ended"))
 
 
-def _in_front(recordings: Recordings, worker: ProcessRecording, queued: Step) -> str:
+def _blocked_by_fetch(recordings: Recordings, worker: ProcessRecording, source_id: int) -> Holder:
+    """Return who holds a worker that fetches KV from the instance `source_id`."""
+    source = recordings.instance(source_id)
+    if source is None:
+        silent = recordings.without_recording(source_id)
+        # Without an answer of other machines nothing is known of the source.
+        title = silent.title if recordings.has_asked else worker.title
+        return Holder(title, f"{worker.title} fetches KV from {silent.title}: {silent.reason}")
+    why_silent = _why_silent(source)
+    if why_silent:
+        return Holder(source.title, f"{worker.title} fetches KV from it, and {why_silent}")
+    return Holder(
+        worker.title,
+        f"it fetches KV from {source.title}, which works: check the network between them",
+    )
+
+
+def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
     """Return which prompt the engine computes meanwhile, as text; "" if there is none."""
-    prompts: dict[tuple[int, int], int] = {}
+    prompts: dict[tuple[int, int], int] = {}  # tokens by call: (request, choice)
     for entry in worker.entries:
-        call = entry.key, entry.choice
+        call = (entry.key, entry.choice)
         if entry.event == RecordedEvent.CALL_RECEIVED:
             prompts[call] = entry.a
         elif entry.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.CALL_ENDED):
             prompts.pop(call, None)
-    prompts.pop((queued.entry.key, queued.entry.choice), None)
+    prompts.pop((queued.key, queued.choice), None)
     if not prompts:
         return ""
-    (key, _), tokens = max(prompts.items(), key=lambda item: item[1])
+    longest = max(prompts, key=lambda call: prompts[call])
+    key, _ = longest
     return (
-        f", behind {len(prompts)} calls; the longest is request {key:016x} with {tokens} prompt"
-        " tokens"
+        f", behind {len(prompts)} calls; the longest is request {key:016x} with"
+        f" {prompts[longest]} prompt tokens"
     )
 
 
@@ -361,45 +391,51 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
     for step in steps:
         if not step.process.is_frontend and not step.process.is_over:
             by_worker.setdefault(id(step.process), []).append(step)
-    why = (
-        "its request has finished"
-        if has_finished
-        else "its frontend is gone, or was not asked or did not answer"
-    )
+    if has_finished:
+        why = "its request has finished"
+    else:
+        why = "its frontend is gone, or was not asked or did not answer"
     for own in by_worker.values():
-        process, events = own[-1].process, [step.entry.event for step in own]
-        silence = f"; {reason}" if (reason := _why_silent(process)) else ""
+        process = own[-1].process
+        why_silent = _why_silent(process)
+        if why_silent:
+            why_silent = f"; {why_silent}"
+        events = [step.entry.event for step in own]
         if events.count(RecordedEvent.CALL_RECEIVED) > events.count(RecordedEvent.CALL_ENDED):
-            return Holder(process.title, f"it runs a call, and {why}{silence}")
-        kv = next((event for event in reversed(events) if event in _HOLDS_KV), None)
-        if kv == RecordedEvent.KV_PUBLISHED:
+            return Holder(process.title, f"it runs a call, and {why}{why_silent}")
+        kv_events = [event for event in events if event in _KV_EVENTS]
+        # Otherwise the KV was released or has expired, or there was none.
+        if kv_events and kv_events[-1] == RecordedEvent.KV_PUBLISHED:
             return Holder(
-                process.title, f"it holds the KV of a call until a time-out, and {why}{silence}"
+                process.title, f"it holds the KV of a call until a time-out, and {why}{why_silent}"
             )
     return None
 
 
-# --- events as text ---
+# --- events as text -------------------------------------------------------------------------------
 
 
 def describe(entry: Entry, request: RequestRecording) -> str:
     """Return an event and its values as text."""
-    is_of_all = (
-        not entry.key
-        or entry.event in _OF_ALL_CHOICES
-        or not any(step.entry.choice for step in request.steps)
-    )
-    text = f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
+    text = entry.name
+    is_of_request = bool(entry.key)
+    has_choices = any(step.entry.choice for step in request.steps)
+    if is_of_request and has_choices and entry.event not in _OF_ALL_CHOICES:
+        text += f" (choice {entry.choice})"
+    text += _values(entry)
     if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
+        # The prediction counts from this event, and times are shown from the first one.
         since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
-        at, low, high = ((since_s + each) * 1e3 for each in Prediction.unpacked(entry.c))
-        text += f"; first token expected at {at:.1f} ms ({low:.1f} to {high:.1f})"
+        prediction = Prediction.unpacked(entry.c)
+        expected, low, high = ((since_s + seconds) * 1e3 for seconds in prediction)
+        text += f"; first token expected at {expected:.1f} ms ({low:.1f} to {high:.1f})"
     return text
 
 
 def _costs(number: int) -> str:
     costs = Costs.unpacked(number)
-    return f"{costs.selected} (next {'none' if costs.second < 0 else costs.second})"
+    second = "none" if costs.second < 0 else costs.second
+    return f"{costs.selected} (next {second})"
 
 
 # What the numbers and the reason of an event mean, for `str.format`.
@@ -420,19 +456,25 @@ _MEANINGS: Final[dict[int, str]] = {
 
 
 def _values(entry: Entry) -> str:
-    a, b, reason = entry.a, entry.b, entry.reason
+    # What `a` and `b` are is said where `RecordedEvent` is defined.
+    a, b = entry.a, entry.b
+    reason = entry.reason
     match entry.event:
         case RecordedEvent.PLACED:
             return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
         case RecordedEvent.PLACED_BY_COST:
-            costs = [("prefill", a), ("decode" if a else "aggregated", b)]
-            return f": {reason}, " + ", ".join(
-                f"{role} cost {_costs(number)}" for role, number in costs if number
-            )
+            costs = []
+            if a:
+                costs.append(f"prefill cost {_costs(a)}")
+            if b:
+                role = "decode" if a else "aggregated"
+                costs.append(f"{role} cost {_costs(b)}")
+            return f": {reason}, {', '.join(costs)}"
         case RecordedEvent.WAITING_FOR_WORKERS:
             return f": {quarantined(entry)}" if b else ""
         case RecordedEvent.CALL_FAILED:
-            return f": {reason} at {a:x}, " + ("going on" if b else "the request ends")
+            outcome = "going on" if b else "the request ends"
+            return f": {reason} at {a:x}, {outcome}"
         case RecordedEvent.FINISHED:
             return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
         case RecordedEvent.KV_FETCH_STARTED:

@@ -32,13 +32,13 @@ from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
 _NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the packages for a CUDA release contain UCX
-# engine -> module and packages that it needs; the version is that of the first package
+# By engine: its module, and the packages that it needs. Its version is that of the first package.
 _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trtllm": ("tensorrt_llm", ("tensorrt-llm",)),
     "vllm": ("vllm", ("vllm",)),
     "torch": ("torch", ("torch", "transformers", "safetensors", "llguidance")),
 }
-# Packages that TensorRT-LLM or vLLM import, and this package too
+# Packages that TensorRT-LLM or vLLM import, and this package too.
 _SHARED = (
     "huggingface-hub",
     "jinja2",
@@ -66,24 +66,25 @@ _UNKNOWN = "unknown version"
 def main(config: VersionConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
     found = versions()
-    sys.stdout.write(
-        json.dumps(found, indent=2) + "\n"
-        if config.json_output
-        else format_table(list(_rows(found)))
-    )
+    if config.json_output:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        sys.stdout.write(format_table(list(_rows(found))))
 
 
 def versions() -> dict[str, Any]:
     """Return what is found, for JSON. A value is None if it is not installed or not there."""
+    engines = {name: _engine(module, packages) for name, (module, packages) in _ENGINES.items()}
+    engines["mock"] = __version__
+    nixl_versions = [_package(name) for name in _NIXL]
     return {
         "dynamo_trtllm": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "engines": {name: _engine(*needs) for name, needs in _ENGINES.items()}
-        | {"mock": __version__},
+        "engines": engines,
         "packages": {name: _package(name) for name in _SHARED},
         "broken_pins": [pin for engine in _PINNING for pin in _broken_pins(engine)],
-        "nixl": next((version for name in _NIXL if (version := _package(name))), None),
+        "nixl": next(filter(None, nixl_versions), None),
         "ucx": _ucx(),
         "etcd": _server(etcd_binary),
         "nats_server": _server(nats_binary),
@@ -92,13 +93,16 @@ def versions() -> dict[str, Any]:
 
 
 def _engine(module: str, packages: Sequence[str]) -> str | None:
-    """Return the version of an engine's library, with the names of packages that are missing beside
-    it.
-    """
+    """Return the version of an engine's library, with the packages that are missing beside it."""
     first, *others = packages
-    version = _package(first) or (_UNKNOWN if importlib.util.find_spec(module) else None)
+    version = _package(first)
+    if not version:
+        # A module without package metadata: it was not installed from a wheel.
+        version = _UNKNOWN if importlib.util.find_spec(module) else None
     missing = [name for name in others if _package(name) is None]
-    return f"{version} (without {', '.join(missing)})" if version and missing else version
+    if version is None or not missing:
+        return version
+    return f"{version} (without {', '.join(missing)})"
 
 
 def _package(name: str) -> str | None:
@@ -118,28 +122,30 @@ def _broken_pins(engine: str) -> Iterator[dict[str, str]]:
             requirement = Requirement(text)
             name = canonicalize_name(requirement.name)
             found = _package(name) if name in _SHARED else None
-            is_met = found is None or requirement.specifier.contains(
-                Version(found), prereleases=True
-            )
+            if found is None:
+                continue
+            is_met = requirement.specifier.contains(Version(found), prereleases=True)
         except (InvalidRequirement, InvalidVersion):
             continue  # there is nothing to compare
+        # A requirement of an extra, or of another platform, does not apply.
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if found is not None and applies and not is_met:
-            requires = str(requirement.specifier)
+        if applies and not is_met:
             yield {
                 "package": name,
                 "version": found,
                 "engine": f"{engine} {release}",
-                "requires": requires,
+                "requires": str(requirement.specifier),
             }
 
 
 def _ucx() -> str | None:
     """Return the package that contains UCX, on which NIXL transfers KV."""
     for name in _NIXL:
-        if (version := _package(name)) and any(
-            "libucp" in str(path) for path in importlib.metadata.files(name) or ()
-        ):
+        version = _package(name)
+        if not version:
+            continue
+        files = importlib.metadata.files(name) or ()
+        if any("libucp" in str(path) for path in files):
             return f"in {name} {version}"
     return None
 
@@ -149,18 +155,21 @@ def _server(find: Callable[[], str]) -> dict[str, str] | None:
         path = find()
     except ConfigError:
         return None
-    first_line = _output(path, "--version").partition("\n")[0]
-    return {"version": first_line.rpartition(" ")[2].removeprefix("v") or _UNKNOWN, "path": path}
+    # etcd prints "etcd Version: 3.6.1" and more lines, and nats-server "nats-server: v2.12.0".
+    first_line, _, _ = _output(path, "--version").partition("\n")
+    _, _, version = first_line.rpartition(" ")
+    return {"version": version.removeprefix("v") or _UNKNOWN, "path": path}
 
 
 def _gpus() -> list[dict[str, str]]:
-    lines = _output(
-        "nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"
-    ).splitlines()
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return [
-        dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)
-    ]
+    query = f"--query-gpu={','.join(_GPU_FIELDS)}"
+    gpus = []
+    for line in _output("nvidia-smi", query, "--format=csv,noheader").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        # A line without all fields is a message.
+        if len(cells) == len(_GPU_FIELDS):
+            gpus.append(dict(zip(_GPU_FIELDS, cells, strict=True)))
+    return gpus
 
 
 def _output(*command: str) -> str:
@@ -174,31 +183,28 @@ def _output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _breaks(pin: Mapping[str, str]) -> str:
-    return f" (but {pin['engine']} requires {pin['requires']})"
-
-
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     missing = "not installed"
     yield "dynamo_trtllm", found["dynamo_trtllm"]
     yield "Python", f"{found['python']} on {found['platform']}"
     for engine, version in found["engines"].items():
-        yield f"engine {engine}", "built in" if engine == "mock" else version or missing
+        if engine == "mock":
+            version = "built in"
+        yield f"engine {engine}", version or missing
     for name, version in found["packages"].items():
-        if version is not None:
-            yield (
-                name,
-                version
-                + "".join(_breaks(pin) for pin in found["broken_pins"] if pin["package"] == name),
-            )
+        if version is None:
+            continue
+        for pin in found["broken_pins"]:
+            if pin["package"] == name:
+                version += f" (but {pin['engine']} requires {pin['requires']})"
+        yield name, version
     yield "NIXL", found["nixl"] or missing
     yield "UCX", found["ucx"] or missing
     for name, key in (("etcd", "etcd"), ("NATS", "nats_server")):
-        yield name, f"{found[key]['version']} at {found[key]['path']}" if found[key] else missing
+        server = found[key]
+        yield name, f"{server['version']} at {server['path']}" if server else missing
     for gpu in found["gpus"]:
-        yield (
-            f"GPU {gpu['index']}",
-            f"{gpu['name']}, {gpu['memory.total']}, driver {gpu['driver_version']}",
-        )
+        description = f"{gpu['name']}, {gpu['memory.total']}, driver {gpu['driver_version']}"
+        yield f"GPU {gpu['index']}", description
     if not found["gpus"]:
         yield "GPU", "none (nvidia-smi lists none)"
