@@ -1,3 +1,1 @@
-"""Start and supervise all processes of one machine from a YAML file (`python -m
-dynamo_trtllm.launch`).
-"""
+"""Start and supervise all processes of one machine (`python -m dynamo_trtllm.launch`)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import re
 import sys
@@ -51,32 +52,27 @@ class Console:
         self._width = max(len(name) for name in (LAUNCHER, *names))
         self._has_terminal = stream.isatty()
         self._names = names
-        self._colors = (
-            {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
-            if self._has_terminal
-            else {}
-        )
+        self._colors: dict[str, str] = {}  # by process name
+        if self._has_terminal:
+            self._colors = dict(zip(names, itertools.cycle(_COLORS), strict=False))
         self._panel: StartPanel | None = None
         self._is_full = False
         self.failure: OSError | None = None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] | None = None
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """On a terminal, show live lines and hide routine output, until `end_start` or the end of
-        the context.
+        """On a terminal, show live lines and hide routine output.
 
-        If the context ends with an exception before, the hidden lines are written.
+        It lasts until `end_start` or the end of the context. If the context ends with an exception
+        before, the hidden lines are written.
         """
         if self._has_terminal and not self._is_json:
             from rich.console import Console as Terminal
 
             terminal = Terminal(file=self._stream, highlight=False)
-            self._panel = (
-                None
-                if terminal.is_dumb_terminal
-                else StartPanel(terminal, (*_SERVERS, *self._names))
-            )
+            if not terminal.is_dumb_terminal:
+                self._panel = StartPanel(terminal, (*_SERVERS, *self._names))
         panel = self._panel
         try:
             yield
@@ -93,10 +89,12 @@ class Console:
 
         Return False if there are no live lines.
         """
-        panel, self._panel = self._panel, None
-        if panel is not None:
-            panel.close(title, rows)
-        return panel is not None
+        panel = self._panel
+        if panel is None:
+            return False
+        self._panel = None
+        panel.close(title, rows)
+        return True
 
     def report_phase(self, name: str, phase: str) -> None:
         """Show the phase of a process that is not ready; empty if it does not answer."""
@@ -104,8 +102,12 @@ class Console:
             self._panel.show(name, phase or "importing")
 
     def report_ready(self, name: str, after_s: float, where: str) -> None:
-        """Show or write that a process is ready, how many seconds after its start, and at which
-        address.
+        """Show or write that a process is ready.
+
+        Args:
+            name: Name of the process.
+            after_s: Seconds since its start.
+            where: Its address or instance id, with a preposition.
         """
         if self._panel is not None:
             self._panel.show(name, f"ready {where}", after_s)
@@ -126,7 +128,8 @@ class Console:
         except OSError as exc:
             if exc.errno not in _FULL:
                 self.failure = exc
-                self.on_failure()
+                if self.on_failure is not None:
+                    self.on_failure()
             elif not self._is_full:
                 self._is_full = True
                 with suppress(OSError):
@@ -201,16 +204,16 @@ class StartPanel:
         from rich.table import Table
         from rich.text import Text
 
-        now = time.monotonic() - self._began
+        since_begin_s = time.monotonic() - self._began
         table = Table.grid(padding=(0, 1))
-        for name, (phase, seconds) in self._phases.items():
-            mark = Text("…", style="yellow") if seconds is None else Text("✓", style="green")
-            table.add_row(
-                mark,
-                name,
-                f"{now if seconds is None else seconds:5.1f} s",
-                Text(phase, overflow="ellipsis"),
-            )
+        for name, (phase, ready_after_s) in self._phases.items():
+            if ready_after_s is None:
+                mark = Text("…", style="yellow")
+                shown_s = since_begin_s
+            else:
+                mark = Text("✓", style="green")
+                shown_s = ready_after_s
+            table.add_row(mark, name, f"{shown_s:5.1f} s", Text(phase, overflow="ellipsis"))
         return table
 
 
@@ -224,9 +227,11 @@ def _json_entry(name: str, text: str) -> str:
         return json_line(
             time_s=time.time(), level="info", process=name, logger="output", message=message
         )
-    own = str(entry.get("process", ""))
-    # a process of a frontend
-    return json.dumps(entry | {"process": own if own.startswith(f"{name}-") else name})
+    # A frontend with several processes names each of them: NAME-1, NAME-2 and so on.
+    own_name = str(entry.get("process", ""))
+    if not own_name.startswith(f"{name}-"):
+        entry["process"] = name
+    return json.dumps(entry)
 
 
 async def next_line(reader: asyncio.StreamReader) -> str | None:
@@ -240,4 +245,6 @@ async def next_line(reader: asyncio.StreamReader) -> str | None:
         line = exc.partial
     except asyncio.LimitOverrunError as exc:
         line = await reader.read(exc.consumed + 1)
-    return line.decode(errors="replace").removesuffix("\n").rstrip("\r") if line else None
+    if not line:
+        return None
+    return line.decode(errors="replace").removesuffix("\n").rstrip("\r")

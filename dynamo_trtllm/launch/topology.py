@@ -20,7 +20,7 @@ _MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
 _MIN_FREE_FRACTION = 0.8  # of a GPU; below it the GPU is in use
 _BY_PREFERENCE: tuple[EngineName, ...] = ("trtllm", "vllm", "torch")
 _TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "torch": "torch", "mock": "mock"}
-# of a worker's process without weights, at least; the mock engine takes 36 MB
+# Memory of a worker's process without weights, at least. The mock engine takes 36 MB.
 _WORKER_BYTES = 32 << 20
 _GPU_READY_TIMEOUT_S = 3600.0  # loading takes 15 to 30 minutes from slow storage
 _CPU_READY_TIMEOUT_S = 600.0
@@ -44,7 +44,7 @@ class ModelFacts:
     path: str  # for --model-path
     name: str  # that clients send
     weight_bytes: int | None  # as stored; None if it is not known
-    # number of weights: the torch engine does not compute with quantized ones
+    # Number of weights, for the torch engine, which does not compute with quantized ones.
     torch_values: int | None
     num_heads: int | None  # attention heads, of which each GPU gets an equal share
     is_gguf: bool = False
@@ -84,24 +84,22 @@ def _engine(
     """Return the engine and the reason for it."""
     if wishes.engine is not None:
         return wishes.engine, "given with --engine"
-    possible: Sequence[EngineName] = _BY_PREFERENCE
+    why_torch = ""  # why no other engine is possible
     if not machine.gpus:
-        possible, why = (
-            ("torch",),
-            f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs",
-        )
+        why_torch = f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs"
     elif model.is_gguf:
-        possible, why = ("torch",), "it alone loads GGUF files"
+        why_torch = "it alone loads GGUF files"
+    possible: Sequence[EngineName] = ("torch",) if why_torch else _BY_PREFERENCE
+    missing = []
     for engine in possible:
-        if engine in machine.engines:
-            if len(possible) > 1:
-                better = possible[: possible.index(engine)]
-                why = (
-                    f"{' and '.join(map(_TITLES.__getitem__, better))} not installed"
-                    if better
-                    else "installed"
-                )
-            return engine, why
+        if engine not in machine.engines:
+            missing.append(_TITLES[engine])
+            continue
+        if why_torch:
+            return engine, why_torch
+        if missing:
+            return engine, f"{' and '.join(missing)} not installed"
+        return engine, "installed"
     names = " or ".join(_TITLES[engine] for engine in possible)
     raise ConfigError(f"no engine for this machine is installed ({names}); {install_hint('torch')}")
 
@@ -118,21 +116,28 @@ def _on_cpu(
             f"--tensor-parallel-size {wishes.tensor_parallel_size} needs GPUs, but these workers"
             " run on the CPU; remove it"
         )
-    each = 0 if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False) or 0
     limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
-    workers = _wished(wishes) or {Role.PREFILL: 1, Role.DECODE: 1}
-    if (needed := _WORKER_BYTES * sum(workers.values())) > limit:
+    wished = _wished(wishes)
+    if wished is None:
+        workers = {Role.PREFILL: 1, Role.DECODE: 1}
+        reasons["topology"] = f"{_described(workers)}, the smallest disaggregated deployment"
+    else:
+        workers = wished
+        reasons["topology"] = f"{_described(workers)}, as given"
+    needed = _WORKER_BYTES * sum(workers.values())
+    if needed > limit:
         raise ConfigError(
             f"{_described(workers)} need at least {_gib(needed)} of memory without weights, but "
             f"{_gib(machine.memory_bytes)} are available; ask for fewer with --prefill and --decode"
         )
-    reasons["topology"] = _described(workers) + (
-        ", as given" if _wished(wishes) else ", the smallest disaggregated deployment"
-    )
-    if each * sum(workers.values()) > limit and _wished(wishes) is None:
+    weights = None if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False)
+    if weights is None:  # there are none, or their size is not known
+        weights = 0
+    if wished is None and weights * sum(workers.values()) > limit:
         workers = {Role.AGGREGATED: 1}
         reasons["topology"] = f"{_described(workers)}: the memory does not hold the weights twice"
-    if (needed := each * sum(workers.values())) > limit:
+    needed = weights * sum(workers.values())
+    if needed > limit:
         raise ConfigError(
             f"{_described(workers)} of {model.name} on the CPU would hold {_gib(needed)} of"
             f" weights, but {_gib(machine.memory_bytes)} of memory are available, of which weights"
@@ -158,7 +163,9 @@ def _on_gpus(
             " nvidia-smi lists"
         )
     size, why = _tensor_parallel_size(engine, free, model, wishes)
-    if (workers := _wished(wishes)) is not None:
+    wished = _wished(wishes)
+    if wished is not None:
+        workers = wished
         reasons["topology"] = f"{_described(workers)}, as given"
     elif len(free) >= 2 * size:
         workers = {Role.PREFILL: 1, Role.DECODE: 1}
@@ -170,17 +177,18 @@ def _on_gpus(
         )
     needed = size * sum(workers.values())
     if needed > len(free):
+        in_use = f" (in use: {', '.join(busy)})" if busy else ""
         raise ConfigError(
             f"{_described(workers)} with {size} GPUs each need {needed} GPUs, but {len(free)} are"
-            f" free{' (in use: ' + ', '.join(busy) + ')' if busy else ''}; ask for fewer workers"
+            f" free{in_use}; ask for fewer workers"
         )
     chosen = [gpu.number for gpu in free[:needed]]
-    rest = len(free) - needed
+    num_unused = len(free) - needed
     reasons["devices"] = f"GPU {', '.join(map(str, chosen))} ({free[0].name}); {why}"
     if busy:
         reasons["devices"] += f"; in use by others: {', '.join(busy)}"
-    if rest:
-        reasons["devices"] += f"; {rest} more free, which --prefill and --decode can use"
+    if num_unused:
+        reasons["devices"] += f"; {num_unused} more free, which --prefill and --decode can use"
     return Topology(
         engine=engine, workers=workers, tensor_parallel_size=size, gpus=chosen, reasons=reasons
     )
@@ -204,9 +212,9 @@ def _tensor_parallel_size(
     size = 1
     while weights / size > limit:
         size *= 2
-    if size > (1 if engine == "torch" else len(gpus)) or (
-        model.num_heads is not None and model.num_heads % size
-    ):
+    max_size = 1 if engine == "torch" else len(gpus)
+    divides_heads = model.num_heads is None or model.num_heads % size == 0
+    if size > max_size or not divides_heads:
         advice = "use vLLM or TensorRT-LLM, or " if engine == "torch" else ""
         raise ConfigError(
             f"{model.name} has {_gib(weights)} of weights with {_TITLES[engine]}, but GPUs of"
@@ -221,14 +229,19 @@ def _bytes_in_memory(engine: EngineName, model: ModelFacts, *, on_gpu: bool) -> 
     """Return the bytes of the loaded weights, or None if the number is not known."""
     if engine != "torch":
         return model.weight_bytes
-    # bfloat16, float32
-    return None if model.torch_values is None else model.torch_values * (2 if on_gpu else 4)
+    if model.torch_values is None:
+        return None
+    value_bytes = 2 if on_gpu else 4  # bfloat16, float32
+    return model.torch_values * value_bytes
 
 
 def _wished(wishes: ServeConfig) -> dict[Role, int] | None:
     if wishes.prefill is None and wishes.decode is None:
         return None
-    return {Role.PREFILL: wishes.prefill or 1, Role.DECODE: wishes.decode or 1}
+    return {
+        Role.PREFILL: 1 if wishes.prefill is None else wishes.prefill,
+        Role.DECODE: 1 if wishes.decode is None else wishes.decode,
+    }
 
 
 def deployment_data(
@@ -247,30 +260,31 @@ def deployment_data(
         flags["served-model-name"] = model.name
     if chosen.tensor_parallel_size > 1:
         flags["tensor-parallel-size"] = chosen.tensor_parallel_size
-    more = {name.replace("_", "-"): value for name, value in worker_flags.items()}
+    for field_name, value in worker_flags.items():
+        flags[field_name.replace("_", "-")] = value
     if chosen.engine == "torch" and not chosen.gpus and chosen.threads > 1:
-        given = more.get("override-engine-args") or {}
-        more["override-engine-args"] = {"num_threads": chosen.threads, **given}
-    workers, gpus = [], list(chosen.gpus)
+        given = flags.get("override-engine-args") or {}
+        flags["override-engine-args"] = {"num_threads": chosen.threads, **given}
+    workers = []
+    unassigned = list(chosen.gpus)
     for role, count in chosen.workers.items():
-        mine, gpus = (
-            gpus[: count * chosen.tensor_parallel_size],
-            gpus[count * chosen.tensor_parallel_size :],
-        )
-        name = "worker" if role is Role.AGGREGATED else role.value
+        num_gpus = count * chosen.tensor_parallel_size
+        gpus = unassigned[:num_gpus]
+        unassigned = unassigned[num_gpus:]
         worker: dict[str, Any] = {
-            "name": name,
+            "name": "worker" if role is Role.AGGREGATED else role.value,
             "disaggregation_mode": role.value,
-            "devices": mine or "cpu",
+            "devices": gpus or "cpu",
         }
         if count > 1:
             worker["count"] = count
-        if mine:
+        if gpus:
             worker["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # numbers as in nvidia-smi
-        workers.append({**worker, "flags": {**flags, **more}})
-    frontend = {"http-port": wishes.port} | (
-        {} if wishes.host is None else {"http-host": wishes.host}
-    )
+        worker["flags"] = dict(flags)
+        workers.append(worker)
+    frontend: dict[str, Any] = {"http-port": wishes.port}
+    if wishes.host is not None:
+        frontend["http-host"] = wishes.host
     return {
         "namespace": wishes.namespace,
         "services": {"etcd": "start", "nats": "start"},
@@ -283,7 +297,8 @@ def deployment_data(
 def _described(workers: dict[Role, int]) -> str:
     names = {Role.AGGREGATED: "aggregated"}
     parts = [f"{count} {names.get(role, role.value)}" for role, count in workers.items()]
-    return f"{' and '.join(parts)} worker{'s' if max(workers.values()) > 1 else ''}"
+    noun = "workers" if max(workers.values()) > 1 else "worker"
+    return f"{' and '.join(parts)} {noun}"
 
 
 def _size(num_bytes: int | None) -> str:
