@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -34,8 +34,7 @@ _REFERENCE = re.compile(
 
 
 def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
-    """Replace `${NAME}` and `${NAME:-default}` in all strings of a value from YAML; keys do not
-    change.
+    """Replace `${NAME}` and `${NAME:-default}` in all strings of a value from YAML, not in keys.
 
     As in a shell, the default also replaces an empty variable, and `$$` is a dollar sign.
 
@@ -48,16 +47,17 @@ def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
         ConfigError: A variable is not set and has no default, or a reference is malformed.
     """
     if isinstance(value, str):
-        return _REFERENCE.sub(lambda match: _value(match, environ, where), value)
+        return _REFERENCE.sub(partial(_value, environ=environ, where=where), value)
     if isinstance(value, Mapping):
-        return {key: expand_env(each, environ, f"{where}.{key}") for key, each in value.items()}
+        return {key: expand_env(inner, environ, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
-        return [expand_env(each, environ, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [expand_env(item, environ, f"{where}[{i}]") for i, item in enumerate(value)]
     return value
 
 
 def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
-    name, default = match["name"], match["default"]
+    name = match["name"]
+    default = match["default"]
     if match["bad"]:
         raise ConfigError(
             f"{where}: {match[0]!r} is not ${{NAME}} or ${{NAME:-default}}; write $$ for a dollar"
@@ -76,7 +76,7 @@ def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
 
 START = "start"
 
-# Settings that the launcher passes itself -> the key of the deployment file that sets them.
+# Settings that the launcher passes itself, and the key of the deployment file that sets each.
 _RESERVED = {
     "etcd_endpoints": "services.etcd",
     "nats_server": "services.nats",
@@ -98,11 +98,15 @@ def _by_field(model: type[Config], given: Any) -> Any:
     """
     if not isinstance(given, dict):
         return given  # pydantic reports it
-    field_of = {_field_name(name): flag.field for flag in flags_of(model) for name in flag.names}
+    field_of: dict[str, str] = {}
+    for flag in flags_of(model):
+        for flag_name in flag.names:
+            field_of[_field_name(flag_name)] = flag.field
     result: dict[str, Any] = {}
     for key, value in given.items():
         name = _field_name(str(key))
-        if problem := unknown_key([name], field_of):
+        problem = unknown_key([name], field_of)
+        if problem:
             raise ValueError(problem)
         field = field_of[name]
         if field in _RESERVED and field in model.model_fields:
@@ -135,8 +139,10 @@ class Section(Config):
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and (problem := unknown_key(data, cls.model_fields)):
-            raise ValueError(problem)
+        if isinstance(data, Mapping):
+            problem = unknown_key(data, cls.model_fields)
+            if problem:
+                raise ValueError(problem)
         return data
 
 
@@ -165,13 +171,11 @@ class RestartConfig(Section):
     pause_s: NonNegativeFloat = 0.0
     """Seconds before the second restart within the window, doubled with each further one.
 
-    The first restart has no
-    pause.
+    The first restart has no pause.
     """
     decode_workers: bool = True
     """When a prefill worker of the vllm engine on GPUs dies, also drain and restart its decode
-    workers on GPUs, which
-    otherwise hold its memory. These restarts are not counted.
+    workers on GPUs, which otherwise hold its memory. These restarts are not counted.
     """
 
 
@@ -195,9 +199,12 @@ class WorkerSpec(Section):
 
     @model_validator(mode="after")
     def _devices_divide(self) -> WorkerSpec:
-        if self.devices != "cpu" and (not self.devices or len(self.devices) % self.count):
+        if self.devices == "cpu":
+            return self
+        num_devices = len(self.devices)
+        if num_devices == 0 or num_devices % self.count:
             raise ValueError(
-                f"{len(self.devices)} devices can't be divided equally among {self.count} workers"
+                f"{num_devices} devices can't be divided equally among {self.count} workers"
             )
         return self
 
@@ -212,8 +219,7 @@ class DeploymentConfig(Section):
     frontend: Annotated[
         dict[str, Any] | None, BeforeValidator(partial(_by_field, FrontendConfig))
     ] = Field(default_factory=dict)
-    """Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is
-    started.
+    """Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is started.
     """
     workers: list[WorkerSpec] = Field(min_length=1)
     """Worker groups; at least one."""
@@ -261,7 +267,7 @@ def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
         ConfigError: The deployment is not valid.
     """
     deployment = _validate(DeploymentConfig, data, where, joint=": ")
-    # check every flag now, because a process would report it only after the others have started
+    # Check every flag now: a process would report a wrong one only after others have started.
     _validate(FrontendConfig, deployment.frontend or {}, f"{where}: frontend")
     for i, worker in enumerate(deployment.workers):
         flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
@@ -273,20 +279,26 @@ def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str 
     try:
         return model.model_validate(values)
     except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
-        # pydantic puts the tried alternative of a union into the path, which the file does not
-        # contain
-        parts = [
-            part
-            for part in first["loc"]
-            if isinstance(part, int) or part.replace("-", "_").isidentifier()
-        ]
-        path = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts
-        ).removeprefix(".")
-        message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-        problems = {"missing": " is missing", "value_error": f": {message}"}
-        problem = problems.get(first["type"], f" is {first['input']!r}: {message}")
-        raise ConfigError(
-            f"{where}{joint if path else ''}{path}{problem}", field=path or None
-        ) from exc
+        error = exc.errors(include_url=False)[0]
+        path = _path_in_file(error["loc"])
+        place = f"{where}{joint}{path}" if path else where
+        message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+        if error["type"] == "missing":
+            problem = " is missing"
+        elif error["type"] == "value_error":
+            problem = f": {message}"
+        else:
+            problem = f" is {error['input']!r}: {message}"
+        raise ConfigError(f"{place}{problem}", field=path or None) from exc
+
+
+def _path_in_file(location: Sequence[str | int]) -> str:
+    """Return the place of an error of pydantic as a path like `workers[0].flags`."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        # pydantic also names the tried alternative of a union, which the file does not contain.
+        elif part.replace("-", "_").isidentifier():
+            path += f".{part}"
+    return path.removeprefix(".")

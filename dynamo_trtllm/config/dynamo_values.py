@@ -11,21 +11,30 @@ from collections.abc import Callable
 
 from dynamo_trtllm.errors import ConfigError
 
-TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+TRUE = ("1", "true", "yes", "on")
+FALSE = ("0", "false", "no", "off")
+_LEVELS = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warn": "warning",
+    "warning": "warning",
+    "error": "error",
+    "off": "error",
+}
 
 
 def log_level(text: str, name: str) -> str | None:
     """Return the level of a filter like `info,module=debug`; None if it has modules only."""
-    levels = {"trace": "debug", "debug": "debug", "info": "info"}
-    levels |= {"warn": "warning", "warning": "warning", "error": "error", "off": "error"}
-    words = [word.strip().lower() for word in text.split(",")]
-    general = [word for word in words if "=" not in word]
-    if not general:
+    parts = [part.strip().lower() for part in text.split(",")]
+    without_module = [part for part in parts if "=" not in part]
+    if not without_module:
         return None
-    if general[-1] not in levels:
+    level = without_module[-1]
+    if level not in _LEVELS:
         expected = "trace, debug, info, warn or error"
         raise ConfigError(f"environment {name} is {text!r}: expected {expected}")
-    return levels[general[-1]]
+    return _LEVELS[level]
 
 
 def bytes_of_mebibytes(text: str, name: str) -> str:
@@ -68,6 +77,7 @@ def word(if_true: str, if_false: str | None) -> Callable[[str, str], str | None]
 def console_format(text: str, name: str) -> str:
     """Return our name of a format of log lines."""
     formats = {"readable": "text", "jsonl": "json"}
-    if text.strip().lower() not in formats:
+    given = text.strip().lower()
+    if given not in formats:
         raise ConfigError(f"environment {name} is {text!r}: expected readable or jsonl")
-    return formats[text.strip().lower()]
+    return formats[given]

@@ -27,7 +27,10 @@ from dynamo_trtllm.config.dynamo_values import (
 
 PREFIX = "DYN_"
 # The kinds of process that read a variable. An engine's name means: workers with that engine.
-FRONTEND, WORKER, VLLM, OTHER = "frontend", "worker", "vllm", "other"
+FRONTEND = "frontend"
+WORKER = "worker"
+VLLM = "vllm"
+OTHER = "other"
 BOTH = (FRONTEND, WORKER)
 
 
@@ -550,24 +553,30 @@ _IGNORED: tuple[_Group, ...] = (
 
 # By name, or by pattern with `*`. A name overrides a pattern, and a longer pattern a shorter one.
 VARIABLES: Mapping[str, Variable] = _OF_OPTIONS | {
-    name: Variable(group.processes, group.reason, group.same)  # in each group the same
+    name: Variable(group.processes, group.reason, group.same)
     for group in _IGNORED
     for name in group.names.split()
 }
-_PATTERNS = sorted((each[:-1] for each in VARIABLES if each.endswith("*")), key=len, reverse=True)
+# The longest pattern that fits counts, so it is tried first.
+_PATTERNS = sorted((name for name in VARIABLES if name.endswith("*")), key=len, reverse=True)
 
 
 def find(name: str) -> Variable | None:
     """Return the variable of Dynamo with this name; None if Dynamo has none."""
     if name in VARIABLES:
         return VARIABLES[name]
-    return next((VARIABLES[f"{each}*"] for each in _PATTERNS if name.startswith(each)), None)
+    for pattern in _PATTERNS:
+        if name.startswith(pattern.removesuffix("*")):
+            return VARIABLES[pattern]
+    return None
 
 
 def is_read_by(name: str, processes: AbstractSet[str]) -> bool:
     """Return True unless only processes of other kinds read this variable."""
     variable = VARIABLES.get(name)
-    return variable is None or not processes or not processes.isdisjoint(variable.processes)
+    if variable is None or not processes:
+        return True
+    return not processes.isdisjoint(variable.processes)
 
 
 def option_value(name: str, text: str) -> str | None:

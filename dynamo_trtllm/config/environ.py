@@ -1,6 +1,6 @@
-"""Write the process environment, for libraries that take a setting no other way, and the command
-line of a subcommand.
+"""Write the process environment and the command line.
 
+The environment is for libraries that take a setting no other way, the command line for subcommands.
 No other module writes them. A variable that the user has set keeps its value.
 """
 
@@ -49,7 +49,5 @@ def command_line() -> list[str]:
 
 
 def set_command_line(program: str, words: Sequence[str]) -> None:
-    """Make `program` the name and `words` the arguments of this process, as if only they had been
-    typed.
-    """
+    """Set the name and the arguments of this process, as if only they had been typed."""
     sys.argv[:] = [program, *words]

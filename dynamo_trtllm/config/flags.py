@@ -1,5 +1,4 @@
-"""Turn the fields of a config model into command-line flags: names, help, conversion and an
-argparse parser.
+"""Turn the fields of a config model into command-line flags and an argparse parser.
 
 The caller passes argv; the module does not read the environment.
 """
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
@@ -48,7 +47,7 @@ class Flag:
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
-    const_flags: Mapping[str, str]  # flags without a value -> the value that each sets
+    const_flags: Mapping[str, str]  # flags without a value, and the value that each sets
     is_address: bool  # may contain a password
 
     def variables(self) -> list[str]:
@@ -68,9 +67,10 @@ class Flag:
         if not text.strip():
             raise ConfigError(f"{source} is empty; give a value or leave it out", field=self.field)
         if self.kind is bool:
-            if text.lower() not in _TRUTH:
+            word = text.lower()
+            if word not in _TRUTH:
                 raise ConfigError(f"{source} is {text!r}: expected true or false", field=self.field)
-            return _TRUTH[text.lower()]
+            return _TRUTH[word]
         if self.kind is dict:
             return _json_object(text, source, self.field)
         return text
@@ -87,11 +87,23 @@ def flags_of(model: type[Config]) -> list[Flag]:
 
 
 def _flag(name: str, info: FieldInfo) -> Flag:
-    shown = dict(typing.cast("dict[str, Any]", info.json_schema_extra))  # from `option`
-    aliases, env = shown.pop("aliases"), tuple(shown.pop("env"))
+    given = typing.cast("dict[str, Any]", info.json_schema_extra)  # by `option`
     kind, choices = _kind(info.annotation)
-    names = (name.upper(),) if shown["positional"] else ("--" + name.replace("_", "-"), *aliases)
-    return Flag(field=name, names=names, kind=kind, choices=choices, env=env, **shown)
+    if given["positional"]:
+        names = [name.upper()]
+    else:
+        names = ["--" + name.replace("_", "-"), *given["aliases"]]
+    return Flag(
+        field=name,
+        names=tuple(names),
+        group=given["group"],
+        env=tuple(given["env"]),
+        positional=given["positional"],
+        kind=kind,
+        choices=choices,
+        const_flags=given["const_flags"],
+        is_address=given["is_address"],
+    )
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
@@ -132,9 +144,17 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
     return value
 
 
+class _Given(NamedTuple):
+    """A value from the command line."""
+
+    value: str
+    text: str  # as typed, with the flag
+
+
 class _Store(argparse.Action):
-    """Stores the last value of each flag of a field, and rejects flags of one field that have
-    different values.
+    """Stores the last value of each flag of a field.
+
+    It rejects flags of one field that have different values.
     """
 
     def __call__(
@@ -144,17 +164,22 @@ class _Store(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        flag, value = option_string or self.dest.upper(), self.const or values
-        text = flag if self.const else f"{flag} {value}"
-        given: dict[str, tuple[str, str]] = vars(namespace).setdefault(self.dest, {})
-        for earlier, (other, earlier_text) in given.items():
-            if earlier != flag and other != value:
+        flag = option_string or self.dest.upper()
+        if self.const:
+            value = self.const
+            text = flag
+        else:
+            value = values
+            text = f"{flag} {value}"
+        given: dict[str, _Given] = vars(namespace).setdefault(self.dest, {})
+        for earlier_flag, earlier in given.items():
+            if earlier_flag != flag and earlier.value != value:
                 raise ConfigError(
-                    f"{earlier_text} and {text} set the same and contradict each other; remove one"
+                    f"{earlier.text} and {text} set the same and contradict each other; remove one"
                     " of them",
                     field=self.dest,
                 )
-        given[flag] = value, text
+        given[flag] = _Given(value, text)
 
 
 def build_parser(model: type[Config], prog: str, description: str = "") -> CommandParser:
@@ -170,13 +195,17 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
     first_line, _, examples = inspect.cleandoc(model.__doc__ or "").partition("\n\n")
     flags = flags_of(model)
     required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
+    epilog = (
+        f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL."
+        " Flags win."
+    )
+    if examples:
+        epilog = f"{examples}\n{epilog}"
     parser = CommandParser(
         prog=prog,
         usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
         description=description or first_line,
-        epilog=(f"{examples}\n" if examples else "")
-        + f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL."
-        " Flags win.",
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -187,27 +216,33 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
         action="store_true",
         help="Print each setting, its value and source; exit.",
     )
-    actions = {}
+    actions: dict[str, argparse.Action] = {}
     for title in GROUPS:
-        if in_group := [flag for flag in flags if flag.group == title]:
-            group = parser.add_argument_group(title)
-            for flag in in_group:
-                action = actions[flag.field] = _add(group, flag)
-                if flag.choices or flag.kind is Path:
-                    parser.values[action] = flag.choices
+        in_group = [flag for flag in flags if flag.group == title]
+        if not in_group:
+            continue
+        group = parser.add_argument_group(title)
+        for flag in in_group:
+            action = _add(group, flag)
+            actions[flag.field] = action
+            if flag.choices or flag.kind is Path:
+                parser.values[action] = flag.choices
 
     def describe() -> None:
         descriptions = model.descriptions()
         for flag in flags:
             notes = _notes(flag, model.model_fields[flag.field])
-            actions[flag.field].help = (descriptions[flag.field] + notes).replace("%", "%%")
+            text = descriptions[flag.field] + notes
+            # argparse formats help texts with the % operator.
+            actions[flag.field].help = text.replace("%", "%%")
 
     parser.describe = describe
     return parser
 
 
 def _usage(flag: Flag) -> str:
-    return flag.field.upper() if flag.positional else f"{flag.names[0]} {flag.field.upper()}"
+    value = flag.field.upper()
+    return value if flag.positional else f"{flag.names[0]} {value}"
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
@@ -251,8 +286,10 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
     for flag in flags_of(model):
         match getattr(given, flag.field, None):
             case bool(value):
-                read[flag.field] = value, f"flag {flag.names[0]}"
-            case dict(flags):  # all have the same value
-                *_, (name, (text, _)) = flags.items()
-                read[flag.field] = flag.convert(text, f"flag {name}"), f"flag {name}"
+                read[flag.field] = (value, f"flag {flag.names[0]}")
+            case dict(typed):
+                # All have the same value: the last one typed stands for them.
+                name = list(typed)[-1]
+                source = f"flag {name}"
+                read[flag.field] = (flag.convert(typed[name].value, source), source)
     return read

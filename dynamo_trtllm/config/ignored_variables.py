@@ -36,17 +36,30 @@ def ignored(
     """
     reasons: dict[str, list[str]] = {}
     for name in sorted(env):
-        if name.startswith(PREFIX) and name not in read and env[name].strip():
-            variable = find(name)
-            if variable is None:
-                if name not in known and not _is_of_kubernetes(name, env[name]):
-                    reasons.setdefault(_unknown(name, known), []).append(name)
-            elif processes.isdisjoint(variable.processes):
-                continue
-            elif env[name].strip().lower() not in map(str.lower, variable.same):
-                reasons.setdefault(variable.reason, []).append(name)
+        if not name.startswith(PREFIX) or name in read or not env[name].strip():
+            continue
+        reason = _reason(name, env[name], known, processes)
+        if reason is not None:
+            reasons.setdefault(reason, []).append(name)
+    if not reasons:
+        return ""
     parts = [f"{_list(names)} ({reason})" for reason, names in reasons.items()]
-    return f"environment variables without effect: {'; '.join(parts)}; unset them" if parts else ""
+    return f"environment variables without effect: {'; '.join(parts)}; unset them"
+
+
+def _reason(
+    name: str, value: str, known: Collection[str], processes: AbstractSet[str]
+) -> str | None:
+    """Return why a variable has no effect; None if it need not be named."""
+    variable = find(name)
+    if variable is None:
+        if name in known or _is_of_kubernetes(name, value):
+            return None
+        return _unknown(name, known)
+    if processes.isdisjoint(variable.processes):
+        return None
+    asks_for_what_happens_anyway = value.strip().lower() in map(str.lower, variable.same)
+    return None if asks_for_what_happens_anyway else variable.reason
 
 
 def _is_of_kubernetes(name: str, value: str) -> bool:
@@ -55,12 +68,16 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
-    names = {*known, *(each for each in VARIABLES if not each.endswith("*"))}
-    # the common prefix would make any two short names similar
-    rests = [each.removeprefix(PREFIX) for each in names if each.startswith(PREFIX)]
+    of_dynamo = [other for other in VARIABLES if not other.endswith("*")]
+    # The common prefix would make any two short names similar.
+    rests = {
+        other.removeprefix(PREFIX) for other in (*known, *of_dynamo) if other.startswith(PREFIX)
+    }
     guess = suggest(name.removeprefix(PREFIX), sorted(rests))
     return f"unknown; did you mean {PREFIX}{guess}?" if guess else "unknown"
 
 
 def _list(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -26,8 +26,11 @@ MAX_YAML_DEPTH = 64
 CONFIG_FOLDERS = ("engine_configs", "kernels_config", "deploy")  # packaged in the wheel
 
 log = logging.getLogger(__name__)
+# Paths in Dynamo's container and source tree, as its guides write them.
 _GUIDE_PATH = re.compile(
-    r"(/workspace/(dynamo/)?)?((examples|components)/backends/trtllm/)?engine_configs(?P<gpt_oss>/gpt_oss(?=/|\Z))?(?=/|\Z)"
+    r"(/workspace/(dynamo/)?)?"
+    r"((examples|components)/backends/trtllm/)?"
+    r"engine_configs(?P<gpt_oss>/gpt_oss(?=/|\Z))?(?=/|\Z)"
 )
 
 
@@ -68,10 +71,9 @@ def merge(layers: Iterable[Source]) -> Merged:
             for overridden in _overridden_keys(merged, key):
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:
+                    winner = f"{layer.source.removeprefix('flag ')} {_text(value)}"
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
-                    notes.append(
-                        f"{layer.source.removeprefix('flag ')} {_text(value)} overrides {loser}"
-                    )
+                    notes.append(f"{winner} overrides {loser}")
             merged[key] = SourcedValue(value, layer.source)
         if layer.is_default:
             defaults.add(layer.source)
@@ -96,19 +98,21 @@ def nested(merged: Mapping[str, SourcedValue]) -> dict[str, Any]:
 
 def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in layer.items():
-        if (
-            isinstance(value, Mapping)
-            and value
-            and all(isinstance(k, str) and "." not in k for k in value)
-        ):
+        if isinstance(value, Mapping) and value and _has_plain_keys(value):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
+def _has_plain_keys(level: Mapping[Any, Any]) -> bool:
+    """Return True if all keys can be parts of a dotted key."""
+    return all(isinstance(key, str) and "." not in key for key in level)
+
+
 def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
-    """Return the leaves that a new `key` replaces: itself, those above it (now a mapping) and those
-    below it.
+    """Return the leaves that a new `key` replaces: itself, those above and those below it.
+
+    One above it becomes a mapping.
     """
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
@@ -116,15 +120,20 @@ def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
 
 
 def unknown_key(given: Iterable[str], allowed: Iterable[str]) -> str:
-    """Return an error text for the first key that is not allowed, with the most similar one; "" if
-    there is none.
+    """Return an error text for the first key that is not allowed; "" if there is none.
+
+    It names the most similar key.
     """
     names = sorted(allowed)
     for key in given:
-        if key not in names:
-            guess = suggest(str(key), names)
-            hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(names) or 'none'}"
-            return f"unknown key {str(key)!r}; {hint}"
+        if key in names:
+            continue
+        guess = suggest(str(key), names)
+        if guess:
+            hint = f"did you mean {guess!r}?"
+        else:
+            hint = f"known: {', '.join(names) or 'none'}"
+        return f"unknown key {str(key)!r}; {hint}"
     return ""
 
 
@@ -140,28 +149,31 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
         ConfigError: A key is not allowed. The message suggests the most similar one.
     """
     for key in given:
-        if problem := unknown_key([key], allowed):
+        problem = unknown_key([key], allowed)
+        if problem:
             raise ConfigError(f"{where}: {problem}", field=str(key))
 
 
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader that also rejects duplicate keys, and documents too large or deep after alias
-    expansion.
+    """A YAML loader that also rejects duplicate keys, and too large or deep documents.
 
     PyYAML keeps only the last of two equal keys. Nine lines of aliases can expand to a billion
-    values.
+    values, so the size is that with aliases expanded.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        # by id() of each complete node; the document keeps these alive
+        # By id() of each complete node. The document keeps the nodes alive.
         self._extents: dict[int, _Extent] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
-        # stop before reading more
+        # Stop before reading more.
         _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
@@ -171,10 +183,10 @@ class _StrictLoader(yaml.SafeLoader):
                 None, None, "an alias refers to a value that contains it", mark
             )
         if node is not None and not is_alias:
-            inner = [self._extents[id(child)] for child in _children(node)]
+            children = [self._extents[id(child)] for child in _children(node)]
             extent = _Extent(
-                1 + sum(each.values for each in inner),
-                1 + max((each.depth for each in inner), default=0),
+                values=1 + sum(child.values for child in children),
+                depth=1 + max((child.depth for child in children), default=0),
             )
             _check_extent(extent, mark)
             self._extents[id(node)] = extent
@@ -183,10 +195,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
-            if (
-                not isinstance(key_node, yaml.ScalarNode)
-                or key_node.tag == "tag:yaml.org,2002:merge"
-            ):
+            # `<<` may be repeated: it merges a mapping, and is no key.
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE_TAG:
                 continue
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
@@ -208,9 +218,8 @@ def _check_extent(extent: _Extent, mark: yaml.Mark) -> None:
         problem = f"more than {MAX_YAML_VALUES} values with aliases expanded; give a smaller file"
         raise yaml.composer.ComposerError(None, None, problem, mark)
     if extent.depth > MAX_YAML_DEPTH:
-        raise yaml.composer.ComposerError(
-            None, None, f"more than {MAX_YAML_DEPTH} levels; nest less", mark
-        )
+        problem = f"more than {MAX_YAML_DEPTH} levels; nest less"
+        raise yaml.composer.ComposerError(None, None, problem, mark)
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:
@@ -242,21 +251,23 @@ def find_file(path: Path) -> Path:
 def _packaged(path: Path) -> list[Path]:
     """Return the places of a packaged file: in the wheel, and beside the package in a checkout."""
     package = Path(__file__).parent.parent
-    return [package / path] + (
-        [package.parent / path] if path.parts[:1] and path.parts[0] in CONFIG_FOLDERS else []
-    )
+    places = [package / path]
+    if path.parts and path.parts[0] in CONFIG_FOLDERS:
+        places.append(package.parent / path)
+    return places
 
 
 def _alias(path: Path) -> Path:
-    """Map a path in Dynamo's source tree or container, as its guides use it, to ours; return others
-    unchanged.
+    """Map a path of Dynamo's guides, in its source tree or container, to ours.
+
+    Others are returned unchanged.
     """
-    theirs = _GUIDE_PATH.match(str(path))
+    text = str(path)
+    theirs = _GUIDE_PATH.match(text)
     if theirs is None:
         return path
-    return Path(
-        f"engine_configs{'/gpt-oss-120b/v0.5' if theirs['gpt_oss'] else ''}{str(path)[theirs.end() :]}"
-    )
+    folder = "engine_configs/gpt-oss-120b/v0.5" if theirs["gpt_oss"] else "engine_configs"
+    return Path(folder + text[theirs.end() :])
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -273,15 +284,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: has more than {MAX_YAML_BYTES} bytes; give a smaller file")
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"{path}: can't be read: {getattr(exc, 'strerror', None) or exc}"
-        ) from exc
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{path}: can't be read: {reason}") from exc
     try:
         value = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError(f"{where}: {getattr(exc, 'problem', None) or exc}") from exc
+        problem = getattr(exc, "problem", None) or exc
+        raise ConfigError(f"{where}: {problem}") from exc
     # A value looks like a date but is invalid, is too long an integer, or does not fit its tag
     # (!!bool x).
     except (ValueError, KeyError, AttributeError, IndexError) as exc:
@@ -298,9 +309,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    return "".join(
-        _yaml_lines(nested({key: SourcedValue(leaf, "") for key, leaf in leaves.items()}), "")
-    )
+    # Wrapped twice, because `nested` unwraps once, and the source is written beside the value.
+    wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
+    return "".join(_yaml_lines(nested(wrapped), ""))
 
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:

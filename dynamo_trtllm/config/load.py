@@ -70,24 +70,30 @@ def load(
         ConfigError: A flag, variable or value is not valid.
         SystemExit: With status 0 after `--help`, `--version` and `--print-config`.
     """
-    parser = build_parser(model, program(prog) if argv is None else prog)
-    given, unknown = parser.parse_known_args(command_line() if argv is None else list(argv))
+    if argv is None:
+        prog = program(prog)
+        argv = command_line()
+    env = os.environ if environ is None else environ
+    parser = build_parser(model, prog)
+    given, unknown = parser.parse_known_args(list(argv))
     reject_unknown(model, given, _without_fixed(model, unknown), parser)
     flags = read_flags(model, given)
-    env = os.environ if environ is None else environ
     config = _validate(model, _from_environment(model, env, flags) | flags)
     if hasattr(given, "print_config"):
-        note = ignored_variables(env, config)
         sys.stdout.write(config_table(config))
-        sys.stdout.write(f"note: {note}\n" if note else "")
-        sys.stdout.write(more(config) if more else "")
+        note = ignored_variables(env, config)
+        if note:
+            sys.stdout.write(f"note: {note}\n")
+        if more is not None:
+            sys.stdout.write(more(config))
         raise SystemExit(0)
     return config
 
 
 def program(prog: str) -> str:
-    """Return the name of this program in messages: `dynamo-trtllm COMMAND` if it was typed so,
-    otherwise `prog`.
+    """Return the name of this program in messages.
+
+    It is `dynamo-trtllm COMMAND` if that was typed, otherwise `prog`.
     """
     typed = "".join(sys.argv[:1])
     return typed if typed.startswith(f"{CONSOLE} ") else prog
@@ -95,14 +101,16 @@ def program(prog: str) -> str:
 
 def exit_with(prog: str, error: ConfigError) -> NoReturn:
     """Print a ConfigError as one line on stderr, and exit with status 2."""
-    sys.stderr.write(f"{program(prog)}: {escape_controls(' '.join(error.message.split()))}\n")
+    line = " ".join(error.message.split())
+    sys.stderr.write(f"{program(prog)}: {escape_controls(line)}\n")
     raise SystemExit(2) from error
 
 
 @contextmanager
 def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
-    """End a command with a status, and with one line instead of a traceback, if it raises an error
-    in this context.
+    """End a command with a status if it raises an error in this context.
+
+    It writes one line instead of a traceback.
 
     Args:
         prog: Command, as for `load`.
@@ -145,7 +153,8 @@ def command(
         @functools.wraps(run)
         def main(argv: Sequence[str] | None = None) -> NoReturn:
             with command_errors(prog, *failures):
-                raise SystemExit(run(load(model, prog=prog, argv=argv, more=more)) or 0)
+                status = run(load(model, prog=prog, argv=argv, more=more))
+                raise SystemExit(0 if status is None else status)
 
         return main
 
@@ -153,9 +162,7 @@ def command(
 
 
 def process_environment() -> dict[str, str]:
-    """Return a copy of this process's environment, for child processes and for engines that read
-    it.
-    """
+    """Return a copy of this process's environment, for children and for engines that read it."""
     return dict(os.environ)
 
 
@@ -166,12 +173,11 @@ def is_color_disabled() -> bool:
 
 def config_table(config: Config) -> str:
     """Format field, value and source as a table. Passwords are masked."""
-    flags = flags_of(type(config))
-    rows = [
-        (flag.field, _shown(flag, getattr(config, flag.field)), config.source_of(flag.field))
-        for flag in flags
-    ]
-    return format_table([("field", "value", "source"), *rows])
+    rows = [("field", "value", "source")]
+    for flag in flags_of(type(config)):
+        shown = _shown(flag, getattr(config, flag.field))
+        rows.append((flag.field, shown, config.source_of(flag.field)))
+    return format_table(rows)
 
 
 def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
@@ -186,10 +192,11 @@ def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     names = {flag.field: flag.names[0] for flag in flags_of(model)}
     for field, value in values.items():
+        name = names[field]
         if isinstance(value, bool):
-            words.append(names[field] if value else f"--no-{names[field].removeprefix('--')}")
+            words.append(name if value else f"--no-{name.removeprefix('--')}")
         elif value is not None:
-            words.append(f"{names[field]}={_text(value)}")
+            words.append(f"{name}={_text(value)}")
     return words
 
 
@@ -201,7 +208,8 @@ def _shown(flag: Flag, value: Any) -> str:
     """Return the value as it is shown to users."""
     if value is None:
         return "-"
-    return mask_address(_text(value)) if flag.is_address else mask_credentials(_text(value))
+    text = _text(value)
+    return mask_address(text) if flag.is_address else mask_credentials(text)
 
 
 def _from_environment(
@@ -221,15 +229,20 @@ def _from_environment(
     for flag in flags_of(model):
         if flag.field in typed:
             continue
-        own = {name: env[name] for name in flag.variables() if name in env}
-        given = own or _well_known(flag, env, processes)
-        if len({*given.values()}) > 1:
-            names = " and ".join(given)
-            text = f"environment {names} set the same and contradict each other; unset one of them"
-            raise ConfigError(text, field=flag.field)
-        for name, text in list(given.items())[:1]:
-            source = f"environment {name}"
-            values[flag.field] = (flag.convert(text, source), source)
+        given = {name: env[name] for name in flag.variables() if name in env}
+        if not given:
+            given = _well_known(flag, env, processes)
+        if not given:
+            continue
+        if len(set(given.values())) > 1:
+            raise ConfigError(
+                f"environment {' and '.join(given)} set the same and contradict each other; unset"
+                " one of them",
+                field=flag.field,
+            )
+        name = next(iter(given))
+        source = f"environment {name}"
+        values[flag.field] = (flag.convert(given[name], source), source)
     return values
 
 
@@ -237,13 +250,14 @@ def _well_known(flag: Flag, env: Mapping[str, str], processes: AbstractSet[str])
     """Return the well-known variables of a flag that are set and read by these processes."""
     values: dict[str, str] = {}
     for name in flag.env:
-        if name in env and dynamo_variables.is_read_by(name, processes):
-            try:
-                text = dynamo_variables.option_value(name, env[name])
-            except ConfigError as exc:
-                raise ConfigError(exc.message, field=flag.field) from exc
-            if text is not None:
-                values[name] = text
+        if name not in env or not dynamo_variables.is_read_by(name, processes):
+            continue
+        try:
+            text = dynamo_variables.option_value(name, env[name])
+        except ConfigError as exc:
+            raise ConfigError(exc.message, field=flag.field) from exc
+        if text is not None:
+            values[name] = text
     return values
 
 
@@ -251,25 +265,37 @@ def _kinds(model: type[Config], engine: object) -> AbstractSet[str]:
     """Return the kinds of process with these settings, as in `dynamo_variables`."""
     if issubclass(model, WorkerConfig):
         return {dynamo_variables.WORKER, str(engine)}
-    return {dynamo_variables.FRONTEND} if issubclass(model, FrontendConfig) else set()
+    if issubclass(model, FrontendConfig):
+        return {dynamo_variables.FRONTEND}
+    return set()
 
 
 def _engine(env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]) -> object:
-    return typed["engine"][0] if "engine" in typed else env.get(f"{ENV_PREFIX}ENGINE")
+    if "engine" in typed:
+        value, _ = typed["engine"]
+        return value
+    return env.get(f"{ENV_PREFIX}ENGINE")
 
 
 def ignored_variables(env: Mapping[str, str], *configs: Config) -> str:
     """Return a line that names the DYN_ variables that these processes do not read, or ""."""
     processes: set[str] = set()
-    for each in configs:
-        processes |= _kinds(type(each), getattr(each, "engine", None))
-    known, read = _read_by(_commands()), _read_by(map(type, configs))
-    return ignored(env, known=known, read=read, processes=processes)
+    for config in configs:
+        processes |= _kinds(type(config), getattr(config, "engine", None))
+    return ignored(
+        env,
+        known=_read_by(_commands()),
+        read=_read_by(map(type, configs)),
+        processes=processes,
+    )
 
 
 def warn_of_ignored_variables(*configs: Config) -> None:
     """Log the line of `ignored_variables`, unless the parent of this process has logged it."""
-    if _IS_NAMED not in os.environ and (line := ignored_variables(os.environ, *configs)):
+    if _IS_NAMED in os.environ:
+        return
+    line = ignored_variables(os.environ, *configs)
+    if line:
         log.warning("%s", line)
 
 
@@ -279,49 +305,61 @@ def child_environment() -> dict[str, str]:
 
 
 def _commands() -> list[type[Config]]:
-    classes = [each for each in vars(commands).values() if isinstance(each, type)]
-    return [each for each in classes if issubclass(each, Config)]
+    """Return the settings of all commands."""
+    classes = [value for value in vars(commands).values() if isinstance(value, type)]
+    return [cls for cls in classes if issubclass(cls, Config)]
 
 
 def _read_by(models: Iterable[type[Config]]) -> set[str]:
-    flags = [flag for model in models for flag in flags_of(model)]
-    return {name for flag in flags for name in (*flag.variables(), *flag.env)}
+    """Return the variables that the processes with these settings read."""
+    names: set[str] = set()
+    for model in models:
+        for flag in flags_of(model):
+            names.update(flag.variables())
+            names.update(flag.env)
+    return names
 
 
 def _without_unusable_otel(
     model: type[Config], env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]
 ) -> Mapping[str, str]:
-    """Leave out empty OTEL_ variables, and all if one can't be used: clusters set them for other
-    programs in a pod.
+    """Leave out empty OTEL_ variables, and all if one can't be used.
+
+    Clusters set them for other programs in a pod.
     """
-    flags = {name: flag for flag in flags_of(model) for name in flag.env}
-    flags = {name: flag for name, flag in flags.items() if name.startswith("OTEL_")}
+    flags: dict[str, Flag] = {}
+    for flag in flags_of(model):
+        for name in flag.env:
+            if name.startswith("OTEL_"):
+                flags[name] = flag
     env = {name: text for name, text in env.items() if name not in flags or text.strip()}
-    problem, is_off = "", env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    without_otel = {name: text for name, text in env.items() if name not in flags}
+    is_off = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if is_off:
+        return without_otel
+    problem = ""
     for name, flag in flags.items():
-        if name in env and flag.field not in {
-            *typed,
-            *(flag.field for own in flag.variables() if own in env),
-        }:
-            try:
-                _validate(model, {flag.field: (env[name], f"environment {name}")})
-            except ConfigError as exc:
-                problem = exc.message
-            protocol = env.get(_OTLP_PROTOCOL, "").strip()
-            if flag.field == "otlp_endpoint" and protocol and not protocol.startswith("http/"):
-                problem = (
-                    f"environment {_OTLP_PROTOCOL} is {protocol!r}: only OTLP over HTTP is"
-                    " supported"
-                )
-    if problem and not is_off:
-        log.warning(
-            "%s; no OTEL_ variable is used, and no traces are sent without --otlp-endpoint", problem
-        )
-    return (
-        {name: text for name, text in env.items() if name not in flags}
-        if problem or is_off
-        else env
+        is_overridden = flag.field in typed or any(own in env for own in flag.variables())
+        if name in env and not is_overridden:
+            problem = _otel_problem(model, flag, name, env) or problem
+    if not problem:
+        return env
+    log.warning(
+        "%s; no OTEL_ variable is used, and no traces are sent without --otlp-endpoint", problem
     )
+    return without_otel
+
+
+def _otel_problem(model: type[Config], flag: Flag, name: str, env: Mapping[str, str]) -> str:
+    """Return why the OTEL_ variable `name` can't be used for a flag; "" if it can."""
+    protocol = env.get(_OTLP_PROTOCOL, "").strip()
+    if flag.field == "otlp_endpoint" and protocol and not protocol.startswith("http/"):
+        return f"environment {_OTLP_PROTOCOL} is {protocol!r}: only OTLP over HTTP is supported"
+    try:
+        _validate(model, {flag.field: (env[name], f"environment {name}")})
+    except ConfigError as exc:
+        return exc.message
+    return ""
 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
@@ -332,29 +370,41 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     if not names:
         return
-    flags = [flag for each in dict.fromkeys([model, *_commands()]) for flag in flags_of(each)]
-    known = {name for flag in flags for name in flag.variables()}
-    const = {
-        variable(word): f"set {flag.variables()[0]} to {value}"
-        for flag in flags
-        for word, value in flag.const_flags.items()
-    }
+    known: set[str] = set()
+    # What to set instead of the variable that a flag without a value would have.
+    instead: dict[str, str] = {}
+    for settings in dict.fromkeys([model, *_commands()]):
+        for flag in flags_of(settings):
+            variables = flag.variables()
+            known.update(variables)
+            for const_flag, value in flag.const_flags.items():
+                instead[variable(const_flag)] = f"set {variables[0]} to {value}"
     for name in names:
-        if name not in known and dynamo_variables.find(name) is None:
-            guess = suggest(name, known)
-            hint = const.get(name) or (f"did you mean {guess}?" if guess else "unset it")
-            raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
+        if name in known or dynamo_variables.find(name) is not None:
+            continue
+        guess = suggest(name, known)
+        if name in instead:
+            hint = instead[name]
+        elif guess:
+            hint = f"did you mean {guess}?"
+        else:
+            hint = "unset it"
+        raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
 
 
 def _validate(model: type[C], given: Mapping[str, tuple[Any, str]]) -> C:
     """Return the checked config. `given`: value and source by field."""
+    values = {name: value for name, (value, _) in given.items()}
     sources = {name: source for name, (_, source) in given.items()}
     try:
-        config = model.model_validate({name: value for name, (value, _) in given.items()})
+        config = model.model_validate(values)
     except ValidationError as exc:
-        first, more = exc.errors(include_url=False)[0], exc.error_count() - 1
+        first = exc.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        text = _problem(model, name, first, sources) + (f" (and {more} more)" if more else "")
+        text = _problem(model, name, first, sources)
+        num_more = exc.error_count() - 1
+        if num_more:
+            text += f" (and {num_more} more)"
         raise ConfigError(text, field=name or None) from exc
     return config.with_sources(dict.fromkeys(model.model_fields, DEFAULT_SOURCE) | sources)
 
@@ -364,10 +414,11 @@ def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, s
     if name not in flags:
         text = str(error["msg"]).removeprefix("Value error, ")
         return text + _set_by_variables(text, flags.values(), sources)
+    flag = flags[name]
     if error["type"] == "missing":
-        return f"{flags[name].names[0]} is missing; pass it, or set {ENV_PREFIX}{name.upper()}"
+        return f"{flag.names[0]} is missing; pass it, or set {ENV_PREFIX}{name.upper()}"
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return f"{sources[name]} is {_shown(flags[name], error['input'])!r}: {message}"
+    return f"{sources[name]} is {_shown(flag, error['input'])!r}: {message}"
 
 
 def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, str]) -> str:
@@ -381,7 +432,8 @@ def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, st
     return f" ({', '.join(notes)})" if notes else ""
 
 
-_WORKER, _LAUNCHER = f"{CONSOLE} worker", f"{CONSOLE} launch"
+_WORKER = f"{CONSOLE} worker"
+_LAUNCHER = f"{CONSOLE} launch"
 _COMMANDS: Mapping[type[Config], str] = {
     WorkerConfig: _WORKER,
     FrontendConfig: f"{CONSOLE} frontend",
@@ -412,17 +464,12 @@ def reject_unknown(
         ConfigError: There is an unknown word. The message says what to type or do instead.
     """
     positional = next((flag for flag in flags_of(model) if flag.positional), None)
-    first: Mapping[str, tuple[str, str]] = (
-        getattr(given, positional.field, {}) if positional else {}
-    )
-    words = [*(value for value, _ in first.values()), *unknown]
-    if words and words[0].replace("_", "-") in _SUBCOMMANDS:
-        name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
-        raise ConfigError(
-            f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE}"
-            f" serve {name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; for"
-            f" one worker: {_WORKER} --model-path {name}"
-        )
+    words = list(unknown)
+    if positional is not None:
+        # The parser takes a subcommand of another server for the first argument.
+        first = getattr(given, positional.field, {})
+        words = [typed.value for typed in first.values()] + words
+    _reject_subcommand(words)
     if not unknown:
         return
     word = unknown[0]
@@ -433,14 +480,27 @@ def reject_unknown(
         if "model_path" in model.model_fields:
             hint = f"if it is the model, type --model-path {word}"
         raise ConfigError(f"unexpected argument {word!r}; {hint}")
-    name = word.partition("=")[0]
+    name, _, _ = word.partition("=")
     answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
     if answer is None:
-        guess = suggest(
-            name, (each for each in parser._option_string_actions if each.startswith("--"))
-        )
+        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        guess = suggest(name, flags)
         answer = f"did you mean {guess}?" if guess else "see --help"
     raise ConfigError(f"unknown flag {name}; {answer}")
+
+
+def _reject_subcommand(words: Sequence[str]) -> None:
+    """Raise ConfigError if the first word is a subcommand of another server, or one of ours."""
+    if not words or words[0].replace("_", "-") not in _SUBCOMMANDS:
+        return
+    model_name = "MODEL"
+    if len(words) > 1 and not words[1].startswith("-"):
+        model_name = words[1]
+    raise ConfigError(
+        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve"
+        f" {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {model_name};"
+        f" for one worker: {_WORKER} --model-path {model_name}"
+    )
 
 
 def _without_fixed(model: type[Config], unknown: Sequence[str]) -> list[str]:
@@ -451,39 +511,51 @@ def _without_fixed(model: type[Config], unknown: Sequence[str]) -> list[str]:
     for flag in ("request-plane", "event-plane", "discovery-backend", "store-kv"):
         variable_name = dynamo_variables.PREFIX + flag.replace("-", "_").upper()
         for value in dynamo_variables.VARIABLES[variable_name].same:
-            for typed in ([f"--{flag}={value}"], [f"--{flag}", value]):
-                for i in range(len(words) - len(typed), -1, -1):
-                    if words[i : i + len(typed)] == typed:
-                        del words[i : i + len(typed)]
+            words = _without(words, [f"--{flag}={value}"])
+            words = _without(words, [f"--{flag}", value])
     return words
 
 
+def _without(words: list[str], part: list[str]) -> list[str]:
+    """Return the words without each occurrence of the words of `part` in a row."""
+    kept = list(words)
+    # From the end, because a deletion moves only the words that follow it.
+    for i in range(len(words) - len(part), -1, -1):
+        if kept[i : i + len(part)] == part:
+            del kept[i : i + len(part)]
+    return kept
+
+
 def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
-    """Return what to type or do instead of an unknown flag; None if it is not known, here or in
-    other servers.
+    """Return what to type or do instead of an unknown flag.
+
+    Return None if it is not known, neither here nor in other servers.
     """
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
-    own = {
-        field.replace("_", "-"): [field]
-        for each in (model, *_COMMANDS)
-        for field in each.model_fields
-    }
     others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
-    prefix = name.partition(".")[0] + "."  # of --trtllm.section.key
-    fields = others.get(prefix if prefix in name else name) or own.get(name, [])
-    if isinstance(fields, str):
-        return fields
+    section, dot, _ = name.partition(".")  # of --trtllm.section.key
+    answer = others.get(f"{section}." if dot else name)
+    if isinstance(answer, str) and answer:
+        return answer
+    fields = answer or _fields_named(name, (model, *_COMMANDS))
     for field in fields:
         if positional is not None and field == positional.field:
             return f"{positional.names[0]} is the first argument: type the value without --{name}"
         if field in model.model_fields:
-            return f"use {_flag(field)}" if _flag(field) != f"--{name}" else None
-    for each, command in _COMMANDS.items():
+            flag = _flag(field)
+            return None if flag == f"--{name}" else f"use {flag}"
+    for owner, command in _COMMANDS.items():
         for field in fields:
-            if field in each.model_fields:
-                return _of_another(model, each, command, field, name)
+            if field in owner.model_fields:
+                return _of_another(model, owner, command, field, name)
     return None
+
+
+def _fields_named(flag_name: str, models: Iterable[type[Config]]) -> list[str]:
+    """Return the field with this flag in any of the models; none if there is none."""
+    field = flag_name.replace("-", "_")
+    return [field] if any(field in model.model_fields for model in models) else []
 
 
 def _of_another(
@@ -495,7 +567,9 @@ def _of_another(
     if issubclass(model, LaunchConfig | ServeConfig):
         where = "the flags of a worker" if owner is WorkerConfig else "frontend"
         return f"write {flag.removeprefix('--')} in {where} in the deployment file"
-    return f"{flag} is a flag of {command}" if flag == f"--{name}" else f"it is {flag} of {command}"
+    if flag == f"--{name}":
+        return f"{flag} is a flag of {command}"
+    return f"it is {flag} of {command}"
 
 
 def _flag(field: str) -> str:

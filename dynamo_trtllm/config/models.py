@@ -31,7 +31,7 @@ from dynamo_trtllm.config.base import (
 from dynamo_trtllm.messages import Role
 
 _ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
 Origins = Annotated[
     str,
     matching(
@@ -48,9 +48,10 @@ class WorkerConfig(ProcessConfig):
     """Run one worker: an engine that serves prefill, decode or complete requests of one model.
 
     examples, one prefill and one decode worker of the same model:
-      %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode prefill
-      --max-num-tokens 8192 %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode
-      decode --max-batch-size 64
+      %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode prefill \\
+        --max-num-tokens 8192
+      %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode decode \\
+        --max-batch-size 64
     """
 
     # None selects the engine's own default.
@@ -62,33 +63,28 @@ class WorkerConfig(ProcessConfig):
         "model", None, env="DYN_REASONING_PARSER"
     )
     """Reasoning parser: gpt_oss (Harmony), basic (text between <think> and </think>), deepseek_r1
-    (text up to
-    </think>), none. Default: chosen by the model's format.
+    (text up to </think>), none. Default: chosen by the model's format.
     """
     dyn_tool_call_parser: Literal["harmony", "hermes", "json", "none"] | None = option(
         "model", None, env="DYN_TOOL_CALL_PARSER"
     )
     """Tool-call parser: harmony, hermes (JSON in <tool_call> tags), json (the answer is a call),
-    none. Default: chosen
-    by the model's format.
+    none. Default: chosen by the model's format.
     """
     generation_config: Literal["auto", "none"] = option("model", "auto")
     """auto: requests default to temperature, top_p, top_k, min_p and repetition_penalty of the
-    model's
-    generation_config.json. none: they use the API's defaults.
+    model's generation_config.json. none: they use the API's defaults.
     """
     custom_jinja_template: Path | None = option("model", None, env="DYN_CUSTOM_JINJA_TEMPLATE")
     """Chat template (Jinja) instead of the model's own.
 
-    Pass it to all workers of the model. Not for gpt-oss, whose
-    format (Harmony) has no template.
+    Pass it to all workers of the model. Not for gpt-oss, whose format (Harmony) has no template.
     """
     max_seq_len: PositiveInt | None = option("model", None, aliases=("--max-model-len",))
     """Maximum prompt and output tokens per request."""
     engine: EngineName | None = option("engine", None)
     """Inference engine: trtllm (TensorRT-LLM), vllm, torch (transformers on CPU or GPU), mock (no
-    weights). Default:
-    trtllm if TensorRT-LLM is installed; otherwise this flag is required.
+    weights). Default: trtllm if TensorRT-LLM is installed; otherwise this flag is required.
     """
     extra_engine_args: Path | None = option("engine", None)
     """YAML file of engine arguments. Flags override its values."""
@@ -100,30 +96,27 @@ class WorkerConfig(ProcessConfig):
     """Write the merged engine arguments to this YAML file, each with its source."""
     print_environment: bool = option("engine", False)
     """Print the variables that TensorRT-LLM reads on each node of an engine on several nodes (of
-    the kernel profile and
-    --compile-cache), as lines for a shell, and exit. A variable that is set keeps its value.
+    the kernel profile and --compile-cache), as lines for a shell, and exit. A variable that is set
+    keeps its value.
     """
     load_format: Literal["auto", "dummy"] | None = option("engine", None)
     """auto: read the model's weights. dummy: use random weights, which need no weight files and
-    give meaningless
-    answers.
+    give meaningless answers.
     """
     compile_cache: Path | None = option("engine", None)
     """Folder for compiled kernels (vllm, trtllm).
 
-    Later starts with the same model, GPU, engine version and arguments
-    use them, on other machines, too. Default: the libraries' own folders.
+    Later starts with the same model, GPU, engine version and arguments use them, on other machines,
+    too. Default: the libraries' own folders.
     """
     warm_up_budget_s: NonNegativeFloat = option("engine", 120.0)
     """Maximum seconds of the warm-up before the worker registers, in which kernels are compiled.
 
-    A step that runs then
-    is finished. 0: only one request.
+    A step that runs then is finished. 0: only one request.
     """
     expected_step_ms: PositiveFloat | None = option("engine", None)
     """Expected milliseconds of a decode step, for predictions until the worker has measured enough
-    steps. Default:
-    none, or what the mock engine's arguments say.
+    steps. Default: none, or what the mock engine's arguments say.
     """
     expected_prefill_rate: PositiveFloat | None = option("engine", None)
     """Expected prompt tokens per second of prefill, for the same."""
@@ -139,8 +132,7 @@ class WorkerConfig(ProcessConfig):
     """Number of GPUs over which layers are spread."""
     enable_attention_dp: bool | None = option("engine", None)
     """Attention data parallelism (trtllm): each of the GPUs of --tensor-parallel-size computes the
-    attention of its own
-    requests.
+    attention of its own requests.
     """
     gpus_per_node: PositiveInt | None = option("engine", None)
     """GPUs on each node of an engine on several nodes (trtllm).
@@ -165,16 +157,14 @@ class WorkerConfig(ProcessConfig):
         const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"},
     )
     """Role of this worker; with --engine vllm it is decode unless it is set. agg and pd are other
-    names of
-    prefill_and_decode.
+    names of prefill_and_decode.
     """
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option(
         "role", "prefill_first"
     )
     """Phase that starts first. decode_first reserves a decode slot before the prompt is processed.
 
-    Prefill and decode
-    workers need the same value.
+    Prefill and decode workers need the same value.
     """
     endpoint: Endpoint | None = option("role", None, env="DYN_ENDPOINT")
     """Endpoint as dyn://NAMESPACE.COMPONENT.ENDPOINT. Default: chosen by role."""
@@ -183,8 +173,7 @@ class WorkerConfig(ProcessConfig):
     )
     """Fraction of the GPU memory left after weights that the KV cache takes.
 
-    With --engine vllm: fraction of the whole
-    GPU memory that the engine takes, weights included.
+    With --engine vllm: fraction of the whole GPU memory that the engine takes, weights included.
     """
     kv_block_size: PositiveInt | None = option("KV cache and transfer", None)
     """Tokens per KV block. Prefill and decode workers need the same value."""
@@ -200,8 +189,7 @@ class WorkerConfig(ProcessConfig):
     """Maximum seconds to fetch a prompt's KV."""
     kv_transfer_host: ReachableHost | None = option("KV cache and transfer", None)
     """Address or name at which other workers reach this host for KV over TCP, or for the handshake
-    of --engine vllm.
-    Default: the local address that routes to NATS, else to etcd, else 127.0.0.1.
+    of --engine vllm. Default: the local address that routes to NATS, else to etcd, else 127.0.0.1.
     """
     kv_transfer_bind_host: IpAddress | None = option("KV cache and transfer", None)
     """IP address to listen on for KV over TCP; 0.0.0.0 and :: mean every interface.
@@ -213,8 +201,7 @@ class WorkerConfig(ProcessConfig):
     )
     """Maximum fraction of the KV blocks held for transfers that are not yet fetched.
 
-    When more are held for a second, a
-    prefill worker rejects requests.
+    When more are held for a second, a prefill worker rejects requests.
     """
     max_leaked_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
         "KV cache and transfer", 0.5
@@ -234,14 +221,12 @@ class WorkerConfig(ProcessConfig):
     system_host: NonEmpty = option("process", "0.0.0.0", env="DYN_SYSTEM_HOST")
     """Address that --system-port listens on.
 
-    The default accepts connections from other machines. The launcher sets
-    127.0.0.1.
+    The default accepts connections from other machines. The launcher sets 127.0.0.1.
     """
     system_port: Port | None = option("process", None, env="DYN_SYSTEM_PORT")
     """Port for /live, /ready, /health and /metrics; 0 takes a free one.
 
-    Default: disabled, or a free loopback port when
-    the launcher starts the worker.
+    Default: disabled, or a free loopback port when the launcher starts the worker.
     """
     drain_timeout_s: PositiveFloat = option("process", 30.0, env="DYN_PREFILL_DRAIN_TIMEOUT_S")
     """Maximum time in seconds to drain at shutdown."""
@@ -249,7 +234,10 @@ class WorkerConfig(ProcessConfig):
     @property
     def model_name(self) -> str:
         """Return the name that clients send as `model`."""
-        return self.served_model_name or self.model_path.rstrip("/").rpartition("/")[2]
+        if self.served_model_name is not None:
+            return self.served_model_name
+        _, _, folder_name = self.model_path.rstrip("/").rpartition("/")
+        return folder_name
 
     @model_validator(mode="before")
     @classmethod
@@ -294,26 +282,23 @@ class FrontendConfig(ProcessConfig):
     workers: PositiveInt = option("HTTP and routing", 1)
     """Number of frontend processes that share the port.
 
-    Limits of connections, generations and queues apply to each
-    process.
+    Limits of connections, generations and queues apply to each process.
     """
     unknown_fields: Literal["reject", "warn", "ignore"] = option(
         "HTTP and routing", "warn", env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS"
     )
     """Unknown fields of requests: warn (ignore them, name them in the response header
-    x-dynamo-ignored-fields, in the
-    log and in /metrics, and reject misspelled ones), reject (status 400), ignore (all of them,
-    naming none).
+    x-dynamo-ignored-fields, in the log and in /metrics, and reject misspelled ones), reject (status
+    400), ignore (all of them, naming none).
     """
     router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
         "HTTP and routing", "round-robin", env="DYN_ROUTER_MODE"
     )
     """How workers are selected. round-robin: in turn. random: at random. least-loaded: the prefill
-    worker with the
-    fewest prompt tokens to compute and the decode worker with the fewest tokens in its KV cache;
-    for prompts of different lengths or workers of different speed. kv: as least-loaded, but prompt
-    tokens in a worker's prefix cache do not count; for prompts that begin alike, as in
-    conversations.
+    worker with the fewest prompt tokens to compute and the decode worker with the fewest tokens in
+    its KV cache; for prompts of different lengths or workers of different speed. kv: as
+    least-loaded, but prompt tokens in a worker's prefix cache do not count; for prompts that begin
+    alike, as in conversations.
     """
     router_kv_events: bool = option(
         "HTTP and routing",
@@ -323,9 +308,8 @@ class FrontendConfig(ProcessConfig):
     )
     """With --router-mode kv: read the KV events of workers that run with --publish-kv-events.
 
-    For all other workers
-    (with --no-router-kv-events: for all), assume that a worker has the prompts that this frontend
-    process sent to it.
+    For all other workers (with --no-router-kv-events: for all), assume that a worker has the
+    prompts that this frontend process sent to it.
     """
     router_ttl_secs: PositiveFloat = option("HTTP and routing", 120.0, env="DYN_ROUTER_TTL_SECS")
     """With --router-mode kv: seconds for which a worker without KV events is assumed to have a
@@ -335,16 +319,15 @@ class FrontendConfig(ProcessConfig):
         "HTTP and routing", 1.0, env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT"
     )
     """With --router-mode kv: how much of a prompt token's cost is saved if the token is in the
-    prefix cache, from 0
-    (caches are ignored) to 1 (the token costs nothing).
+    prefix cache, from 0 (caches are ignored) to 1 (the token costs nothing).
     """
     router_temperature: NonNegativeFloat = option(
         "HTTP and routing", 0.0, env="DYN_ROUTER_TEMPERATURE"
     )
     """With --router-mode kv: 0 selects the worker with the lowest cost.
 
-    With more, selection is random: the softmax of
-    the negative costs, divided by their range and this number.
+    With more, selection is random: the softmax of the negative costs, divided by their range and
+    this number.
     """
     request_timeout_s: PositiveFloat = option("HTTP and routing", 600.0)
     """Maximum seconds of a request. A request can set a shorter limit with `timeout`."""
@@ -375,8 +358,7 @@ class FrontendConfig(ProcessConfig):
     max_total_body_bytes: PositiveInt = option("HTTP and routing", 256 << 20)
     """Maximum bytes of all request bodies together that are being received or parsed.
 
-    Further bodies wait for at most 5
-    s, then they are answered with 429.
+    Further bodies wait for at most 5 s, then they are answered with 429.
     """
     max_inflight: PositiveInt = option("HTTP and routing", 4096)
     """Maximum concurrent generations (n=4 counts as 4). Others are queued."""
@@ -405,36 +387,31 @@ class FrontendConfig(ProcessConfig):
         env="DYN_CANARY_WAIT_TIME",
     )
     """Seconds after which an idle pair is probed with a request whose answer is known. 0: no
-    probes, and a model is
-    ready as soon as matching workers of each role are registered.
+    probes, and a model is ready as soon as matching workers of each role are registered.
     """
     canary_timeout_s: PositiveFloat = option("HTTP and routing", 10.0)
     """Maximum seconds for each request of a probe."""
     stall_timeout_s: PositiveFloat = option("HTTP and routing", 5.0, aliases=("--stall-timeout",))
     """Seconds without an answer after which a worker counts as dead; also the maximum wait for the
-    acknowledgment of a
-    request. Streams are checked for lost messages three times in this time.
+    acknowledgment of a request. Streams are checked for lost messages three times in this time.
     """
     otlp_endpoint: OtlpEndpoint | None = option(
         "HTTP and routing", None, env="OTEL_EXPORTER_OTLP_ENDPOINT"
     )
     """Base URL of an OpenTelemetry collector, Jaeger or Tempo, which gets a trace of each request
-    (OTLP over HTTP, as
-    JSON). Default: no traces.
+    (OTLP over HTTP, as JSON). Default: no traces.
     """
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(
         "HTTP and routing", 1.0, env="OTEL_TRACES_SAMPLER_ARG"
     )
     """Share of the requests with a trace, from 0 to 1.
 
-    The sampling flag of a client's traceparent header
-    takes precedence.
+    The sampling flag of a client's traceparent header takes precedence.
     """
     response_store: Literal["auto", "memory", "jetstream"] = option("HTTP and routing", "auto")
     """Store of responses for previous_response_id and GET: memory (of one frontend process),
-    jetstream (NATS, shared by
-    all frontends of the namespace; needs nats-server -js), auto (jetstream with several --workers,
-    else memory).
+    jetstream (NATS, shared by all frontends of the namespace; needs nats-server -js), auto
+    (jetstream with several --workers, else memory).
     """
     response_store_entries: PositiveInt = option("HTTP and routing", 10_000)
     """Maximum responses stored in memory.
@@ -444,8 +421,8 @@ class FrontendConfig(ProcessConfig):
     response_store_bytes: PositiveInt = option("HTTP and routing", 256 << 20)
     """Maximum bytes of stored responses.
 
-    Beyond it, the client address with the most loses its oldest (memory), or the
-    oldest are deleted (jetstream).
+    Beyond it, the client address with the most loses its oldest (memory), or the oldest are deleted
+    (jetstream).
     """
     response_store_entry_bytes: PositiveInt = option("HTTP and routing", 4 << 20)
     """Maximum bytes of one stored response with its conversation. Longer ones need store: false."""
@@ -455,23 +432,24 @@ class FrontendConfig(ProcessConfig):
     @property
     def allowed_origins(self) -> frozenset[str]:
         """Return the origins of --cors-origins as browsers send them; "*" means all."""
-        origins = self.cors_origins.lower().split(",") if self.cors_origins else ()
-        return frozenset(
-            each.removesuffix(_DEFAULT_PORTS.get(each.partition("://")[0], "")) for each in origins
-        )
+        if not self.cors_origins:
+            return frozenset()
+        origins = set()
+        for origin in self.cors_origins.lower().split(","):
+            scheme, _, _ = origin.partition("://")
+            origins.add(origin.removesuffix(_DEFAULT_PORTS.get(scheme, "")))
+        return frozenset(origins)
 
     @property
     def shares_responses(self) -> bool:
         """Return True if all frontend processes use the same response store."""
-        return self.response_store == "jetstream" or (
-            self.response_store == "auto" and self.workers > 1
-        )
+        if self.response_store == "auto":
+            return self.workers > 1
+        return self.response_store == "jetstream"
 
     @model_validator(mode="after")
     def _settings_fit(self) -> FrontendConfig:
-        """Reject settings of routing that have no effect, and limits and stores that contradict
-        each other.
-        """
+        """Reject settings of routing without effect, and limits and stores that contradict."""
         if self.router_mode != "kv":
             for name in (
                 "router_kv_events",

@@ -1,7 +1,8 @@
-"""Define the argument parser of all commands, and how they end if Ctrl-C or their output interrupts
-them.
+"""Define the argument parser of all commands, and how an interrupted command ends.
 
-It imports little, because `dynamo-trtllm --help` needs no more.
+Ctrl-C interrupts a command, and so does an output that can't be written.
+
+The module imports little, because `dynamo-trtllm --help` needs no more.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, NoReturn
 from dynamo_trtllm.errors import ConfigError
 
 CONSOLE = "dynamo-trtllm"
-_FAILED, _INTERRUPTED = 1, 130
+_FAILED = 1
+_INTERRUPTED = 130
 
 
 @contextmanager
 def command_streams(prog: str) -> Iterator[None]:
-    """Run a command in this context, so that it ends without a traceback if its output can't be
-    written, or by Ctrl-C.
+    """Run a command in this context: it ends without a traceback if it is interrupted.
 
     A standard stream that is closed at the start is replaced by the null device. Characters that
     the encoding of stdout lacks are escaped.
@@ -52,8 +53,9 @@ def command_streams(prog: str) -> Iterator[None]:
         failure = _write_error()
         if failure is None:  # it was not stdout that failed
             raise
-        # the interpreter writes the rest at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The interpreter writes the rest at its exit, which would fail again.
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())
         if not isinstance(failure, BrokenPipeError):
             with suppress(OSError):
                 sys.stderr.write(f"{prog}: the output can't be written: {failure.strerror}\n")
@@ -61,9 +63,7 @@ def command_streams(prog: str) -> Iterator[None]:
 
 
 def run_module(module: str, prog: str) -> None:
-    """Import the module of a command and run its `main`, both in the context of
-    `command_streams`.
-    """
+    """Import the module of a command and run its `main`, both within `command_streams`."""
     with command_streams(prog):
         importlib.import_module(module).main()
 
@@ -79,16 +79,17 @@ def _write_error() -> OSError | None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError instead of exiting, and prints its help in color on
-    a terminal.
+    """An ArgumentParser that raises ConfigError instead of exiting.
+
+    On a terminal it prints its help in color.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # for the completion of a shell: the words that an argument allows; (): it is a file
+        # For the completion of a shell: the words that an argument allows. (): it is a file.
         self.values: dict[argparse.Action, tuple[str, ...]] = {}
-        # sets the texts of the flags, which only help needs
-        self.describe: Callable[[], None] = lambda: None
+        # Sets the texts of the flags, which only help needs.
+        self.describe: Callable[[], None] = _do_nothing
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -100,17 +101,20 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help. A pipe gets plain text, and so does a terminal if NO_COLOR is set."""
         if (file or sys.stdout).isatty():
-            from rich_argparse import RawDescriptionRichHelpFormatter
+            from rich_argparse import RawDescriptionRichHelpFormatter as Formatter
 
-            # its settings are of the class; its own would capitalize titles, and read [words] as
-            # markup
-            RawDescriptionRichHelpFormatter.group_name_formatter = str
-            RawDescriptionRichHelpFormatter.text_markup = (
-                RawDescriptionRichHelpFormatter.help_markup
-            ) = False
-            self.formatter_class = RawDescriptionRichHelpFormatter
+            # Without these settings, which are of the class, the formatter would capitalize titles,
+            # and read [words] as markup.
+            Formatter.group_name_formatter = str
+            Formatter.text_markup = False
+            Formatter.help_markup = False
+            self.formatter_class = Formatter
         super().print_help(file)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse ignores errors here, but a command must exit with 1 then
+        # argparse ignores errors here, but a command must exit with 1 then.
         (file or sys.stderr).write(message)
+
+
+def _do_nothing() -> None:
+    pass
