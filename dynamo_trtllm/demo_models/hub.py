@@ -1,5 +1,6 @@
-"""Find a model of the Hugging Face Hub in the local cache, or download the files that engines and
-frontends read.
+"""Find a model of the Hugging Face Hub in the local cache, or download it.
+
+Only the files that engines and frontends read are downloaded.
 
 The library huggingface_hub is imported at first use. It reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE
 and HF_TOKEN.
@@ -30,8 +31,8 @@ _WEIGHTS: Final = "*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _NOT_NEEDED: Final = ["*/*", "consolidated*"]  # the same weights in other formats
 _GIB: Final = 1 << 30
-# huggingface_hub's names of the progress bars that count the bytes of the files: one for all,
-# before 1.0 one for each
+# The names that huggingface_hub gives to progress bars that count bytes. From 1.0 on there is one
+# for all files, before 1.0 one for each.
 _BARS_OF_BYTES: Final = {
     "huggingface_hub.snapshot_download",
     "huggingface_hub.http_get",
@@ -65,8 +66,9 @@ class Hub:
     cache_dir: Path | None = None
 
     def find(self, name: str, revision: str | None = None) -> HubModel:
-        """Return a model from the cache, without network access; otherwise look it up and download
-        config.json.
+        """Return a model, from the cache if it is there, without network access.
+
+        Otherwise look it up, and download its config.json.
 
         Args:
             name: ORG/NAME.
@@ -76,7 +78,8 @@ class Hub:
             ConfigError: There is no such model, access is denied, the hub can't be reached, or the
                 model has no weights in the safetensors format.
         """
-        if (cached := self._cached(name, revision)) is not None:
+        cached = self._cached(name, revision)
+        if cached is not None:
             return cached
         from huggingface_hub import HfApi, hf_hub_download
 
@@ -103,13 +106,13 @@ class Hub:
                 name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint
             )
         folder = Path(config).parent
-        missing = sum(size for file, size in sizes.items() if not (folder / file).exists())
+        missing = [size for file, size in sizes.items() if not (folder / file).exists()]
         return HubModel(
             name=name,
             revision=folder.name,
             folder=folder,
             weight_bytes=sum(weights),
-            download_bytes=missing,
+            download_bytes=sum(missing),
         )
 
     def download(self, model: HubModel, show: Show) -> Path:
@@ -152,18 +155,15 @@ class Hub:
             except LocalEntryNotFoundError:
                 return None
         weights = _weight_files(folder)
-        if (
-            not (folder / CONFIG).is_file()
-            or not weights
-            or not all(file.is_file() for file in weights)
-        ):
-            return None  # another program has downloaded a part of the model
-        sizes = [file.stat().st_size for file in weights]
+        # Another program may have downloaded a part of the model.
+        needed = [folder / CONFIG, *weights]
+        if not weights or not all(file.is_file() for file in needed):
+            return None
         return HubModel(
             name=name,
             revision=folder.name,
             folder=folder,
-            weight_bytes=sum(sizes),
+            weight_bytes=sum(file.stat().st_size for file in weights),
             download_bytes=0,
         )
 
@@ -171,9 +171,16 @@ class Hub:
         """Return the folder of the needed files, from the cache or the hub."""
         from huggingface_hub import snapshot_download
 
-        options |= {"revision": revision, "cache_dir": self.cache_dir, "endpoint": self.endpoint}
-        options |= {"allow_patterns": _NEEDED, "ignore_patterns": _NOT_NEEDED}
-        return Path(snapshot_download(name, **options))
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=self.cache_dir,
+            endpoint=self.endpoint,
+            allow_patterns=_NEEDED,
+            ignore_patterns=_NOT_NEEDED,
+            **options,
+        )
+        return Path(folder)
 
     @contextmanager
     def _errors(self, name: str, revision: str | None) -> Iterator[None]:
@@ -195,26 +202,22 @@ class Hub:
         except BrokenPipeError:  # the reader of this program's output has exited
             raise
         except known as exc:
-            endpoint = self.endpoint or constants.ENDPOINT
-            raise ConfigError(
-                f"model {name}: {_reason(exc, endpoint, revision)}", field="model"
-            ) from exc
+            reason = _reason(exc, self.endpoint or constants.ENDPOINT, revision)
+            raise ConfigError(f"model {name}: {reason}", field="model") from exc
 
 
 def _is_needed(file: str) -> bool:
-    return any(fnmatch(file, pattern) for pattern in _NEEDED) and not any(
-        fnmatch(file, each) for each in _NOT_NEEDED
-    )
+    if any(fnmatch(file, pattern) for pattern in _NOT_NEEDED):
+        return False
+    return any(fnmatch(file, pattern) for pattern in _NEEDED)
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files that a folder should have."""
     index = folder / WEIGHT_INDEX
     if index.is_file():
-        return [
-            folder / name
-            for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        ]
+        file_of_tensor = json.loads(index.read_bytes())["weight_map"]
+        return [folder / name for name in sorted(set(file_of_tensor.values()))]
     return sorted(folder.glob(_WEIGHTS))
 
 
@@ -301,8 +304,9 @@ class _Progress:
 
 
 def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]:
-    """Return the class of progress bars for huggingface_hub; without a terminal, it writes a line
-    for each tenth.
+    """Return the class of progress bars for huggingface_hub.
+
+    Without a terminal, it writes a line for each tenth.
 
     Args:
         total: Bytes to download.
@@ -317,13 +321,14 @@ def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]
     class Progress(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             self._is_counted = options.get("name") in _BARS_OF_BYTES
-            super().__init__(*args, **{**options, "disable": not has_terminal})  # type: ignore[no-untyped-call]
+            options["disable"] = not has_terminal
+            super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
             if is_stopping.is_set():
                 raise KeyboardInterrupt
-            if self._is_counted and not has_terminal:
-                progress.add(int(n or 0))
+            if self._is_counted and not has_terminal and n is not None:
+                progress.add(int(n))
             shown: bool | None = super().update(n)
             return shown
 
@@ -337,7 +342,7 @@ def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
     Before 1.0, `snapshot_download` counts files with its `tqdm_class`, and only these bars count
     bytes. Later releases don't show them.
     """
-    # the attribute of this name is the class
+    # An import statement would give the class: the package has it as an attribute of this name.
     module: Any = importlib.import_module("huggingface_hub.utils.tqdm")
     original = module.tqdm
     module.tqdm = progress
