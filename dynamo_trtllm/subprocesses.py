@@ -1,5 +1,4 @@
-"""Run child processes that end with this process: start them, keep them running, and stop all in
-order.
+"""Run child processes that end with this process: start, keep and stop them in order.
 
 The module also creates scratch folders, which are deleted even if this process is killed.
 """
@@ -42,8 +41,9 @@ if os.getppid() == int(sys.argv[1]):
 def spawn(
     argv: Sequence[str], *, env: Mapping[str, str] | None = None, **streams: int | IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Start a program in its own process group, so that a Ctrl-C reaches only this process, which
-    then stops the child.
+    """Start a program in its own process group.
+
+    So a Ctrl-C reaches only this process, which then stops the child.
 
     On Linux, the child gets SIGKILL when the *thread* that called `spawn` ends (PR_SET_PDEATHSIG).
     So call it from the main thread, or from a thread that lives as long as the process. On other
@@ -69,8 +69,7 @@ def spawn(
     return subprocess.Popen(command, env=env, process_group=0, **options)
 
 
-# It retries because processes that write into the folder end at the same time and may still write
-# for a moment.
+# It retries, because processes that end at the same time may still write into the folder.
 _CLEAR_UP = (
     'read -r _; for _ in 1 2 3 4 5 6 7 8 9; do rm -rf -- "$0" 2>/dev/null && exit; sleep 0.1; done'
 )
@@ -95,8 +94,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
             " folder"
         ) from exc
     with temporary as folder:
-        # in its own process group, so that a Ctrl-C or a kill of this process's group does not
-        # reach it
+        # A process group of its own keeps a Ctrl-C or a kill of this process's group from it.
         janitor = subprocess.Popen(
             ["sh", "-c", _CLEAR_UP, folder], stdin=subprocess.PIPE, process_group=0
         )
@@ -115,7 +113,7 @@ class Child:
     """
 
     stop_rank = 0  # a supervisor stops children of a lower rank first
-    # exit status 2 means an invalid configuration, so that a restart can't help
+    # Exit status 2 means an invalid configuration, so that a restart can't help.
     is_status_2_final = True
     is_ready = False  # has answered that it is ready; the owner sets this
     last_line = ""  # of its output, if this process reads it
@@ -124,8 +122,7 @@ class Child:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
         self._exit_status = wait_for_exit(process)
-        # `terminate` was called, so that an end of the process is expected
-        self.is_terminating = False
+        self.is_terminating = False  # `terminate` was called: an end of the process is expected
         self.pid = process.pid
 
     @property
@@ -170,21 +167,21 @@ class Child:
 
     def _give_up(self) -> None:
         if not self.has_ended:
-            text = (
+            log.error(
                 "process %d still runs %g s after SIGKILL, probably stuck in a driver; no longer"
-                " waiting for it"
+                " waiting for it",
+                self.pid,
+                KILL_TIMEOUT_S,
             )
-            log.error(text, self.pid, KILL_TIMEOUT_S)
             self._exit_status.set_result(-signal.SIGKILL)
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     """Return a future of the exit status.
 
-    Before it is set, the rest of the child's process group is killed.
-
-    Remaining processes of an engine would hold the GPU that the next child needs. A thread waits
-    for the process, because this works on every system without a child watcher.
+    Before it is set, the rest of the child's process group is killed, because remaining processes
+    of an engine would hold the GPU that the next child needs. A thread waits for the process,
+    because this works on every system without a child watcher.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
@@ -195,9 +192,9 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
     def wait() -> None:
         with suppress(ChildProcessError):  # other code has reaped the process
-            # a zombie, so that its group id is not reused
+            # WNOWAIT leaves it a zombie, so that the id of its group is not reused.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        # the group is empty (PermissionError on macOS)
+        # The errors mean that the group is empty (PermissionError on macOS).
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
@@ -262,20 +259,20 @@ def decide(
     ended = describe(status)
     if status == BAD_CONFIG and is_status_2_final:
         raise RunFailed(ended, BAD_CONFIG)
-    recent = len([time for time in restarts if now - time < config.window_s])
-    if recent >= config.max_restarts:
+    num_recent = len([restart_s for restart_s in restarts if now - restart_s < config.window_s])
+    if num_recent >= config.max_restarts:
         raise RunFailed(
-            f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit"
+            f"{ended}; it was restarted {num_recent} times in {config.window_s:g} s, which is the"
+            " limit"
         )
-    pause_s = config.pause_s * 2 ** (recent - 1) if recent else 0.0
+    # The first restart has no pause; after that it doubles each time.
+    pause_s = config.pause_s * 2 ** (num_recent - 1) if num_recent else 0.0
     when = f" in {pause_s:g} s" if pause_s else ""
-    return (
-        (
-            f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in"
-            f" {config.window_s:g} s)"
-        ),
-        pause_s,
+    text = (
+        f"{ended}; starting it again{when} ({num_recent + 1} of {config.max_restarts} in"
+        f" {config.window_s:g} s)"
     )
+    return text, pause_s
 
 
 class _Stopped(Exception):
@@ -331,12 +328,12 @@ class Supervisor:
             async with asyncio.TaskGroup() as self._group:
                 self._group.create_task(work, name="start of programs")
                 await self._stopping.wait()
-                # the tasks still run, because children need them while they drain
+                # The tasks still run, because children need them while they drain.
                 await self._stop_children()
                 raise _Stopped  # ends the rest of the group
         except* (RunFailed, ConfigError) as group:
             failure = _first(group)
-            # the caller shows it only after the stop, which may take long
+            # The caller shows it only after the stop, which may take long.
             if isinstance(failure, RunFailed):
                 self._say(f"stopping all processes: {failure}")
         except* _Stopped:
@@ -359,9 +356,8 @@ class Supervisor:
                 start, it leaves no child behind.
             before_restart: prepares each restart; it gets the last child and its exit status.
         """
-        self._group.create_task(
-            self._keep(name, running, before_restart), name=f"supervisor of {name}"
-        )
+        supervision = self._keep(name, running, before_restart)
+        self._group.create_task(supervision, name=f"supervisor of {name}")
 
     async def _keep(
         self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None
@@ -376,10 +372,13 @@ class Supervisor:
             if child.is_terminating:
                 self._say(f"{name} {describe(status)} as requested; restarting")
                 continue
-            now, is_final = time.monotonic(), child.is_status_2_final
             try:
                 text, pause_s = decide(
-                    self._config, status, restarts, now, is_status_2_final=is_final
+                    self._config,
+                    status,
+                    restarts,
+                    time.monotonic(),
+                    is_status_2_final=child.is_status_2_final,
                 )
             except RunFailed as exc:
                 hint = f"; last line: {child.last_line}" if child.last_line else ""
@@ -402,7 +401,8 @@ class Supervisor:
 
     async def _stop_children(self) -> None:
         errors: list[BaseException] = []
-        for rank in sorted({child.stop_rank for child in self._children.values()}):
+        ranks = {child.stop_rank for child in self._children.values()}
+        for rank in sorted(ranks):
             group = [child for child in self._children.values() if child.stop_rank == rank]
             ends = await asyncio.gather(*(child.stop() for child in group), return_exceptions=True)
             errors += [end for end in ends if isinstance(end, BaseException)]

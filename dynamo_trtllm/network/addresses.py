@@ -25,8 +25,7 @@ _ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
 
 
 def address_towards(urls: Iterable[str]) -> str:
-    """Return this host's IP address on the route to the first of `urls` that is not routed over
-    loopback.
+    """Return this host's IP address on the route to the first URL that is not on this host.
 
     Return 127.0.0.1 if there is no such URL. Nothing is sent to the URLs. The call blocks while
     names are resolved.
@@ -34,16 +33,19 @@ def address_towards(urls: Iterable[str]) -> str:
     for url in urls:
         parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
         try:
-            target = socket.getaddrinfo(
+            targets = socket.getaddrinfo(
                 parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM
-            )[0]
-            with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-                probe.connect(target[4])  # chooses a route
+            )
+            family, _, _, _, target = targets[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)  # chooses a route
                 address = ipaddress.ip_address(probe.getsockname()[0])
         except (OSError, ValueError) as exc:
             log.warning("no local address on the route to %s: %s", parts.hostname, exc)
             continue
-        if not address.is_loopback and not (address.version == 6 and address.is_link_local):
+        # An IPv6 address of one link means nothing to hosts that are not on it.
+        is_of_one_link = address.version == 6 and address.is_link_local
+        if not address.is_loopback and not is_of_one_link:
             return str(address)
     return LOOPBACK
 
@@ -57,16 +59,16 @@ def resolve_host(host: str, flag: str) -> str:
         ConfigError: the name has no address.
     """
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        _, _, _, _, socket_address = infos[0]
+        return str(socket_address[0])
     except (OSError, UnicodeError) as exc:
         why = exc.strerror if isinstance(exc, OSError) else "not a host name"
         raise ConfigError(f"{flag} {host!r} can't be resolved ({why}); pass an IP address") from exc
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether `host` is a wildcard or multicast address, to which other hosts can't
-    connect.
-    """
+    """Return True for a wildcard or multicast address, to which other hosts can't connect."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -75,11 +77,10 @@ def is_wildcard(host: str) -> bool:
 
 
 def network_of(address: str) -> str:
-    """Return the network that stands for a client: its IPv4 address, or the first 64 bits of its
-    IPv6 address.
+    """Return the network that stands for a client.
 
-    A single client can use all IPv6 addresses with the same first 64 bits. A text that is no IPv6
-    address is returned unchanged.
+    It is an IPv4 address, or the first 64 bits of an IPv6 address, because a single client can use
+    all addresses that begin so. A text that is no IPv6 address is returned unchanged.
     """
     if ":" not in address:
         return address
@@ -107,15 +108,16 @@ def reserved_ports(count: int = 1, host: str = LOOPBACK) -> Iterator[int]:
         ConfigError: no such ports are free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first_ports = _PORTS[: len(_PORTS) - count + 1]
     for _ in range(_TRIES):
-        first = random.choice(_PORTS[: len(_PORTS) - count + 1])
+        first = random.choice(first_ports)
         with ExitStack() as stack:
             try:
                 for port in range(first, first + count):
                     reservation = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                    # fails for ports that others reserve or listen on
+                    # This fails for ports that others reserve or listen on.
                     reservation.bind((host, port))
-                    # not before: only for servers
+                    # Only now, or two reservations could have the same port. It lets a server bind.
                     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             except OSError:
                 continue
