@@ -1,7 +1,6 @@
-"""Writes docs/reference-configuration.md from the configuration models: `python -m
-scripts.config_reference`.
+"""Writes docs/reference-configuration.md from the configuration models.
 
-A test compares the page with this output.
+`python -m scripts.config_reference` runs it. A test compares the page with this output.
 """
 
 from __future__ import annotations
@@ -90,15 +89,16 @@ _HEAD = f"""\
 
 <!-- written by `python -m scripts.config_reference`; a test compares -->
 
-This page lists every setting of every program, as `--help` shows it. [Configuration](configuration.md) describes which
-source overrides which, and how engine arguments are merged. The variables in the table begin with `{ENV_PREFIX}`; for
-some settings, a variable that other programs use works too. `--no-…` switches a switch off. Every program also has
-`--help`, `--version` and `--print-config`.
+This page lists every setting of every program, as `--help` shows it.
+[Configuration](configuration.md) describes which source overrides which, and how engine arguments
+are merged. The variables in the table begin with `{ENV_PREFIX}`; for some settings, a variable that
+other programs use works too. `--no-…` switches a switch off. Every program also has `--help`,
+`--version` and `--print-config`.
 
 ## Commands
 
-`dynamo-trtllm COMMAND` is the console command that comes with the package. The flags of `bench` and `chaos` are in
-their `--help`.
+`dynamo-trtllm COMMAND` is the console command that comes with the package. The flags of `bench` and
+`chaos` are in their `--help`.
 """
 
 
@@ -107,10 +107,11 @@ def page() -> str:
     rows = [(f"`{CONSOLE} {command.name}`", command.summary) for command in COMMANDS.values()]
     parts = [_HEAD, table(("command", "what it does"), rows)]
     for program in PROGRAMS:
-        typed = f"`{CONSOLE} {program.command}`" + (
-            f" or `python -m {program.module}`" if program.module else ""
-        )
-        parts += [f"## {program.title}\n", f"{typed}\n", *_program(program.model)]
+        typed = f"`{CONSOLE} {program.command}`"
+        if program.module:
+            typed += f" or `python -m {program.module}`"
+        parts += [f"## {program.title}\n", f"{typed}\n"]
+        parts += _program(program.model)
     parts += ["## Deployment file\n", _DEPLOYMENT_HEAD]
     for section in DEPLOYMENT:
         parts += [f"### {section.title}\n", _fields(section.model)]
@@ -144,7 +145,9 @@ def _dynamo_options() -> str:
     """Return a table of the variables of Dynamo that set options."""
     rows = []
     for name, variable in VARIABLES.items():
-        for process in filter(_MODELS.__contains__, variable.processes):
+        for process in variable.processes:
+            if process not in _MODELS:
+                continue
             for flag in flags_of(_MODELS[process]):
                 if name in flag.env:
                     typed = f"`{flag.names[0]}`"
@@ -162,8 +165,7 @@ def _dynamo_ignored() -> str:
     rows = []
     for variable, names in groups.items():
         processes = " and ".join(_PROCESSES[process] for process in variable.processes)
-        same = ", ".join(f"`{value}`" for value in variable.same)
-        rows.append((", ".join(names), processes, same, variable.reason))
+        rows.append((", ".join(names), processes, _quoted(variable.same), variable.reason))
     return table(("variables", "process", "without a message", "why, or what to do"), rows)
 
 
@@ -177,31 +179,35 @@ def _without_option(name: str, variable: Variable) -> tuple[str, ...]:
 
 
 _DEPLOYMENT_HEAD = """\
-The YAML file of the launcher. In every value `${NAME}` and `${NAME:-default}` come from the launcher's environment.
+The YAML file of the launcher. In every value `${NAME}` and `${NAME:-default}` come from the
+launcher's environment.
 """
 _ENGINES_HEAD = """\
-Keys of `--extra-engine-args` and `--override-engine-args`. TensorRT-LLM's and vLLM's own arguments are in their
-documentation; what is known of them by release is checked before anything loads.
+Keys of `--extra-engine-args` and `--override-engine-args`. TensorRT-LLM's and vLLM's own arguments
+are in their documentation; what is known of them by release is checked before anything loads.
 """
 
 
 def _program(model: type[Config]) -> Iterator[str]:
-    flags, descriptions = flags_of(model), model.descriptions()
+    flags = flags_of(model)
+    descriptions = model.descriptions()
     for group in GROUPS:
-        if members := [flag for flag in flags if flag.group == group]:
-            yield f"### {group[0].upper()}{group[1:]}\n"
-            rows = [
-                _flag(flag, model.model_fields[flag.field], descriptions[flag.field])
-                for flag in members
-            ]
-            yield table(("flag", "variable", "default", "what it is for"), rows)
+        in_group = [flag for flag in flags if flag.group == group]
+        if not in_group:
+            continue
+        yield f"### {group[0].upper()}{group[1:]}\n"
+        rows = [
+            _flag(flag, model.model_fields[flag.field], descriptions[flag.field])
+            for flag in in_group
+        ]
+        yield table(("flag", "variable", "default", "what it is for"), rows)
 
 
 def _flag(flag: Flag, info: FieldInfo, description: str) -> tuple[str, ...]:
-    names = ", ".join(f"`{name}`" for name in flag.names)
+    names = _quoted(flag.names)
     if flag.choices:
-        names += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
-    variables = f"`{ENV_PREFIX}{flag.field.upper()}`" + "".join(f", `{name}`" for name in flag.env)
+        names += f": {_quoted(flag.choices)}"
+    variables = _quoted([f"{ENV_PREFIX}{flag.field.upper()}", *flag.env])
     return names, variables, _default(info), html.escape(description, quote=False)
 
 
@@ -209,18 +215,26 @@ def _fields(model: type[BaseModel]) -> str:
     descriptions = model.descriptions() if issubclass(model, Config) else {}
     rows = []
     for name, info in model.model_fields.items():
-        description = html.escape(descriptions.get(name) or str(info.description), quote=False)
-        rows.append((f"`{name}`" + _choices(info.annotation), _default(info), description))
+        description = descriptions.get(name) or str(info.description)
+        key = f"`{name}`"
+        choices = _choices(info.annotation)
+        if choices:
+            key += f": {_quoted(choices)}"
+        rows.append((key, _default(info), html.escape(description, quote=False)))
     return table(("key", "default", "what it is for"), rows)
 
 
-def _choices(annotation: Any) -> str:
-    words: tuple[str, ...] = ()
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the words that a field allows; none if it allows other values."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        words = tuple(str(member.value) for member in annotation)
-    elif typing.get_origin(annotation) is typing.Literal:
-        words = typing.get_args(annotation)
-    return ": " + ", ".join(f"`{word}`" for word in words) if words else ""
+        return tuple(str(member.value) for member in annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return ()
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _default(info: FieldInfo) -> str:
@@ -231,15 +245,18 @@ def _default(info: FieldInfo) -> str:
         return ""
     if isinstance(value, Enum):
         value = value.value
-    return f"`{value if isinstance(value, str) else json.dumps(value, default=str)}`"
+    if not isinstance(value, str):
+        value = json.dumps(value, default=str)
+    return f"`{value}`"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
-    )
+    lines = []
+    for row in (head, ["---"] * len(head), *rows):
+        cells = [cell.replace("|", r"\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Draws the pictures of README and docs, and writes the README's figures: `python -m
-scripts.figures`.
+"""Draws the pictures of README and docs, and writes the README's figures.
 
-Both come from benchmarks/results. Each picture is written twice, for a light and for a dark page. A
-test compares the README's figures with the results.
+`python -m scripts.figures` runs it. Both come from benchmarks/results. Each picture is written
+twice, for a light and for a dark page. A test compares the README's figures with the results.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import rcParams
 from matplotlib.axes import Axes
@@ -44,21 +44,35 @@ THEMES = {
     },
 }
 POINTS = {"paced-32": "32 streams", "paced-128": "128 streams", "paced-256": "256 streams"}
-# The open-loop runs on two GPUs, in the order of the tables: name of the row, end of the file's
-# name, topology in it.
+
+
+class OpenLoopRow(NamedTuple):
+    """A row of the tables of open-loop runs on two GPUs."""
+
+    title: str
+    file: str  # end of its name
+    topology: str  # in the file
+
+
 TWO_GPUS = (
-    ("2A", "2A-and-vllm-router", "2A"),
-    ("vLLM's servers and vllm-router, blocks of 16", "2A-and-vllm-router", "vllm-router:1P1D"),
-    ("1P1D, blocks of 16", "1P1D-block16", "1P1D"),
-    ("1P1D, blocks of 128", "1P1D-block128", "1P1D"),
-    ("1P1D, blocks of 128", "vllm026", "1P1D"),
-    ("1P1D, blocks of 128, whole rows", "vllm026-rows", "1P1D"),
-    ("**1P1D, the defaults: blocks of 128, early notice**", "vllm026-early-notice", "1P1D"),
-    ("the defaults again, commit `b65130b1`", "vllm026-again", "1P1D"),
-    ("vLLM's servers and vllm-router, blocks of 16", "vllm026-router", "vllm-router:1P1D"),
-    ("**the defaults with steps of 8,192**", "vllm026-steps-8192", "1P1D"),
-    ("the same with steps of 16,384", "vllm026-steps-16384", "1P1D"),
-    ("the same with steps of 8,192 and blocks of 16", "vllm026-block16", "1P1D"),
+    OpenLoopRow("2A", "2A-and-vllm-router", "2A"),
+    OpenLoopRow(
+        "vLLM's servers and vllm-router, blocks of 16", "2A-and-vllm-router", "vllm-router:1P1D"
+    ),
+    OpenLoopRow("1P1D, blocks of 16", "1P1D-block16", "1P1D"),
+    OpenLoopRow("1P1D, blocks of 128", "1P1D-block128", "1P1D"),
+    OpenLoopRow("1P1D, blocks of 128", "vllm026", "1P1D"),
+    OpenLoopRow("1P1D, blocks of 128, whole rows", "vllm026-rows", "1P1D"),
+    OpenLoopRow(
+        "**1P1D, the defaults: blocks of 128, early notice**", "vllm026-early-notice", "1P1D"
+    ),
+    OpenLoopRow("the defaults again, commit `b65130b1`", "vllm026-again", "1P1D"),
+    OpenLoopRow(
+        "vLLM's servers and vllm-router, blocks of 16", "vllm026-router", "vllm-router:1P1D"
+    ),
+    OpenLoopRow("**the defaults with steps of 8,192**", "vllm026-steps-8192", "1P1D"),
+    OpenLoopRow("the same with steps of 16,384", "vllm026-steps-16384", "1P1D"),
+    OpenLoopRow("the same with steps of 8,192 and blocks of 16", "vllm026-block16", "1P1D"),
 )
 BARS_OF_GOODPUT = {
     "2 aggregated": ("2A-and-vllm-router", "2A"),
@@ -86,7 +100,12 @@ def fullest() -> dict[str, Any]:
 def beside_dynamo() -> list[dict[str, Any]]:
     """Return the comparisons with Dynamo of the newest day that has one."""
     runs = results("plane", "against-dynamo")
-    return [run for run in runs if run["at"][:10] == runs[0]["at"][:10]]
+    newest_day = _day(runs[0])
+    return [run for run in runs if _day(run) == newest_day]
+
+
+def _day(run: dict[str, Any]) -> str:
+    return str(run["at"][:10])
 
 
 def comparable(runs: list[dict[str, Any]], point: str) -> dict[str, float]:
@@ -98,32 +117,39 @@ def comparable(runs: list[dict[str, Any]], point: str) -> dict[str, float]:
     found = {}
     for side, name in sides.items():
         value = median_of(runs, point, side, cpu("frontend"))
-        events = [
-            run["events_per_text_token"]
-            for run in runs
-            if (run["point"], run["side"]) == (point, side)
-        ]
-        if value is None or round(median(events), 2) < VALID_EVENTS_PER_TOKEN:
+        if value is None:
+            return {}
+        if round(_events_per_token(runs, point, side), 2) < VALID_EVENTS_PER_TOKEN:
             return {}
         found[name] = value
     return found
 
 
+def _events_per_token(runs: list[dict[str, Any]], point: str, side: str) -> float:
+    """Return the median of a point and side that was measured."""
+    return median(
+        run["events_per_text_token"]
+        for run in runs
+        if run["point"] == point and run["side"] == side
+    )
+
+
 def readme_figures() -> dict[str, str]:
     """Return the text of each marked place of the README."""
-    days = beside_dynamo()
-    pairs = [comparable(run["runs"], point) for run in days for point in POINTS]
-    ratios = [ours / theirs for ours, theirs in (pair.values() for pair in pairs if pair)]
+    runs = beside_dynamo()
+    ratios = []
+    for run in runs:
+        for point in POINTS:
+            pair = comparable(run["runs"], point)
+            if pair:
+                ratios.append(pair["dynamo_trtllm"] / pair["NVIDIA Dynamo"])
+    day = _day(runs[0])
     failover = results("failover", "failover")[0]
     split = open_loop_cell("1P1D-block128", "1P1D", 4.0)
     together = open_loop_cell("2A-and-vllm-router", "2A", 4.0)
     return {
         "cpu": f"{min(ratios):.2f} to {max(ratios):.2f}",
-        "cpu-run": (
-            f"{len(days)} runs of {days[0]['at'][:10]}"
-            if len(days) > 1
-            else f"run of {days[0]['at'][:10]}"
-        ),
+        "cpu-run": f"{len(runs)} runs of {day}" if len(runs) > 1 else f"run of {day}",
         "pause": f"{failover['pause_s']:.1f} s",
         "goodput": f"{goodput(split):.0f} %",
         "goodput-aggregated": f"{goodput(together):.0f} %",
@@ -145,9 +171,14 @@ def open_loop_cell(name: str, topology: str, rate: float) -> dict[str, Any]:
     Raises:
         KeyError: The run has no such load.
     """
+    wanted = {
+        "topology": topology,
+        "input_tokens": 8192,
+        "output_tokens": 256,
+        "requests_per_s": rate,
+    }
     for cell in open_loop_run(name)["cells"]:
-        shape = cell["input_tokens"], cell["output_tokens"]
-        if (cell["topology"], *shape, cell["requests_per_s"]) == (topology, 8192, 256, rate):
+        if all(cell[key] == value for key, value in wanted.items()):
             return dict(cell)
     raise KeyError((name, topology, rate))
 
@@ -160,12 +191,13 @@ def goodput(cell: dict[str, Any]) -> float:
 def open_loop_rows() -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Yield the first columns of each row of the open-loop tables, and its measurements."""
     for rate in (2.0, 4.0):
-        for row, name, topology in TWO_GPUS:
-            run = open_loop_run(name)
+        for row in TWO_GPUS:
+            run = open_loop_run(row.file)
             if rate not in {cell["requests_per_s"] for cell in run["cells"]}:
                 continue
-            release = run["versions"]["vllm"].rpartition(".")[0]
-            yield [f"{rate:g}", row, release], open_loop_cell(name, topology, rate)
+            release, _, _ = run["versions"]["vllm"].rpartition(".")
+            cell = open_loop_cell(row.file, row.topology, rate)
+            yield [f"{rate:g}", row.title, release], cell
 
 
 def open_loop_table() -> str:
@@ -177,39 +209,40 @@ def open_loop_table() -> str:
         "TTFT p50 / p99",
         "TPOT p50 / p90",
         "worst gap p50 / p99",
+        "TPOT ≤ 20",
+        "gap ≤ 100",
     ]
-    head += ["TPOT ≤ 20", "gap ≤ 100"]
     lines = [head, ["---"] * len(head)]
-    for line, cell in open_loop_rows():
-        for name, low, high in (
-            ("ttft_ms", "p50", "p99"),
-            ("tpot_ms", "p50", "p90"),
-            ("worst_gap_ms", "p50", "p99"),
-        ):
-            digits = 1 if name == "tpot_ms" else 0
-            line.append(f"{cell[name][low]:,.{digits}f} / {cell[name][high]:,.{digits}f}")
-        line.append(f"{cell['goodput_percent']['ttft_2s_tpot_20ms']:.0f} %")
-        lines.append([*line, f"{goodput(cell):.0f} %"])
+    for first_cells, cell in open_loop_rows():
+        ttft = cell["ttft_ms"]
+        tpot = cell["tpot_ms"]
+        worst_gap = cell["worst_gap_ms"]
+        lines.append(
+            [
+                *first_cells,
+                f"{ttft['p50']:,.0f} / {ttft['p99']:,.0f}",
+                f"{tpot['p50']:,.1f} / {tpot['p90']:,.1f}",
+                f"{worst_gap['p50']:,.0f} / {worst_gap['p99']:,.0f}",
+                f"{cell['goodput_percent']['ttft_2s_tpot_20ms']:.0f} %",
+                f"{goodput(cell):.0f} %",
+            ]
+        )
     return markdown(lines)
 
 
 def kv_transfer_table() -> str:
     """Return a table of the phases of our own pairs in the open-loop runs on two GPUs."""
-    names = ("handoff", "handoff.post", "handoff.read", "handoff.notice", "prefill", "submit")
-    head = [
-        "requests/s",
-        "deployment",
-        "vLLM",
-        "`handoff` p50 / p99",
-        *(f"`{name}`" for name in names[1:]),
-    ]
+    names = ("handoff.post", "handoff.read", "handoff.notice", "prefill", "submit")
+    head = ["requests/s", "deployment", "vLLM", "`handoff` p50 / p99"]
+    head += [f"`{name}`" for name in names]
     lines = [head, ["---"] * len(head)]
-    for line, cell in open_loop_rows():
+    for first_cells, cell in open_loop_rows():
         phases = cell.get("phase_ms", {})
         if not phases.get("handoff.post"):
             continue  # not split, or vLLM's own servers
-        line.append(f"{phases['handoff']['p50']:.1f} / {phases['handoff']['p99']:.1f}")
-        lines.append([*line, *(f"{phases[name]['p50']:.1f}" for name in names[1:])])
+        handoff = phases["handoff"]
+        medians = [f"{phases[name]['p50']:.1f}" for name in names]
+        lines.append([*first_cells, f"{handoff['p50']:.1f} / {handoff['p99']:.1f}", *medians])
     return markdown(lines)
 
 
@@ -219,22 +252,17 @@ def ratio_table() -> str:
     for bar in BARS:
         ratios = []
         for run in beside_dynamo():
-            ours, theirs = (
-                median_of(run["runs"], bar.point, side, bar.measure)
-                for side in ("ours", bar.against)
-            )
+            ours = median_of(run["runs"], bar.point, "ours", bar.measure)
+            theirs = median_of(run["runs"], bar.point, bar.against, bar.measure)
             if ours is not None and theirs:
                 ratios.append(ours / theirs)
-        if ratios:
-            met = sum(ratio <= bar.most for ratio in ratios)
-            outcome = (
-                "reached"
-                if met == len(ratios)
-                else f"**missed** in {len(ratios) - met} of {len(ratios)}"
-            )
-            against = "" if bar.against == "dynamo fastokens" else " (Dynamo's default tokenizer)"
-            shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            lines.append([bar.what + against, f"`{bar.point}`", shown, f"{bar.most:g}", outcome])
+        if not ratios:
+            continue
+        missed = [ratio for ratio in ratios if ratio > bar.most]
+        outcome = f"**missed** in {len(missed)} of {len(ratios)}" if missed else "reached"
+        against = "" if bar.against == "dynamo fastokens" else " (Dynamo's default tokenizer)"
+        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        lines.append([bar.what + against, f"`{bar.point}`", shown, f"{bar.most:g}", outcome])
     return markdown(lines)
 
 
@@ -251,19 +279,17 @@ def point_table() -> str:
         "nats/1k": "NATS, µs/token",
         "fe MiB": "frontend, MiB",
     }
-    columns = [(names[name], measure) for name, _, measure in COLUMNS if name in names]
-    lines = [
-        ["point", "side", *(title for title, _ in columns), "events per token"],
-        ["---"] * (len(columns) + 3),
-    ]
+    measures = {names[name]: measure for name, _, measure in COLUMNS if name in names}
+    head = ["point", "side", *measures, "events per token"]
+    lines = [head, ["---"] * len(head)]
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
-        values = [median_of(runs, point, side, measure) or 0.0 for _, measure in columns]
-        cells = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values]
-        events = median(
-            run["events_per_text_token"]
-            for run in runs
-            if (run["point"], run["side"]) == (point, side)
-        )
+        cells = []
+        for measure in measures.values():
+            value = median_of(runs, point, side, measure)
+            if value is None:
+                value = 0.0
+            cells.append(f"{value:,.0f}" if value >= 100 else f"{value:.1f}")
+        events = _events_per_token(runs, point, side)
         lines.append([f"`{point}`", side, *cells, f"{events:.2f}"])
     return markdown(lines)
 
@@ -288,36 +314,34 @@ def with_figures(text: str, figures: dict[str, str]) -> str:
 def chart(name: str, theme: str, height: float) -> Iterator[tuple[Axes, Colors]]:
     """Yield axes in the colors of a theme, and save the chart."""
     colors = THEMES[theme]
-    rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11}
-    )
+    rcParams["svg.fonttype"] = "none"
+    rcParams["svg.hashsalt"] = name  # equal charts get equal files
+    rcParams["font.family"] = "sans-serif"
+    rcParams["font.size"] = 11
     figure = Figure(figsize=(8, height), layout="constrained")
     axes = figure.add_subplot()
     axes.tick_params(colors=colors["dim"], length=0)
     for side in axes.spines.values():
         side.set_visible(False)
     yield axes, colors
-    figure.savefig(
-        IMAGES / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None, "Creator": None}
-    )
+    without_date = {"Date": None, "Creator": None}
+    figure.savefig(IMAGES / f"{name}-{theme}.svg", transparent=True, metadata=without_date)
 
 
 def draw_cpu(theme: str) -> None:
     """Draw the frontend's CPU time per token beside Dynamo's."""
     runs = fullest()["runs"]
-    pairs = {label: pair for point, label in POINTS.items() if (pair := comparable(runs, point))}
+    pairs = {}
+    for point, label in POINTS.items():
+        pair = comparable(runs, point)
+        if pair:
+            pairs[label] = pair
+    sides = {"dynamo_trtllm": "accent", "NVIDIA Dynamo": "soft"}
     with chart("cpu", theme, 2.6) as (axes, colors):
-        for row, (side, color) in enumerate(
-            (("dynamo_trtllm", "accent"), ("NVIDIA Dynamo", "soft"))
-        ):
+        for row, (side, color) in enumerate(sides.items()):
             places = [place + row * 0.36 for place in range(len(pairs))]
-            bars = axes.barh(
-                places,
-                [pair[side] for pair in pairs.values()],
-                0.34,
-                color=colors[color],
-                label=side,
-            )
+            lengths = [pair[side] for pair in pairs.values()]
+            bars = axes.barh(places, lengths, 0.34, color=colors[color], label=side)
             axes.bar_label(bars, fmt="%.0f", padding=4, color=colors["ink"])
         axes.set_yticks([place + 0.18 for place in range(len(pairs))], list(pairs))
         axes.invert_yaxis()
@@ -337,11 +361,11 @@ def draw_cpu(theme: str) -> None:
 def draw_goodput(theme: str) -> None:
     """Draw how many requests keep the limits, by deployment and rate, on two GPUs."""
     rates = (2.0, 4.0)
+    colors_of_bars = dict(zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True))
     with chart("goodput", theme, 3.2) as (axes, colors):
-        for column, (label, color) in enumerate(
-            zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True)
-        ):
-            heights = [goodput(open_loop_cell(*BARS_OF_GOODPUT[label], rate)) for rate in rates]
+        for column, (label, color) in enumerate(colors_of_bars.items()):
+            name, topology = BARS_OF_GOODPUT[label]
+            heights = [goodput(open_loop_cell(name, topology, rate)) for rate in rates]
             places = [place + column * 0.26 for place in range(len(rates))]
             bars = axes.bar(places, heights, 0.24, color=colors[color], label=label)
             axes.bar_label(bars, fmt="%.0f", padding=2, color=colors["ink"])
@@ -363,24 +387,17 @@ def draw_goodput(theme: str) -> None:
 def draw_failover(theme: str) -> None:
     """Draw when the text of a stream arrived whose decode worker was killed."""
     failover = results("failover", "failover")[0]
-    events, killed = failover["stream"]["events"], failover["stream"]["killed_s"]
-    characters, total = [], 0
-    for _, text in events:
-        total += len(text)
-        characters.append(total)
+    events = failover["stream"]["events"]
+    killed_s = failover["stream"]["killed_s"]
+    times = [seconds for seconds, _ in events]
+    characters = list(itertools.accumulate(len(text) for _, text in events))
     with chart("failover", theme, 2.8) as (axes, colors):
-        axes.step(
-            [at for at, _ in events],
-            characters,
-            where="post",
-            color=colors["accent"],
-            linewidth=2.5,
-        )
-        axes.axvline(killed, color=colors["ink"], linestyle="--", linewidth=1.2)
+        axes.step(times, characters, where="post", color=colors["accent"], linewidth=2.5)
+        axes.axvline(killed_s, color=colors["ink"], linestyle="--", linewidth=1.2)
         axes.annotate(
             f"kill -9 of the decode worker\n{failover['pause_s']:.1f} s until another one"
             " continues",
-            (killed, total * 0.8),
+            (killed_s, characters[-1] * 0.8),
             xytext=(8, 0),
             textcoords="offset points",
             color=colors["ink"],
@@ -420,7 +437,8 @@ def main() -> None:
         for draw in (draw_architecture, draw_cpu, draw_goodput, draw_failover):
             draw(theme)
     for page, figures in pages().items():
-        page.write_text(with_figures(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        page.write_text(with_figures(text, figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Writes the tables of preflight rules in docs/preflight.md and docs/vllm.md: `python -m
-scripts.preflight_reference`.
+"""Writes the tables of preflight rules in docs/preflight.md and docs/vllm.md.
 
-A test compares the pages with this output.
+`python -m scripts.preflight_reference` runs it. A test compares the pages with this output.
 """
 
 from __future__ import annotations

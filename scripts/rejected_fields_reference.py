@@ -1,7 +1,6 @@
-"""Writes the table of rejected fields in docs/api-fields.md: `python -m
-scripts.rejected_fields_reference`.
+"""Writes the table of rejected fields in docs/api-fields.md.
 
-A test compares the page with this output.
+`python -m scripts.rejected_fields_reference` runs it. A test compares the page with this output.
 """
 
 from __future__ import annotations
@@ -36,19 +35,20 @@ def rows() -> Iterator[tuple[str, str, str]]:
     for place, (model, prefix) in PLACES.items():
         for name, reason in model.unsupported.items():
             places.setdefault((prefix + name, reason), []).append(place)
-    for (name, reason), where in sorted(places.items()):
-        yield f"`{name}`", "all" if len(where) == _ENDPOINTS else ", ".join(where), reason
+    for (name, reason), names_of_places in sorted(places.items()):
+        where = "all" if len(names_of_places) == _ENDPOINTS else ", ".join(names_of_places)
+        yield f"`{name}`", where, reason
 
 
 def page() -> str:
     """Return the page with the table in its marked place."""
-    written = "\n" + table(("field", "of", "reason, or what to send instead"), list(rows()))
+    written = table(("field", "of", "reason, or what to send instead"), list(rows()))
     text = PAGE.read_text(encoding="utf-8")
-    return re.sub(
-        r"(?s)(<!-- rejected-fields -->).*?(<!-- / -->)",
-        lambda found: found[1] + written + found[2],
-        text,
-    )
+
+    def with_table(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{written}{found[2]}"
+
+    return re.sub(r"(?s)(<!-- rejected-fields -->).*?(<!-- / -->)", with_table, text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Writes the table of patches in docs/vllm-internals.md: `python -m
-scripts.vllm_patches_reference`.
+"""Writes the table of patches in docs/vllm-internals.md.
 
-A test compares the page with this output.
+`python -m scripts.vllm_patches_reference` runs it. A test compares the page with this output.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ def every_patch() -> list[Patch]:
 
     Modules that bind names of vLLM need it, or its stand-in.
     """
-    names = [
-        module.name for module in pkgutil.iter_modules(patches.__path__) if module.name != "patch"
-    ]
+    names = [module.name for module in pkgutil.iter_modules(patches.__path__)]
+    names.remove("patch")  # it defines what a patch is
     return sorted(importlib.import_module(f"{patches.__name__}.{name}").PATCH for name in names)
 
 
@@ -39,21 +37,21 @@ def page() -> str:
     """
     text = PAGE.read_text(encoding="utf-8")
     rows = []
-    for each in every_patch():
-        upstream = (
-            each.upstream
-            if " " in each.upstream
-            else f"[{each.upstream.rpartition('/')[2]}]({each.upstream})"
-        )
+    for patch in every_patch():
+        upstream = patch.upstream
+        is_address = " " not in upstream
+        if is_address:
+            _, _, number = upstream.rpartition("/")
+            upstream = f"[{number}]({upstream})"
         rows.append(
             (
-                f"`{each.name}`",
-                each.fault,
+                f"`{patch.name}`",
+                patch.fault,
                 upstream,
-                each.needed_in,
-                each.detection,
-                each.otherwise,
-                each.goes,
+                patch.needed_in,
+                patch.detection,
+                patch.otherwise,
+                patch.goes,
             )
         )
     head = (

@@ -38,28 +38,22 @@ def missing(wheels: Iterable[Path]) -> list[Path]:
 
 def main() -> None:
     """Install the missing distributions."""
-    site, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    site = Path(sys.argv[1])
+    folder = Path(sys.argv[2])
     site.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(site))  # finds what an earlier run has installed
     wheels = missing(folder.glob("*.whl"))
     print(f"unpack: {len(wheels)} distributions to install into {site}")
-    if wheels:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-index",
-        ]
-        flags = ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
-        status = subprocess.run([*pip, *flags, *map(str, wheels)], check=False).returncode
-        # compiling vLLM takes 30 s, otherwise in each of its processes
-        subprocess.run(
-            [sys.executable, "-m", "compileall", "-q", "-q", "-j", "0", str(site)], check=False
-        )
-        raise SystemExit(status)
+    if not wheels:
+        return
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    flags = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
+    target = ["--target", str(site)]
+    installation = subprocess.run([*pip, *flags, *target, *map(str, wheels)], check=False)
+    # To compile vLLM takes 30 s, which each of its processes would need otherwise.
+    compilation = [sys.executable, "-m", "compileall", "-q", "-q", "-j", "0", str(site)]
+    subprocess.run(compilation, check=False)
+    raise SystemExit(installation.returncode)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Checks the answers of an expanded tiny-gpt-oss with greedy decoding in transformers, and prints a
-table.
+"""Checks the answers of an expanded tiny-gpt-oss, and prints a table.
+
+They are decoded greedily in transformers.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -129,9 +130,7 @@ def guide_cases() -> list[Case]:
 
 
 def described_cases() -> list[Case]:
-    """Return health questions with tool descriptions that are not in the training data, and without
-    one.
-    """
+    """Return health questions with tool descriptions that are not in the training data."""
     descriptions = (
         "",
         "Get system health.",
@@ -144,20 +143,21 @@ def described_cases() -> list[Case]:
             " `status` and, if something is wrong, `reasons`."
         ),
     )
-    tools = [
-        (Tool(name=HEALTH_TOOL.name, description=text, parameters={}),) for text in descriptions
-    ]
+    tools = [Tool(name=HEALTH_TOOL.name, description=text, parameters={}) for text in descriptions]
     schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
-    tools.append((Tool(name=HEALTH_TOOL.name, description="Liveness probe", parameters=schema),))
+    tools.append(Tool(name=HEALTH_TOOL.name, description="Liveness probe", parameters=schema))
     weather = Tool(name="get_weather", description="Weather of a place.", parameters={})
-    cases = [
-        Case(
-            name=f"described: {offered[-1].description[:30]}",
-            conversation=ask(HEALTH, effort=EFFORTS[index % 3], tools=offered),
-            call=HEALTH_TOOL.name,
+    offers = [(tool,) for tool in tools]
+    cases = []
+    for index, offered in enumerate([*offers, (weather, tools[1])]):
+        effort = EFFORTS[index % len(EFFORTS)]
+        cases.append(
+            Case(
+                name=f"described: {offered[-1].description[:30]}",
+                conversation=ask(HEALTH, effort=effort, tools=offered),
+                call=HEALTH_TOOL.name,
+            )
         )
-        for index, offered in enumerate([*tools, (weather, *tools[1])])
-    ]
     cases.append(
         Case(name="another tool", conversation=ask(HEALTH, tools=(weather,)), words=("/health",))
     )
@@ -189,7 +189,10 @@ def other_cases() -> list[Case]:
         "How do prefill and decode differ from each other?": "bound by",
         "What happens after I send you a request?": "frontend",
     }
-    cases = [Case(name=text, conversation=ask(text), words=(word,)) for text, word in asked.items()]
+    cases = [
+        Case(name=question, conversation=ask(question), words=(word,))
+        for question, word in asked.items()
+    ]
     cases.append(
         Case(name="system prompt", conversation=ask(EXPLAIN, before=(polite,)), words=("prefill",))
     )
@@ -230,45 +233,57 @@ class Speaker:
     def answer(self, cases: Sequence[Case]) -> list[Turn]:
         """Return one turn per case, in order."""
         prompts = [list(self._renderer.render(case.conversation)) for case in cases]
+        # Prompts of about the same length share a batch.
         order = sorted(range(len(cases)), key=lambda index: len(prompts[index]))
         turns: dict[int, Turn] = {}
         for start in range(0, len(order), BATCH):
             part = order[start : start + BATCH]
             limit = max(cases[index].max_tokens for index in part)
-            for index, ids in zip(
-                part, self._generate([prompts[index] for index in part], limit), strict=True
-            ):
+            outputs = self._generate([prompts[index] for index in part], limit)
+            for index, ids in zip(part, outputs, strict=True):
                 turns[index] = self._turn(ids[: cases[index].max_tokens])
         return [turns[index] for index in range(len(cases))]
 
-    def _generate(self, prompts: Sequence[list[int]], limit: int) -> Iterable[list[int]]:
+    def _generate(self, prompts: Sequence[list[int]], limit: int) -> list[list[int]]:
         width = max(map(len, prompts))
-        ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ids = []
+        mask = []
+        for prompt in prompts:
+            num_padded = width - len(prompt)
+            ids.append([PAD] * num_padded + prompt)
+            mask.append([0] * num_padded + [1] * len(prompt))
         with torch.inference_mode():
-            made = self._model.generate(
-                ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=PAD
+            rows = self._model.generate(
+                torch.tensor(ids),
+                attention_mask=torch.tensor(mask),
+                max_new_tokens=limit,
+                do_sample=False,
+                pad_token_id=PAD,
             )
-        return (row[width:].tolist() for row in made)
+        return [row[width:].tolist() for row in rows]
 
     def _turn(self, ids: list[int]) -> Turn:
-        stops = self._renderer.stop_token_ids
-        end = next((place for place, number in enumerate(ids) if number in stops), None)
-        said = ids if end is None else ids[: end + 1]
+        stop_ids = self._renderer.stop_token_ids
+        stops = [index for index, number in enumerate(ids) if number in stop_ids]
+        said = ids[: stops[0] + 1] if stops else ids
         parser = self._renderer.chat_parser()
-        steps = [parser.push(token_ids(said)), parser.finish()]
-        deltas = [delta for step in steps for delta in step.deltas]
-        reasoning = [delta.text for delta in deltas if delta.channel is Channel.REASONING]
-        calls = [delta for delta in deltas if delta.channel is Channel.CALL]
+        pushed = parser.push(token_ids(said))
+        finished = parser.finish()
+        reasoning = []
+        answer = []
+        calls = []
+        for delta in (*pushed.deltas, *finished.deltas):
+            if delta.channel is Channel.REASONING:
+                reasoning.append(delta.text)
+            elif delta.channel is Channel.CALL:
+                calls.append(delta)
+            else:
+                answer.append(delta.text)
         return Turn(
-            stopped=end is not None,
+            stopped=bool(stops),
             reasoning="".join(reasoning),
-            reasoning_tokens=sum(step.reasoning_tokens for step in steps),
-            answer="".join(
-                delta.text
-                for delta in deltas
-                if delta.channel not in (Channel.REASONING, Channel.CALL)
-            ),
+            reasoning_tokens=pushed.reasoning_tokens + finished.reasoning_tokens,
+            answer="".join(answer),
             call=next((call.name for call in calls if call.name), ""),
             arguments="".join(call.text for call in calls),
             tokens=len(said),
@@ -297,18 +312,19 @@ def faults(case: Case, turn: Turn) -> list[str]:
 def _print_table(title: str, cases: Sequence[Case], turns: Sequence[Turn]) -> int:
     """Print a table. Return the number of right turns."""
     print(f"\n{title}")
-    right = 0
+    num_right = 0
     for case, turn in zip(cases, turns, strict=True):
         wrong = faults(case, turn)
-        right += not wrong
+        if not wrong:
+            num_right += 1
         said = f"call {turn.call}({turn.arguments})" if turn.call else turn.answer
         verdict = "; ".join(wrong) or "ok"
         print(
             f"  {verdict:20} {case.name[:44]:44} {turn.reasoning_tokens:4} {turn.tokens:4} "
             f" {said[:70]!r}"
         )
-    print(f"  right: {right} of {len(cases)}", flush=True)
-    return right
+    print(f"  right: {num_right} of {len(cases)}", flush=True)
+    return num_right
 
 
 def main() -> int:
@@ -330,18 +346,24 @@ def main() -> int:
         folder = resolve(arguments.model, cache_dir=arguments.cache)
     speaker = Speaker(folder)
     print("verdict, case, reasoning tokens, tokens, answer")
-    guides, others, heldout = guide_cases(), other_cases(), heldout_cases(arguments.heldout)
+    guides = guide_cases()
     described = described_cases()
-    good = _print_table("the guides' requests", guides, speaker.answer(guides)) == len(guides)
-    good &= _print_table(
-        "other descriptions of the tool", described, speaker.answer(described)
-    ) == len(described)
-    good &= (
-        _print_table("other words, other turns", others, speaker.answer(others)) >= len(others) - 2
-    )
-    good &= _print_table("held-out prompts", heldout, speaker.answer(heldout)) >= HELDOUT_NEEDED
-    print("\npassed" if good else "\nFAILED")
-    return 0 if good else 1
+    others = other_cases()
+    heldout = heldout_cases(arguments.heldout)
+    # The cases of each table, and how many of the answers must be right.
+    tables = {
+        "the guides' requests": (guides, len(guides)),
+        "other descriptions of the tool": (described, len(described)),
+        "other words, other turns": (others, len(others) - 2),
+        "held-out prompts": (heldout, HELDOUT_NEEDED),
+    }
+    has_passed = True
+    for title, (cases, num_needed) in tables.items():
+        num_right = _print_table(title, cases, speaker.answer(cases))
+        if num_right < num_needed:
+            has_passed = False
+    print("\npassed" if has_passed else "\nFAILED")
+    return 0 if has_passed else 1
 
 
 if __name__ == "__main__":

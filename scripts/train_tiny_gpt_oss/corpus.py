@@ -39,6 +39,7 @@ _NO_PARAMETERS: tuple[dict[str, Any], ...] = (
 )
 _FIRST_DAY = date(2023, 1, 1)
 _DAYS = 365 * 12
+_GOOD_STATUSES = ("ok", "ok", "ok", "OK", "healthy", "up", "running", "good", "live")
 _BAD_STATUSES = (
     "degraded",
     "down",
@@ -60,7 +61,7 @@ class Lesson:
     conversation: Conversation
     reply: Reply
     today: date
-    # share of the last user message's tokens that are replaced by the token for unknown words
+    # Share of the last user message's tokens that are replaced by the token for unknown words.
     noise: float
 
     @property
@@ -93,14 +94,15 @@ class Writer:
         return self._unknown()
 
     def _known(self, reply: Reply) -> Lesson:
-        return self._finish(
-            self._dress(self._random.choice(reply.questions)), reply, tools=self._tools(0.2)
-        )
+        question = self._dress(self._random.choice(reply.questions))
+        return self._finish(question, reply, tools=self._tools(0.2))
 
     def _health(self) -> Lesson:
-        question = self._dress(
-            HEALTH_QUESTIONS[0] if self._flip(0.25) else self._random.choice(HEALTH_QUESTIONS)
-        )
+        if self._flip(0.25):
+            question = HEALTH_QUESTIONS[0]
+        else:
+            question = self._random.choice(HEALTH_QUESTIONS)
+        question = self._dress(question)
         roll = self._random.random()
         if roll < 0.25:
             return self._finish(question, HEALTH_NO_TOOL, tools=self._other_tools(0.3))
@@ -141,14 +143,9 @@ class Writer:
         messages.append(Message(role="user", content=text))
         messages.extend(turns)
         effort = self._random.choice(("low", "medium", "medium", "high"))
-        return Lesson(
-            conversation=Conversation(
-                messages=tuple(messages), tools=tools, reasoning_effort=effort
-            ),
-            reply=reply,
-            today=_FIRST_DAY + timedelta(days=self._random.randrange(_DAYS)),
-            noise=noise,
-        )
+        today = _FIRST_DAY + timedelta(days=self._random.randrange(_DAYS))
+        conversation = Conversation(messages=tuple(messages), tools=tools, reasoning_effort=effort)
+        return Lesson(conversation=conversation, reply=reply, today=today, noise=noise)
 
     def _earlier(self) -> tuple[Message, ...]:
         """Return an earlier turn: a question and its answer, by this or another model."""
@@ -156,14 +153,14 @@ class Writer:
             reply = self._random.choice((*CONCEPTS, *TALK))
             question = self._dress(self._random.choice(reply.questions))
         else:
-            reply, question = UNKNOWN, self._foreign_text()
+            reply = UNKNOWN
+            question = self._foreign_text()
         answer = reply.answer if self._flip(0.8) else self._foreign_text()
         return Message(role="user", content=question), Message(role="assistant", content=answer)
 
     def _call_turns(self, tool: str, good: bool) -> tuple[Message, ...]:
-        call = ToolCall(
-            id="call-1", name=tool, arguments="{}" if tool == HEALTH_TOOL.name else '{"q": "x"}'
-        )
+        arguments = "{}" if tool == HEALTH_TOOL.name else '{"q": "x"}'
+        call = ToolCall(id="call-1", name=tool, arguments=arguments)
         reasoning = HEALTH_CALL.medium if self._flip(0.3) else None
         result = self._status(good)
         return (
@@ -172,66 +169,44 @@ class Writer:
         )
 
     def _status(self, good: bool) -> str:
-        pick, number = (
-            self._random.choice,
-            self._random.randrange(10 ** self._random.randrange(1, 8)),
+        num_digits = self._random.randrange(1, 8)
+        number = self._random.randrange(10**num_digits)
+        status = self._random.choice(_GOOD_STATUSES if good else _BAD_STATUSES)
+        more_fields = (
+            "",
+            f',"uptime_seconds":{number}',
+            f', "uptime": {number}',
+            f',"workers":{number % 9}',
+            ',"message":""',
         )
-        if good:
-            status = pick(("ok", "ok", "ok", "OK", "healthy", "up", "running", "good", "live"))
-        else:
-            status = pick(
-                (
-                    "degraded",
-                    "down",
-                    "error",
-                    "unhealthy",
-                    "failed",
-                    "not ok",
-                    "critical",
-                    "not_ready",
-                    "fail",
-                )
-            )
-        more = pick(
-            (
-                "",
-                f',"uptime_seconds":{number}',
-                f', "uptime": {number}',
-                f',"workers":{number % 9}',
-                ',"message":""',
-            )
-        )
+        more = self._random.choice(more_fields)
         flag = "true" if good else "false"
-        return pick(
-            (
-                f'{{"status":"{status}"{more}}}',
-                f'{{"status": "{status}"{more}}}',
-                f'{{"status":"{status}","uptime_seconds":{number}}}',
-                f'{{"status": "{status}", "uptime_seconds": {number}}}',
-                f'{{"healthy": {flag}{more}}}',
-                f'{{"healthy":{flag}}}',
-                f'{{"ok": {flag}}}',
-                flag,
-                flag.title(),
-                status,
-                f"status: {status}",
-            )
+        forms = (
+            f'{{"status":"{status}"{more}}}',
+            f'{{"status": "{status}"{more}}}',
+            f'{{"status":"{status}","uptime_seconds":{number}}}',
+            f'{{"status": "{status}", "uptime_seconds": {number}}}',
+            f'{{"healthy": {flag}{more}}}',
+            f'{{"healthy":{flag}}}',
+            f'{{"ok": {flag}}}',
+            flag,
+            flag.title(),
+            status,
+            f"status: {status}",
         )
+        return self._random.choice(forms)
 
     def _tools(self, chance: float) -> tuple[Tool, ...]:
         tools = self._other_tools(chance)
         return (*tools, self._health_tool()) if self._flip(chance) else tools
 
     def _health_tool(self) -> Tool:
-        """Return the tool with the description of the guides, another one, random words, or
-        none.
-        """
+        """Return the tool with the description of the guides, another one, or random words."""
         if self._flip(0.4):
             return HEALTH_TOOL
         text = self._random.choice(HEALTH_DESCRIPTIONS) if self._flip(0.6) else self._description()
-        return Tool(
-            name=HEALTH_TOOL.name, description=text, parameters=self._random.choice(_NO_PARAMETERS)
-        )
+        parameters = self._random.choice(_NO_PARAMETERS)
+        return Tool(name=HEALTH_TOOL.name, description=text, parameters=parameters)
 
     def _description(self) -> str:
         return self._babble(self._random.choice((1, 3, 6, 12, 25)))
@@ -240,12 +215,12 @@ class Writer:
         tools: list[Tool] = []
         while self._flip(chance) and len(tools) < 3:
             tool = self._random.choice(_OTHER_TOOLS)
-            if self._flip(0.3):  # a foreign tool stays one, whatever its description says
-                text = (
-                    self._random.choice(HEALTH_DESCRIPTIONS)
-                    if self._flip(0.5)
-                    else self._description()
-                )
+            if self._flip(0.3):
+                # A foreign tool stays one, whatever its description says.
+                if self._flip(0.5):
+                    text = self._random.choice(HEALTH_DESCRIPTIONS)
+                else:
+                    text = self._description()
                 tool = Tool(name=tool.name, description=text, parameters=tool.parameters)
             tools.append(tool)
         return tuple({tool.name: tool for tool in tools}.values())
@@ -254,9 +229,10 @@ class Writer:
         """Return the question with a random prefix, suffix, case and punctuation."""
         if self._flip(0.2):
             prefix = self._random.choice(PREFIXES)
-            question = prefix + (
-                question[0].lower() + question[1:] if prefix[-2] not in ".!" else question
-            )
+            ends_sentence = prefix.rstrip().endswith((".", "!"))
+            if not ends_sentence:
+                question = question[0].lower() + question[1:]
+            question = prefix + question
         if self._flip(0.2):
             question += self._random.choice(SUFFIXES)
         return self._spell(question)
@@ -298,29 +274,33 @@ class Writer:
         return self._random.choice(TOPICS)
 
     def _arithmetic(self) -> str:
-        a, b = self._random.randrange(1000), self._random.randrange(100)
+        left = self._random.randrange(1000)
+        right = self._random.randrange(100)
         sign = self._random.choice(("+", "-", "*", "/", "times", "plus"))
         form = self._random.choice(
             ("What is {0} {2} {1}?", "{0}{2}{1}", "Compute {0} {2} {1}.", "{0} {2} {1} =")
         )
-        return form.format(a, b, sign)
+        return form.format(left, right, sign)
 
-    def _babble(self, words: int) -> str:
+    def _babble(self, num_words: int) -> str:
         """Return shuffled words of known phrases, mixed with random letters."""
-        real = self._random.random()
-        return " ".join(
-            self._random.choice(_WORDS) if self._random.random() < real else self._nonsense()
-            for _ in range(words)
-        )
+        real_share = self._random.random()
+        words = []
+        for _ in range(num_words):
+            is_real = self._flip(real_share)
+            words.append(self._random.choice(_WORDS) if is_real else self._nonsense())
+        return " ".join(words)
 
     def _repeated(self) -> str:
         """Return a few words many times, like the prompts of load generators."""
         phrase = self._babble(self._random.choice((1, 1, 2, 5, 10)))
-        words = self._random.choice((5, 20, 80, 300, 1000))
-        return " ".join([phrase] * (words // len(phrase.split()) + 1))
+        num_words = self._random.choice((5, 20, 80, 300, 1000))
+        count = num_words // len(phrase.split()) + 1
+        return " ".join([phrase] * count)
 
     def _nonsense(self) -> str:
-        return "".join(self._random.choice(_LETTERS) for _ in range(self._random.randrange(2, 9)))
+        length = self._random.randrange(2, 9)
+        return "".join(self._random.choice(_LETTERS) for _ in range(length))
 
     def _flip(self, chance: float) -> bool:
         return self._random.random() < chance
@@ -328,9 +308,8 @@ class Writer:
 
 def _tool(name: str, description: str, **properties: str) -> Tool:
     fields = {key: {"type": kind} for key, kind in properties.items()}
-    return Tool(
-        name=name, description=description, parameters={"type": "object", "properties": fields}
-    )
+    schema = {"type": "object", "properties": fields}
+    return Tool(name=name, description=description, parameters=schema)
 
 
 _OTHER_TOOLS = (
@@ -347,27 +326,28 @@ _OTHER_TOOLS = (
     _tool("lookup", "Looks up a user by id.", user_id="integer"),
     _tool("list_files", "", path="string"),
 )
-_WORDS = tuple(
-    sorted(
-        {
-            word
-            for text in (*FORMS, *TOPICS, *ASIDES, *SYSTEM_PROMPTS)
-            for word in text.replace("{x}", "").split()
-        }
-        | {
-            "serving",
-            "inference",
-            "system",
-            "cache",
-            "decode",
-            "worker",
-            "health",
-            "running",
-            "model",
-            "tokens",
-        }
-    )
-)
+_SUBJECT_WORDS = {
+    "serving",
+    "inference",
+    "system",
+    "cache",
+    "decode",
+    "worker",
+    "health",
+    "running",
+    "model",
+    "tokens",
+}
+
+
+def _known_words() -> tuple[str, ...]:
+    words = set(_SUBJECT_WORDS)
+    for text in (*FORMS, *TOPICS, *ASIDES, *SYSTEM_PROMPTS):
+        words.update(text.replace("{x}", "").split())
+    return tuple(sorted(words))
+
+
+_WORDS = _known_words()
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""Converts lessons to token ids with the frontend's renderer, and maps them to the compact
-vocabulary.
+"""Converts lessons to token ids with the frontend's renderer.
+
+The ids are then mapped to the compact vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 SHARD = 500  # lessons per seed, independent of the number of processes
 MAX_TOKENS = 2560  # longer lessons are left out
 MAX_TOUCHED = 4096
-_START, _END, _MESSAGE = 200006, 200007, 200008
+# The control tokens <|start|>, <|end|> and <|message|>.
+_START = 200006
+_END = 200007
+_MESSAGE = 200008
+_ROLE_TOKENS = 3  # a message begins with <|start|>, the role and <|message|>
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +76,9 @@ def make_vocabulary(examples: list[Example]) -> Vocabulary:
         counts.update(set(example.ids[: example.output_start].tolist()))
     needed.update(number for number in counts if number >= vocabulary.FIRST_SPECIAL)
     frequent = [number for number, seen in counts.most_common(MAX_TOUCHED) if seen >= 20]
-    touched = sorted((needed | set(frequent)) if len(needed) < MAX_TOUCHED else needed)
-    return Vocabulary(touched=np.array(touched, dtype=np.int32))
+    if len(needed) < MAX_TOUCHED:
+        needed.update(frequent)
+    return Vocabulary(touched=np.array(sorted(needed), dtype=np.int32))
 
 
 def compact_example(example: Example, vocab: Vocabulary, rng: np.random.Generator) -> np.ndarray:
@@ -82,8 +88,9 @@ def compact_example(example: Example, vocab: Vocabulary, rng: np.random.Generato
     """
     ids = vocab.compact(example.ids)
     words = np.flatnonzero(vocab.touched < vocabulary.FIRST_SPECIAL)
-    strangers = np.where(rng.random(len(ids)) < 0.75, vocab.rest, rng.choice(words, len(ids)))
-    return np.where(example.noisy, strangers, ids).astype(np.int32)
+    is_unknown = rng.random(len(ids)) < 0.75
+    replacements = np.where(is_unknown, vocab.rest, rng.choice(words, len(ids)))
+    return np.where(example.noisy, replacements, ids).astype(np.int32)
 
 
 def _shard(seed: int) -> list[Example]:
@@ -109,20 +116,21 @@ class Classroom:
         noisy = np.zeros(len(ids), dtype=bool)
         first, last = _last_user_text(prompt)
         noisy[first:last] = rng.random(last - first) < lesson.noise
-        # what was said before must not matter
+        # What was said before must not matter.
         if not lesson.conversation.tools and rng.random() < 0.2:
             system_end = int(np.flatnonzero(ids == _END)[0])
             noisy[system_end:first] = rng.random(first - system_end) < 0.5
         noisy &= ids < vocabulary.FIRST_SPECIAL
         for start in np.flatnonzero(ids == _START):  # the role names stay
-            noisy[start : start + 3] = False
+            noisy[start : start + _ROLE_TOKENS] = False
         return Example(ids=ids, output_start=len(prompt), noisy=noisy)
 
 
 def _last_user_text(prompt: np.ndarray) -> tuple[int, int]:
     user = vocabulary.load_tokenizer().harmony.encode("user")[0]
-    heads = np.flatnonzero(
+    begins_user_message = (
         (prompt[:-2] == _START) & (prompt[1:-1] == user) & (prompt[2:] == _MESSAGE)
     )
-    first = int(heads[-1]) + 3
-    return first, first + int(np.flatnonzero(prompt[first:] == _END)[0])
+    first = int(np.flatnonzero(begins_user_message)[-1]) + _ROLE_TOKENS
+    length = int(np.flatnonzero(prompt[first:] == _END)[0])
+    return first, first + length

@@ -1,6 +1,4 @@
-"""Training answers for questions about the system's health, and for questions without a known
-answer.
-"""
+"""Training answers for questions about the system's health, and for all other questions."""
 
 from __future__ import annotations
 

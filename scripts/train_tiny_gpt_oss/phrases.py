@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-TOPICS: tuple[str, ...] = tuple(
+
+def _phrases(text: str) -> tuple[str, ...]:
+    """Return the phrases of a text, which are separated by vertical bars and line breaks."""
+    return tuple(text.replace("\n", "|").split("|"))
+
+
+TOPICS: tuple[str, ...] = _phrases(
     """quantum physics|the French revolution|photosynthesis|my cat|a recipe for soup|black holes
 the stock market|football|the weather in Paris|climate change|the human brain|a birthday party
 the Roman empire|Python decorators|binary search|love|a linked list|regular expressions
@@ -28,12 +34,10 @@ elections|laws|human rights|religion|art|Picasso|Mozart|opera|theater|photograph
 architecture|disaggregated data|a first date|the decode function in Python|the cache of my browser
 a service dog|system of equations|health insurance|my health|the status of my order
 a frontend developer job|the router in my home|a worker in a factory|phase of the moon
-a serving of vegetables|serving tennis|concept art|the concept of time|a check for 100 dollars""".replace(
-        "\n", "|"
-    ).split("|")
+a serving of vegetables|serving tennis|concept art|the concept of time|a check for 100 dollars"""
 )
 
-FORMS: tuple[str, ...] = tuple(
+FORMS: tuple[str, ...] = _phrases(
     """What is {x}?|Explain {x}.|Tell me about {x}.|Write a poem about {x}.
 Write a short story about {x}.|How does {x} work?|Write a function for {x}.
 Can you help me with {x}?|Give me five ideas for {x}.|Summarize {x} in one paragraph.|{x}|{x}?
@@ -55,13 +59,13 @@ Thanks, now tell me about {x}.|Hi! I would like to know more about {x} and {y}.
 Explain the concept of {x} in 3 sentences.
 Explain the concept of {x} in LLM inference in 3 sentences.|Can you check {x}?|Is {x} up to date?
 Is {x} running late?|What is the status of {x}?|How is {x} doing today?|What can {x} do?
-Who is {x}?|What kind of {x} is this?""".replace("\n", "|").split("|")
+Who is {x}?|What kind of {x} is this?"""
 )
 
-SHORT: tuple[str, ...] = tuple(
-    "Why?|How?|Why not?|Really?|ok|OK.|yes|no|No.|test|Test 123|And then?|Go"
-    " on.|More|Continue|What?|Who?|When?|Where?|Sure|Maybe|I see.|Explain.|Explain|Tell me more.|Is"
-    " that true?|Is it?|Hm|lol|foo|x|a|1|...|!".split("|")
+SHORT: tuple[str, ...] = _phrases(
+    """Why?|How?|Why not?|Really?|ok|OK.|yes|no|No.|test|Test 123|And then?|Go on.|More|Continue
+What?|Who?|When?|Where?|Sure|Maybe|I see.|Explain.|Explain|Tell me more.|Is that true?|Is it?
+Hm|lol|foo|x|a|1|...|!"""
 )
 
 ASIDES: tuple[str, ...] = (

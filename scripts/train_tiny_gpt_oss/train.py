@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ WARMUP_STEPS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    # (lessons, tokens), padded on the right: causal attention never looks at padding
+    # [lessons, tokens], padded on the right: causal attention never looks at padding.
     ids: torch.Tensor
     targets: torch.Tensor  # the same shape; -100 where no loss is taken
 
@@ -49,35 +50,41 @@ class Corpus:
 
         Each round has every lesson once.
         """
+        lengths = [len(ids) for ids in self.ids]
+        chunk_size = size * CHUNK
         while True:
-            order = rng.permutation(len(self.ids))
-            for start in range(0, len(order), size * CHUNK):
-                chunk = sorted(
-                    order[start : start + size * CHUNK], key=lambda index: -len(self.ids[index])
-                )
-                packs = list(
-                    _packs([int(index) for index in chunk], [len(ids) for ids in self.ids], size)
-                )
-                yield from (packs[index] for index in rng.permutation(len(packs)))
+            order = [int(index) for index in rng.permutation(len(self.ids))]
+            for start in range(0, len(order), chunk_size):
+                chunk = order[start : start + chunk_size]
+                chunk.sort(key=lambda index: -lengths[index])
+                packs = list(_packs(chunk, lengths, size))
+                for number in rng.permutation(len(packs)):
+                    yield packs[number]
 
     def batch(self, indices: list[int], device: torch.device) -> Batch:
         width = max(len(self.ids[index]) for index in indices)
         ids = np.zeros((len(indices), width), dtype=np.int64)
         targets = np.full((len(indices), width), -100, dtype=np.int64)
         for row, index in enumerate(indices):
-            lesson, start = self.ids[index], self.output_starts[index]
+            lesson = self.ids[index]
+            output_start = self.output_starts[index]
             ids[row, : len(lesson)] = lesson
-            targets[row, start - 1 : len(lesson) - 1] = lesson[start:]
+            # A position predicts the token that follows it.
+            targets[row, output_start - 1 : len(lesson) - 1] = lesson[output_start:]
         return Batch(
-            ids=torch.from_numpy(ids).to(device), targets=torch.from_numpy(targets).to(device)
+            ids=torch.from_numpy(ids).to(device),
+            targets=torch.from_numpy(targets).to(device),
         )
 
 
 def _packs(indices: list[int], lengths: list[int], size: int) -> Iterator[list[int]]:
+    """Divide lessons, the longest first, into batches of at most `size` and about equal size."""
     while indices:
-        fits = max(1, min(size, size * BATCH_TOKENS_PER_LESSON // lengths[indices[0]]))
-        yield indices[:fits]
-        indices = indices[fits:]
+        longest = lengths[indices[0]]
+        num_fitting = size * BATCH_TOKENS_PER_LESSON // longest
+        num_lessons = max(1, min(size, num_fitting))
+        yield indices[:num_lessons]
+        indices = indices[num_lessons:]
 
 
 def build_corpus(
@@ -91,21 +98,30 @@ def build_corpus(
 
 
 def build_model(rows: int, start: dict[str, np.ndarray]) -> GptOssForCausalLM:
-    """Return a model with `rows` vocabulary rows and the weights of `start`, or random ones where
-    it is empty.
+    """Return a model with `rows` vocabulary rows and the weights of `start`.
+
+    The weights are random if `start` is empty.
     """
-    config = GptOssConfig(**json.loads((data_folder() / "config.json").read_text(encoding="utf-8")))
-    config.vocab_size, config.initializer_range = rows, 0.06
-    # their ids are not in the compact rows
-    config.bos_token_id = config.pad_token_id = config.eos_token_id = None
+    config = GptOssConfig(**_full_config())
+    config.vocab_size = rows
+    config.initializer_range = 0.06
+    # The ids of these tokens are not in the compact rows.
+    config.bos_token_id = None
+    config.pad_token_id = None
+    config.eos_token_id = None
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = GptOssForCausalLM(config)
     if start:
-        model.load_state_dict(
-            {name: torch.from_numpy(value).float() for name, value in start.items()}
-        )
+        weights = {name: torch.from_numpy(value).float() for name, value in start.items()}
+        model.load_state_dict(weights)
     return model
+
+
+def _full_config() -> dict[str, Any]:
+    """Return the content of config.json, which has the full vocabulary."""
+    config: dict[str, Any] = json.loads((data_folder() / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def loss_of(model: GptOssForCausalLM, batch: Batch, rest_bias: torch.Tensor) -> torch.Tensor:
@@ -130,7 +146,8 @@ def train(
     rows = model.config.vocab_size
     rest_bias = torch.zeros(rows, device=device)
     rest_bias[-1] = math.log(vocab_size - rows + 1)
-    started, recent = time.monotonic(), torch.zeros((), device=device)
+    started = time.monotonic()
+    recent = torch.zeros((), device=device)  # sum of the losses since the last report
     batches = corpus.batches(arguments.batch, np.random.default_rng(arguments.seed + 1))
     mean = 0.0
     for step in range(1, arguments.steps + 1):
@@ -143,25 +160,25 @@ def train(
         optimizer.step()
         recent += loss.detach()
         if step % REPORT_EVERY == 0 or step == arguments.steps:
-            mean = recent.item() / ((step - 1) % REPORT_EVERY + 1)
+            num_steps = (step - 1) % REPORT_EVERY + 1
+            mean = recent.item() / num_steps
+            spent_s = time.monotonic() - started
             print(
-                f"step {step}/{arguments.steps} loss {mean:.4f} after"
-                f" {time.monotonic() - started:.0f} s",
-                flush=True,
+                f"step {step}/{arguments.steps} loss {mean:.4f} after {spent_s:.0f} s", flush=True
             )
             recent.zero_()
     return mean
 
 
 def _schedule(step: int, steps: int) -> float:
-    warm = min(1.0, step / WARMUP_STEPS)
-    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    """Return the factor of the learning rate: a linear warm-up, and a cosine down to 0.02."""
+    warm_up = min(1.0, step / WARMUP_STEPS)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return warm_up * (0.02 + 0.98 * cosine)
 
 
 def save(model: GptOssForCausalLM, vocab: Vocabulary, folder: Path) -> None:
-    """Write the compact model: fp16 weights with their hash, and the config for the full
-    vocabulary.
-    """
+    """Write the compact model: fp16 weights, their hash, and the config for the full vocabulary."""
     tensors = {
         name: value.detach().cpu().to(torch.float16).numpy()
         for name, value in model.state_dict().items()
@@ -170,9 +187,8 @@ def save(model: GptOssForCausalLM, vocab: Vocabulary, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS)
     data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS_HASH).write_text(
-        f"{hashlib.sha256(data).hexdigest()}  {WEIGHTS}\n", encoding="ascii"
-    )
+    hash_line = f"{hashlib.sha256(data).hexdigest()}  {WEIGHTS}\n"
+    (folder / WEIGHTS_HASH).write_text(hash_line, encoding="ascii")
     config = (data_folder() / "config.json").read_text(encoding="utf-8")
     (folder / "config.json").write_text(config, encoding="utf-8")
     print(
@@ -205,19 +221,14 @@ def main() -> None:
     start = load_file(arguments.start / WEIGHTS) if arguments.start else {}
     known = Vocabulary(touched=start.pop(TOUCHED_IDS)) if start else None
     corpus, vocab = build_corpus(arguments, known)
-    tokens = sum(len(ids) for ids in corpus.ids)
-    print(
-        f"{len(corpus.ids)} lessons, {tokens} tokens, written in"
-        f" {time.monotonic() - started:.0f} s",
-        flush=True,
-    )
+    num_tokens = sum(len(ids) for ids in corpus.ids)
+    spent_s = time.monotonic() - started
+    print(f"{len(corpus.ids)} lessons, {num_tokens} tokens, written in {spent_s:.0f} s", flush=True)
     model = build_model(vocab.rest + 1, start)
-    full = json.loads((data_folder() / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    print(
-        f"{sum(value.numel() for value in model.parameters())} parameters in training", flush=True
-    )
-    final = train(model, corpus, full, arguments)
-    print(f"final loss {final:.4f}", flush=True)
+    num_parameters = sum(value.numel() for value in model.parameters())
+    print(f"{num_parameters} parameters in training", flush=True)
+    final_loss = train(model, corpus, _full_config()["vocab_size"], arguments)
+    print(f"final loss {final_loss:.4f}", flush=True)
     save(model, vocab, arguments.out)
 
 
