@@ -330,7 +330,7 @@ class Inquiry:
     namespace: str
     instances: Mapping[int, Instance]  # workers that have to answer, by id
     timeout_s: float  # the most time for all answers to a query
-    # The least time for them: frontends are not registered, so nobody knows how many will answer.
+    # The least time for them: frontends are not registered, so their number is not known.
     settle_s: float = _SETTLE_S
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class Report:
     handoff_s: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, severity: str) -> int:
-        return [finding.severity for _, finding in self.findings].count(severity)
+        return len([finding for _, finding in self.findings if finding.severity == severity])
 
 
 def as_json(report: Report) -> str:

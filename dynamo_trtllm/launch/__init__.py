@@ -1,1 +1,1 @@
-"""Start and supervise all processes of one machine (`python -m dynamo_trtllm.launch`)."""
+"""Start and supervise the processes of a deployment file (`python -m dynamo_trtllm.launch`)."""
