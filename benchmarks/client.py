@@ -1,8 +1,8 @@
 """Load client for OpenAI-compatible servers: sends many streamed chat requests and prints latencies
 and throughput.
 
-python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 --isl 128
---osl 256
+python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 \\
+  --isl 128 --osl 256
 
 Closed loop: --concurrency requests are always active. Open loop: --rate sends this many requests
 per second (Poisson), however fast the server answers, and latencies count from the planned time.

@@ -1,7 +1,8 @@
 """Run a worker inside your own program, on its event loop and beside its other tasks.
 
-    python examples/embedded_torch.py --etcd-endpoints http://localhost:2379 --nats-server
-    nats://localhost:4222 dynamo-trtllm frontend --http-port 8000
+    python examples/embedded_torch.py \\
+        --etcd-endpoints http://localhost:2379 --nats-server nats://localhost:4222
+    dynamo-trtllm frontend --http-port 8000
 
 Then send requests for the model `embedded` to the frontend. SIGTERM or Ctrl-C drains the worker and
 exits.

@@ -1,7 +1,7 @@
 """Run a TensorRT-LLM worker from your own launch script, on one node or several.
 
-    python examples/embedded_trtllm.py --model-path /models/gpt-oss-120b --disaggregation-mode
-    decode
+    python examples/embedded_trtllm.py \\
+        --model-path /models/gpt-oss-120b --disaggregation-mode decode
 
 The script accepts every flag and environment variable of `dynamo-trtllm worker`. On several nodes,
 start it with `examples/llmapi_launch.sh`.

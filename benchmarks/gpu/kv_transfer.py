@@ -5,8 +5,8 @@ gpt-oss-120b's shape between scattered block lists, including the copies out of 
 "in flight": 64 transfers at once (KV: four at once, or as many as fit), beside 64 queued peer
 copies. "alone": one at a time. Checks the received bytes.
 
-python -m benchmarks.gpu.kv_transfer [--device cuda|cpu] [--kv-checksums auto|on|off] [--only-bytes]
-[--out FILE]
+python -m benchmarks.gpu.kv_transfer [--device cuda|cpu] [--kv-checksums auto|on|off] \\
+  [--only-bytes] [--out FILE]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures the CPU time of open streams without traffic.
 
-python -m benchmarks.plane.idle --url http://localhost:8000 --model NAME --streams 1000 --seconds 10
---pid frontend=PID
+python -m benchmarks.plane.idle --url http://localhost:8000 --model NAME --streams 1000 \\
+  --seconds 10 --pid frontend=PID
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Runs a benchmark of the Dynamo gpt-oss-120b guides against a running server and writes a report.
 
   dynamo-trtllm bench --shape laptop --url http://localhost:8000
-  dynamo-trtllm bench --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048
-  --repetitions 3 dynamo-trtllm bench --shape mine.yaml --compare benchmark-results/before
-  --fail-under output_tokens_per_s=900
+  dynamo-trtllm bench --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 \\
+    --repetitions 3
+  dynamo-trtllm bench --shape mine.yaml --compare benchmark-results/before \\
+    --fail-under output_tokens_per_s=900
 
 Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which is
 self-contained. Exit status: 0; 1 if a limit was missed or no request succeeded; 2 for invalid
