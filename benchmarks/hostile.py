@@ -388,7 +388,8 @@ async def measure_case(deployment: Deployment, name: str, settle_s: float) -> di
     client = Client(build_load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=_TIMEOUT_S))
     before_mb = frontend.megabytes("VmRSS")
     frontend.reset_peak()
-    polling, streaming = asyncio.create_task(frontend.poll()), asyncio.create_task(client.run())
+    polling = asyncio.create_task(frontend.poll())
+    streaming = asyncio.create_task(client.run())
     try:
         await asyncio.sleep(_MARGIN_S)
         begun_s = time.perf_counter()
@@ -438,7 +439,8 @@ def missed(row: dict[str, Any]) -> Iterator[str]:
 
 
 async def _run(names: Sequence[str], settle_s: float, *, as_json: bool) -> bool:
-    deployment, is_good = Deployment(Options()), True
+    deployment = Deployment(Options())
+    is_good = True
     try:
         deployment.start()
         # fastokens takes memory once in each thread that tokenizes

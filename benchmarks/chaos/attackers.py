@@ -248,7 +248,8 @@ async def bad_record(context: FaultContext) -> None:
     worker.
     """
     template = await _decode_instance(context)
-    endpoint, unknown_id = records.endpoint_of(template), secrets.randbits(63)
+    endpoint = records.endpoint_of(template)
+    unknown_id = secrets.randbits(63)
     empty = msgspec.structs.replace(
         template,
         id=unknown_id,
@@ -350,7 +351,9 @@ async def _probe(context: FaultContext, victim: str, enough: int) -> int:
     deployment = context.deployment
     process = deployment.process(victim)
     url = f"{deployment.url if victim == FRONTEND else deployment.health_url(victim)}/live"
-    most, failures, until_s = 0, 0, time.monotonic() + context.outage_s
+    most = 0
+    failures = 0
+    until_s = time.monotonic() + context.outage_s
     while time.monotonic() < until_s or (most < enough and time.monotonic() < until_s + _FILL_S):
         try:
             await asyncio.to_thread(fetch, url)

@@ -72,7 +72,9 @@ class CorruptingService:
     """
 
     def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
-        self._plane, self._healthy, self._change = plane, healthy, change
+        self._plane = plane
+        self._healthy = healthy
+        self._change = change
         self.num_changed = 0  # chunks
         self._pending: set[str] = set()  # transfer ids
         self._releases: set[asyncio.Task[bytes]] = set()
@@ -162,7 +164,8 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
 def _inject_nan(engine: TorchEngine) -> None:
     """Put one NaN into the KV of each further prompt before it is copied to the transfer buffer."""
     assert engine._scheduler is not None
-    pool, transfer_buffer = engine._scheduler.pool, engine._scheduler.transfer_buffer
+    pool = engine._scheduler.pool
+    transfer_buffer = engine._scheduler.transfer_buffer
     assert transfer_buffer is not None
     gather = transfer_buffer.gather
 

@@ -104,8 +104,10 @@ class FaultRunner:
 
     def close(self) -> list[str]:
         """Stop the deployment. Return the processes and files that it left."""
-        deployment, self._deployment = self._deployment, None
-        leftovers, self._leftovers = self._leftovers, []
+        deployment = self._deployment
+        self._deployment = None
+        leftovers = self._leftovers
+        self._leftovers = []
         return leftovers if deployment is None else [*leftovers, *deployment.stop()]
 
 
@@ -123,10 +125,8 @@ async def run_fault(
     Raises:
         NotReady: the deployment did not recover, or the fault had no effect.
     """
-    outage_s, osl = (
-        config.outage_for(fault, deployment.options),
-        config.osl_for(fault, deployment.options),
-    )
+    outage_s = config.outage_for(fault, deployment.options)
+    osl = config.osl_for(fault, deployment.options)
     hung_s = config.longest_silence_s(deployment.options, outage_s)
     context = FaultContext(deployment=deployment, outage_s=outage_s, osl=osl, hung_s=hung_s)
     migrations = await _migrations(deployment, fault)

@@ -180,7 +180,7 @@ def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
     about: JsonSchemaValue = {
         key: value[key] for key in ("title", "description", "default") if key in value
     }
-    kinds = {key: each for key, each in value.items() if key not in about}
+    kinds = {key: kind for key, kind in value.items() if key not in about}
     return about | {"anyOf": [kinds, {"type": "null"}]} if kinds else about
 
 

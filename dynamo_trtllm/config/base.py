@@ -31,7 +31,7 @@ def suggest(name: str, allowed: Iterable[str]) -> str | None:
 
     The comparison ignores case, leading dashes, and the difference between dash and underscore.
     """
-    plain = {_plain(each): each for each in allowed}
+    plain = {_plain(known): known for known in allowed}
     matches = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_MIN_SIMILARITY)
     return plain[matches[0]] if matches else None
 
@@ -197,8 +197,8 @@ class Config(BaseModel):
         Only help needs it: pydantic would read it at each start.
         """
         texts: dict[str, str] = {}
-        for each in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
-            body = ast.parse(inspect.getsource(each)).body[0]
+        for model in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
+            body = ast.parse(inspect.getsource(model)).body[0]
             assert isinstance(body, ast.ClassDef)
             for statement, following in pairwise(body.body):
                 match statement, following:

@@ -67,10 +67,13 @@ def list_gpus(environment: Mapping[str, str]) -> tuple[list[GpuMemory], str]:
         )
         for number, (_, total, free, name) in enumerate(rows)
     ]
-    visible = [
-        gpus[number] for number in _chosen(environment.get(VISIBLE), [row[0] for row in rows])
-    ]
-    return visible, "" if visible else f"{VISIBLE} hides all" if gpus else "nvidia-smi lists none"
+    if not gpus:
+        return [], "nvidia-smi lists none"
+    ids = [row[0] for row in rows]
+    visible = [gpus[number] for number in _chosen(environment.get(VISIBLE), ids)]
+    if not visible:
+        return [], f"{VISIBLE} hides all"
+    return visible, ""
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:

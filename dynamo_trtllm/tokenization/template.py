@@ -202,7 +202,8 @@ class ChatTemplateRenderer:
                 self.variables |= meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateError as exc:
                 raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
-        self._hidden, self._added = self._tokenizer.special, self._tokenizer.added
+        self._hidden = self._tokenizer.special
+        self._added = self._tokenizer.added
         markers = _MARKERS.get(self.reasoning_parser, ()) + _MARKERS.get(self.tool_call_parser, ())
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
         self._token_texts = {
@@ -266,8 +267,8 @@ class ChatTemplateRenderer:
         return self._tokenizer.decode(token_ids.tolist())
 
     def token_texts(self, token_ids: TokenIds) -> list[str]:
-        texts = {each: self._tokenizer.id_to_token(each) or "" for each in set(token_ids)}
-        return [texts[each] for each in token_ids]
+        texts = {token: self._tokenizer.id_to_token(token) or "" for token in set(token_ids)}
+        return [texts[token] for token in token_ids]
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None

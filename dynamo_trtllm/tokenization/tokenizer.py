@@ -36,7 +36,10 @@ _MAX_RUN_CHARS: Final = 1_000_000
 # Characters that end a word: blanks, digits, and punctuation of ASCII and Chinese. All others count
 # as parts of words, also marks, such as the vowels of Thai and Hindi, and characters that `re` does
 # not know.
-_WORD_ENDS: Final = r"\s\d!-/:-@\[-`{-~\u201c\u201d\u3001\u3002\u300a-\u300f\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+_WORD_ENDS: Final = (
+    r"\s\d!-/:-@\[-`{-~"
+    r"\u201c\u201d\u3001\u3002\u300a-\u300f\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+)
 
 
 def run_finder(chars: int) -> Callable[[str], bool]:

@@ -67,7 +67,8 @@ def generate(service: WorkerService, request: GenerateRequest, on_event: OnEvent
     trigger, *rest = (request.conversation_id or "").split(":")
     if trigger != TRIGGER or rest[1] not in ("any", str(request.phase)):
         return _generate(service, request, on_event)
-    cause, point = rest[0], rest[2]
+    cause = rest[0]
+    point = rest[2]
     if point == "0":
         die(service, cause)
     num_tokens = 0

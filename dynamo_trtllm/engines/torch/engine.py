@@ -94,7 +94,8 @@ class TorchEngine(Engine):
         """Load the model, start the scheduler and run one request. See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
         info, scheduler = self._prepare(model)
-        self._info, self._scheduler = info, scheduler
+        self._info = info
+        self._scheduler = scheduler
         if self._backend is not None:
             self.kv_connector = self._create_connector(self._backend, layout=info.layout)
             await self.kv_connector.start(scheduler.transfer_buffer)
@@ -215,7 +216,9 @@ class TorchEngine(Engine):
             KvTransferError: The request's KV transfer parameters do not fit this engine.
         """
         scheduler, info = self._ready()
-        request, sampling, prompt_tokens = seq.request, seq.request.sampling, seq.prompt_tokens
+        request = seq.request
+        sampling = seq.request.sampling
+        prompt_tokens = seq.prompt_tokens
         if sampling.guided is not None and self._grammar_compiler is None:
             raise RequestRejected(
                 "guided decoding needs the package llguidance and the model's tokenizer.json",
@@ -236,7 +239,9 @@ class TorchEngine(Engine):
         if request.phase is Phase.DECODE and self.kv_connector is not None:
             kv_bytes = scheduler.pool.moved_bytes(prompt_tokens)
             state = self.kv_connector.engine_state(request, kv_bytes=kv_bytes)
-            seq.offer, seq.seed, seq.region_bytes = state.offer, state.seed, state.region_bytes
+            seq.offer = state.offer
+            seq.seed = state.seed
+            seq.region_bytes = state.region_bytes
         self._sequences.add(seq)
         self._idle.clear()
         if sampling.guided is not None:

@@ -154,7 +154,8 @@ class TrtllmLibrary:
                     f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing"
                     " is left to decode"
                 )
-            known, logprob = self.bindings.disagg_fields, self.bindings.classes["Logprob"]
+            known = self.bindings.disagg_fields
+            logprob = self.bindings.classes["Logprob"]
             vocab_size = self.model_limits.info.vocab_size
             disagg = unpack(
                 kv_params, known=known, logprob=logprob, vocab_size=vocab_size, runtime=self.runtime
@@ -297,7 +298,8 @@ class TrtllmCall:
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
         """See `LibraryCall.read`. Results are cumulative."""
-        output, start = result.outputs[0], self.num_generated
+        output = result.outputs[0]
+        start = self.num_generated
         if self._library.bindings.is_since_1_2:
             self.cached_tokens = int(result.cached_tokens or 0)
         new = list(output.token_ids[start:])

@@ -159,9 +159,11 @@ def _sampling(
             "top_k": sampling.top_k or None,
         }
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    return values | {
-        name: value for name in neutral if (value := getattr(sampling, name)) != neutral[name]
-    }
+    for name, without_effect in neutral.items():
+        value = getattr(sampling, name)
+        if value != without_effect:
+            values[name] = value
+    return values
 
 
 def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:

@@ -148,9 +148,9 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(name, each) for each in value]
+        return [_plain(name, item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(name, each) for key, each in value.items()}
+        return {key: _plain(name, item) for key, item in value.items()}
     if hasattr(value, "logprob"):
         return {"logprob": float(value.logprob), "rank": value.rank}
     raise RequestRejected(
@@ -161,7 +161,7 @@ def _plain(name: str, value: Any) -> Any:
 
 def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
     if isinstance(value, list):
-        return [_rebuilt(each, logprob) for each in value]
+        return [_rebuilt(item, logprob) for item in value]
     if isinstance(value, _Logprob) and logprob is not None:
         return logprob(logprob=value.logprob, rank=value.rank)
     if isinstance(value, dict):

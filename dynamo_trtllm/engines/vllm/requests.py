@@ -71,7 +71,8 @@ class VllmRequest:
         _check(request, model_limits)
         sampling = request.sampling
         self.prompt = list(request.token_ids)
-        self.cache_salt, self.priority = request.cache_salt, request.priority
+        self.cache_salt = request.cache_salt
+        self.priority = request.priority
         # of StructuredOutputsParams
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
@@ -86,7 +87,8 @@ class VllmRequest:
         self.exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
         transfer: Mapping[str, Any] | None = None
         if self.exports_kv:
-            transfer, max_tokens = _TO_DECODE, 1
+            transfer = _TO_DECODE
+            max_tokens = 1
             if self.seed is None and sampling.temperature > 0 and resamples_first_token(request):
                 self.seed = secrets.randbits(_SEED_BITS)
         elif fetched_kv is not None:
@@ -102,7 +104,8 @@ class VllmRequest:
             if not resamples_first_token(request):
                 self.prompt.append(fetched_kv.first_token)
                 self.first = (fetched_kv.first_token,)
-                max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
+                max_tokens = max_tokens - 1
+                min_tokens = max(0, min_tokens - 1)
         # Arguments of SamplingParams.
         self.sampling = _sampling(
             sampling, self.stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=self.seed
