@@ -12,11 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-import httptools
-
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.http_server import request_head
 from dynamo_trtllm.http_server.exchange import (
     ClientDisconnected,
     Exchange,
@@ -24,12 +21,8 @@ from dynamo_trtllm.http_server.exchange import (
     HttpResponse,
     ReadTimer,
 )
-from dynamo_trtllm.http_server.request_head import (
-    MAX_HEADERS,
-    READ_HEADERS,
-    SMALL_HEAD_BYTES,
-    Headers,
-)
+from dynamo_trtllm.http_server.request_head import SMALL_HEAD_BYTES
+from dynamo_trtllm.http_server.request_parser import RequestHead, RequestParser
 from dynamo_trtllm.network.addresses import network_of
 
 if TYPE_CHECKING:
@@ -45,8 +38,6 @@ _DRAIN_S = 1.0
 _LINGER_S = 1.0
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
-# more chunk sizes, chunk extensions and trailers must not exceed the data of a body
-_FRAMING_BYTES = 16 << 10
 _WAITING = 8  # requests that wait behind another one
 # The most that is parsed at once. The parser does not report where in it a head begins, so the
 # received bytes of a head are only known to this precision. Nor does it stop at the end of a
@@ -66,13 +57,6 @@ class HttpConnection(asyncio.BufferedProtocol):
     _file = -1  # descriptor of the socket; -1 if there is none
     _client = ""
     network = ""  # of the client, see `network_of`
-    _in_head = True  # True before and during a request's head
-    _received_bytes = 0  # of an incomplete head
-    _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
-    _num_headers = 0  # headers and trailers of the newest request
-    # received bytes of the newest body, with chunk sizes, chunk extensions and trailers
-    _body_bytes = 0
-    _data_bytes = 0  # of the newest body, without them
     _ignores_data = False  # what the client still sends is discarded
     # the response was sent; the connection stays open so that the client can read it
     _is_lingering = False
@@ -88,15 +72,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._server = server
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        # A client may send more after a request with `Connection: close`. It is not answered.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._url = b""
-        self._headers = Headers()
+        self._parser = RequestParser(server.limits, self)
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
         self._newest: Exchange | None = None  # received
         self._waiting: deque[Exchange] = deque()
-        self._plain_head: bytes | None = None  # replaces a head that asks for an upgrade
 
     @property
     def is_idle(self) -> bool:
@@ -130,7 +109,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._current = self._newest = None
         self._waiting.clear()
         self._unparsed = memoryview(b"")
-        del self._parser  # it refers to this object
+        self._parser.close()
         self._server.remove(self)
 
     def pause_writing(self) -> None:
@@ -203,122 +182,44 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _receive(self, part: memoryview) -> None:
         """Parse a part of what the client sends, and check the limits of heads and bodies."""
-        if self._in_head:
-            self._received_bytes += len(part)
-        else:
-            self._body_bytes += len(part)
+        parser = self._parser
         try:
-            self._parse(part)
-        except httptools.HttpParserError as exc:
-            cause = exc.__context__  # the error of a method below, which the parser has wrapped
-            if isinstance(cause, DynamoError):
-                self._reject(cause)
-            else:
-                self._reject(errors.InvalidRequest("the request is not valid HTTP/1.1"))
-        if self._ignores_data:
-            return
-        limits = self._limits
-        if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
-            text = (
-                f"the request body is larger than the limit of {limits.max_body_bytes} bytes,"
-                " including chunk "
-            )
-            self._reject(errors.PayloadTooLarge(text + "sizes, extensions and trailers"))
-        elif self._body_bytes - self._data_bytes > _FRAMING_BYTES + self._data_bytes:
-            text = (
-                "the chunk sizes, chunk extensions and trailers of the request take more bytes than"
-                " its body, and "
-            )
-            self._reject(
-                errors.InvalidRequest(f"{text}more than {_FRAMING_BYTES} bytes; send larger chunks")
-            )
-        elif self._in_head and self._received_bytes > limits.max_header_bytes:
-            self._reject(request_head.head_too_large(limits.max_header_bytes))
-        elif self._in_head and self._received_bytes > SMALL_HEAD_BYTES:
-            try:
-                self._hold_heads(self._received_bytes)
-            except DynamoError as error:
-                self._reject(error)
-
-    def _parse(self, view: memoryview) -> None:
-        """Parse bytes.
-
-        If a head asks for an upgrade, go on with one that does not (see `without_upgrade`).
-        """
-        while view:
-            try:
-                self._parser.feed_data(view)
+            if not parser.feed(part):  # another protocol is not offered
+                self._ignores_data = True
+            if self._ignores_data:
                 return
-            except httptools.HttpParserUpgrade as exc:
-                if self._plain_head is None:
-                    # what follows may be of another protocol, which is not offered
-                    self._ignores_data = True
-                    return
-                view = view[exc.args[0] :]
-            head = self._plain_head
-            self._plain_head = None
-            self._parsed_bytes = 0
-            self._parser.feed_data(head)
+            parser.check_size()
+            if parser.in_head and parser.received_bytes > SMALL_HEAD_BYTES:
+                self._hold_heads(parser.received_bytes)
+        except DynamoError as error:
+            self._reject(error)
 
-    # --- called by the parser, within `data_received` ---------------------------------------------
+    # --- called by the parser, within `feed` ------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        self._url = b""
-        self._headers = Headers()
-        self._num_headers = 0
-        if not self._received_bytes:  # the end of another request was in the same part
-            self._received_bytes = 1
+    def on_begin(self) -> None:
         if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-        self._count(len(url))
-        request_head.check_target(self._url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
-        self._num_headers += 1
-        if self._num_headers > MAX_HEADERS:
-            raise request_head.too_many_headers()
-        name = name.lower()
-        if name in READ_HEADERS and self._in_head:  # after the head, it is a trailer
-            self._headers.add(name, value)
-
-    def on_headers_complete(self) -> None:
-        version = self._parser.get_http_version()
-        url = httptools.parse_url(self._url)
-        request_head.check_head(version, self._headers)
+    def check_accepting(self) -> None:
         if self._server.is_draining:
             raise errors.Draining("the server is shutting down; retry")
-        if self._parser.should_upgrade():
-            method = self._parser.get_method()
-            self._plain_head = request_head.without_upgrade(
-                method, self._url, version, self._headers
-            )
-            if self._plain_head is not None:
-                return
-        request = self._new_request(version, url.path or b"/", url.query or b"")
+
+    def on_head(self, head: RequestHead) -> None:
+        request = self._new_request(head)
         if self.is_idle:
             if not request.is_probe:
                 self._server.check_capacity()
             self._server.idle.add(self)  # it is the least idle one now
         if request.large_head_bytes or self in self._server.large_heads:
             self._hold_heads(request.large_head_bytes)
-        self._in_head = False
-        self._received_bytes = self._parsed_bytes = self._body_bytes = self._data_bytes = 0
         response = HttpResponse(
             self._transport,
             self._server.batch,
             self._on_end,
             is_head=request.method == "HEAD",
-            is_chunked=version == "1.1",
-            keeps_alive=version == "1.1"
-            and self._parser.should_keep_alive()
-            and not self._parser.should_upgrade(),
+            is_chunked=head.version == "1.1",
+            keeps_alive=head.keeps_alive,
         )
-        self._url = b""
-        self._headers = Headers()  # the request has the others
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
         self._begin_next()
@@ -326,31 +227,27 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._arm_body()
         self._update_reading()
 
-    def _new_request(self, version: str, raw_path: bytes, raw_query: bytes) -> HttpRequest:
+    def _new_request(self, head: RequestHead) -> HttpRequest:
         """Return the request whose head was parsed."""
-        method = self._parser.get_method().decode("ascii")
-        path = raw_path.decode("ascii")
+        method = head.method.decode("ascii")
+        path = head.raw_path.decode("ascii")
         if "%" in path:
             path = unquote(path)
-        query = raw_query.decode("latin-1")
-        request = HttpRequest(method, path, query, self._headers, self._client, self._on_read)
+        query = head.raw_query.decode("latin-1")
+        request = HttpRequest(method, path, query, head.headers, self._client, self._on_read)
         request.is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
-        if self._parsed_bytes > SMALL_HEAD_BYTES:
-            request.large_head_bytes = self._parsed_bytes
-        expectation = self._headers.first(b"expect") or ""
-        request.expects_continue = version == "1.1" and expectation.lower() == "100-continue"
+        if head.num_bytes > SMALL_HEAD_BYTES:
+            request.large_head_bytes = head.num_bytes
+        expectation = head.headers.first(b"expect") or ""
+        request.expects_continue = head.version == "1.1" and expectation.lower() == "100-continue"
         return request
 
     def on_body(self, part: bytes) -> None:
-        self._data_bytes += len(part)
         if self._newest is not None and not self._newest.response.ended:
             self._newest.request.feed(part)
             self._update_reading()
 
-    def on_message_complete(self) -> None:
-        if self._plain_head is not None:
-            return
-        self._in_head = True
+    def on_complete(self) -> None:
         self._disarm()
         if self._newest is not None:
             self._newest.request.complete()
@@ -359,12 +256,6 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._arm_idle()
             elif self._newest is self._current:
                 self._keep_open()
-
-    def _count(self, num_bytes: int) -> None:
-        """Count bytes of a head. Raises HeadTooLarge."""
-        self._parsed_bytes += num_bytes
-        if self._parsed_bytes > self._limits.max_header_bytes:
-            raise request_head.head_too_large(self._limits.max_header_bytes)
 
     def _hold_heads(self, head_bytes: int) -> None:
         """Count the large heads of this connection: the newest one, of `head_bytes`, and those of
@@ -480,7 +371,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_turn(is_behind=True)
         elif self._server.is_draining:
             self.drain()
-        elif self._in_head:
+        elif self._parser.in_head:
             self._arm_idle()
         self._update_reading()
 
@@ -532,7 +423,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         seconds = self._limits.receive_timeout_s
         if not self._is_reading and self._waiting:
             self._arm(seconds, self._cut)  # the request could not arrive
-        elif self._in_head and self._received_bytes:
+        elif self._parser.in_head and self._parser.received_bytes:
             self._reject(
                 errors.RequestTimeout(
                     f"the request line and headers did not arrive within {seconds:g} s"
@@ -569,7 +460,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.abort()  # `close` would wait until the client has read all data
             return
         newest = self._newest
-        receives_head = self._in_head and self._received_bytes > 0
+        receives_head = self._parser.in_head and self._parser.received_bytes > 0
         receives_body = newest is not None and not (
             newest.request.is_complete or newest.response.started
         )
@@ -594,7 +485,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         newest = self._newest
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = newest.response.keeps_alive and newest.response.started
-        elif self._in_head:
+        elif self._parser.in_head:
             self._arm(_DRAIN_S, self._close)
             self._awaits_request = True
         else:
@@ -625,7 +516,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ignores_data = True
         self._disarm()
         newest = self._newest
-        if newest is not None and not self._in_head:  # the error is in the body of this request
+        if newest is not None and not self._parser.in_head:  # the error is in this request's body
             if newest.response.ended:
                 self._linger()
                 return
