@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 # time for a request that was sent before its client could know that the server shuts down
 _DRAIN_S = 1.0
-# time for a rejected client to read the error: closing while it still sends would discard the error
+# time for a rejected client to read the error: a close while it sends would discard the error
 _LINGER_S = 1.0
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
@@ -45,6 +45,9 @@ _WAITING = 8  # requests that wait behind another one
 _PART_BYTES = 2 << 10
 _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
+
+
+def _do_nothing() -> None: ...
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -58,7 +61,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     _client = ""
     network = ""  # of the client, see `network_of`
     _ignores_data = False  # what the client still sends is discarded
-    # the response was sent; the connection stays open so that the client can read it
+    # The response was sent. The connection stays open so that the client can read it.
     _is_lingering = False
     _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
@@ -79,9 +82,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if this connection may be closed to accept another one: it is open and runs no
-        request.
-        """
+        """True if this connection is open and runs no request: it may be closed for another one."""
         return self in self._server.idle
 
     # --- called by the event loop -----------------------------------------------------------------
@@ -125,8 +126,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_turn(is_behind=True)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes are received: the buffer of all connections, because they are
-        copied at once.
+        """Return where the next bytes are received.
+
+        All connections share a buffer, because the bytes are copied at once.
         """
         return self._server.receive_buffer
 
@@ -136,20 +138,24 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def receive(self, data: bytes) -> None:
         """Parse what the client has sent, now or in later turns."""
-        self._unparsed = memoryview(b"".join((self._unparsed, data)) if self._unparsed else data)
+        if self._unparsed:
+            data = b"".join((self._unparsed, data))
+        self._unparsed = memoryview(data)
         turns = self._server.parsing_turns
         while self._may_parse and not (turns.is_over or self._awaits_turn):
             turns.count(self._parse_part)
         if self._may_parse:
             self._await_turn(is_behind=False)
         elif self._ignores_data:
-            self._await_turn(is_behind=True)  # so that what is discarded takes no time from others
+            # What is discarded must take no time from others.
+            self._await_turn(is_behind=True)
         self._update_reading()
 
     @property
     def _may_parse(self) -> bool:
-        """True if something was received that can be parsed: a packet can have thousands of
-        requests.
+        """True if something was received that can be parsed.
+
+        A packet can have thousands of requests, of which only a few may wait.
         """
         return bool(self._unparsed) and len(self._waiting) < _WAITING
 
@@ -258,8 +264,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._keep_open()
 
     def _hold_heads(self, head_bytes: int) -> None:
-        """Count the large heads of this connection: the newest one, of `head_bytes`, and those of
-        its requests.
+        """Count the large heads of this connection: the newest, of `head_bytes`, and its requests'.
 
         Raises:
             Overloaded: the large heads of all connections together exceed their limit.
@@ -268,24 +273,22 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not num_bytes:
             self._server.large_heads.release(self)
         elif not self._server.large_heads.hold(self, num_bytes):
-            text = (
-                f"all request heads of more than {SMALL_HEAD_BYTES} bytes together reach their"
-                " limit of "
-            )
+            max_bytes = self._limits.max_large_head_bytes
             raise errors.Overloaded(
-                f"{text}{self._limits.max_large_head_bytes} bytes; send fewer or try again later"
+                f"all request heads of more than {SMALL_HEAD_BYTES} bytes together reach their"
+                f" limit of {max_bytes} bytes; send fewer or try again later"
             )
 
     # --- requests ---------------------------------------------------------------------------------
 
     def _exchanges(self) -> list[Exchange]:
         """Return the current request, if there is one, and those that wait."""
-        return [*self._waiting] if self._current is None else [self._current, *self._waiting]
+        if self._current is None:
+            return list(self._waiting)
+        return [self._current, *self._waiting]
 
     def _begin_next(self) -> None:
-        """Run the handler of the next request, if the response before it was sent and the client
-        reads it.
-        """
+        """Run the next request's handler, if the response before it was sent and is being read."""
         if self._current is not None and not self._current.response.ended:
             return
         if not self._waiting or self._transport.is_closing():
@@ -307,9 +310,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         task.add_done_callback(self._served)
 
     def _keep_open(self) -> None:
-        """Keep this connection open even if others need one: it runs a request that was
-        received.
-        """
+        """Keep this connection, which runs a received request, open even if others need one."""
         if self._current is not None and not self._current.request.is_probe:
             self._server.mark_running(self)
 
@@ -351,9 +352,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._current is None:
             return
         request, response = self._current
-        if request.expects_continue and not (
-            request.is_complete or request.unread_bytes or response.started
-        ):
+        # A client that has begun to send the body, or gets a response, does not wait any more.
+        has_body = request.is_complete or request.unread_bytes > 0
+        if request.expects_continue and not has_body and not response.started:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.expects_continue = False
         self._update_reading()
@@ -376,16 +377,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Receive data unless too many requests wait, a body is not read by its handler, or others
-        have their turn.
+        """Receive data, unless this connection has received enough or others have their turn.
+
+        It has enough if too many requests wait, or if a handler does not read its body.
         """
         newest = self._newest
-        is_full = (
-            newest is not None
-            and newest.request.unread_bytes > _UNREAD_BYTES
-            and not newest.response.ended
-        )
-        reads = len(self._waiting) < _WAITING and not is_full and not self._awaits_turn
+        is_full = len(self._waiting) >= _WAITING
+        if newest is not None and not newest.response.ended:
+            is_full = is_full or newest.request.unread_bytes > _UNREAD_BYTES
+        reads = not is_full and not self._awaits_turn
         if reads == self._is_reading or self._transport.is_closing():
             return
         self._is_reading = reads
@@ -439,8 +439,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close the connection, whose client sends no more, as the event loop does at the end of
-        what it reads.
+        """Close the connection, whose client sends no more.
+
+        The event loop does the same at the end of what it reads.
         """
         if self._is_lingering:
             return  # the client may still read the response, which an early end would discard
@@ -465,14 +466,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             newest.request.is_complete or newest.response.started
         )
         if receives_head or receives_body:
-            text = (
+            error = errors.Overloaded(
                 "this connection was closed for other clients before the request was received; try"
                 " again later"
             )
             response = HttpResponse(
-                self._transport, self._server.batch, lambda: None, keeps_alive=False
+                self._transport, self._server.batch, _do_nothing, keeps_alive=False
             )
-            response.send_error(errors.Overloaded(text))
+            response.send_error(error)
             self._read_timer.watch()
         self._transport.close()
 
@@ -499,7 +500,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._is_lingering:
             return
         self._disarm()
-        current, newest = self._current, self._newest
+        current = self._current
+        newest = self._newest
         if current and newest and current.response.ended and not newest.request.is_complete:
             self._waiting.clear()
             self._ignores_data = True
@@ -510,8 +512,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._read_timer.watch()
 
     def _reject(self, error: DynamoError) -> None:
-        """Receive no more, and end the connection: after the response that is being sent, or else
-        with this error.
+        """Receive no more, and end the connection.
+
+        It ends after the response that is being sent, or else with this error.
         """
         self._ignores_data = True
         self._disarm()
@@ -521,8 +524,10 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._linger()
                 return
             if self._waiting:
+                # Its handler has not begun. The requests before it are still answered.
                 self._waiting.pop()
-                newest = self._newest = self._waiting[-1] if self._waiting else self._current
+                newest = self._waiting[-1] if self._waiting else self._current
+                self._newest = newest
             elif newest.response.started:
                 self._close()
                 return
@@ -533,9 +538,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
-            HttpResponse(
+            response = HttpResponse(
                 self._transport, self._server.batch, self._linger, keeps_alive=False
-            ).send_error(error)
+            )
+            response.send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read what was sent."""

@@ -28,13 +28,12 @@ RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
 _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     400: (
-        *(
-            errors.RequestError,
-            errors.InvalidRequest,
-            errors.UnsupportedParameter,
-            errors.ContextTooLong,
-        ),
-        *(errors.RequestRejected, errors.FormatTooComplex),
+        errors.RequestError,
+        errors.InvalidRequest,
+        errors.UnsupportedParameter,
+        errors.ContextTooLong,
+        errors.RequestRejected,
+        errors.FormatTooComplex,
     ),
     404: (errors.ModelNotFound, errors.ResponseNotFound),
     408: (errors.RequestTimeout,),
@@ -45,28 +44,34 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     429: (errors.Overloaded,),
     431: (errors.HeadTooLarge,),
     500: (
-        *(DynamoError, errors.ConfigError, errors.InternalError),
-        *(errors.EngineError, errors.EngineFailed, errors.NonFinite),
+        DynamoError,
+        errors.ConfigError,
+        errors.InternalError,
+        errors.EngineError,
+        errors.EngineFailed,
+        errors.NonFinite,
     ),
     502: (
-        *(
-            errors.PlaneError,
-            errors.StreamIncomplete,
-            errors.BadFrame,
-            errors.VersionMismatch,
-            errors.MigrationFailed,
-        ),
-        *(
-            errors.KvTransferError,
-            errors.TransferExpired,
-            errors.TransferMismatch,
-            errors.TransferFailed,
-        ),
+        errors.PlaneError,
+        errors.StreamIncomplete,
+        errors.BadFrame,
+        errors.VersionMismatch,
+        errors.MigrationFailed,
+        errors.KvTransferError,
+        errors.TransferExpired,
+        errors.TransferMismatch,
+        errors.TransferFailed,
         errors.NonFiniteKv,
     ),
     503: (
-        *(errors.CapacityError, errors.Draining, errors.NoInstances, errors.EngineNotReady),
-        *(errors.Unreachable, errors.NoListener, errors.Disconnected, errors.WorkerDied),
+        errors.CapacityError,
+        errors.Draining,
+        errors.NoInstances,
+        errors.EngineNotReady,
+        errors.Unreachable,
+        errors.NoListener,
+        errors.Disconnected,
+        errors.WorkerDied,
     ),
     504: (errors.DeadlineExceeded, errors.TransferTimeout),
 }
@@ -86,7 +91,8 @@ def openai_error(
     status: int, message: str, *, param: str | None = None, code: str, request_id: str
 ) -> Mapping[str, Any]:
     """Return an error in the form of OpenAI's API, which has no request id."""
-    error_type = _OTHER_TYPES.get(status) or (INVALID if status < 500 else "server_error")
+    usual_type: ErrorType = INVALID if status < 500 else "server_error"
+    error_type = _OTHER_TYPES.get(status, usual_type)
     return error_body(message, type=error_type, param=param, code=code)
 
 
@@ -103,7 +109,8 @@ def messages_error(
     status: int, message: str, *, param: str | None = None, code: str, request_id: str
 ) -> MessagesErrorObject:
     """Return an error in the form of Anthropic's Messages API."""
-    error_type = _MESSAGES_TYPES.get(status) or (INVALID if status < 500 else "api_error")
+    usual_type: MessagesErrorType = INVALID if status < 500 else "api_error"
+    error_type = _MESSAGES_TYPES.get(status, usual_type)
     if code == errors.ContextTooLong.code:
         message = f"prompt is too long: {message}"  # Claude Code then compacts the conversation
     return messages_error_body(
@@ -138,4 +145,6 @@ def to_response(
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:
     """Return the Retry-After header if the status has one."""
-    return {"Retry-After": str(retry_after_s)} if status in RETRY_LATER else {}
+    if status not in RETRY_LATER:
+        return {}
+    return {"Retry-After": str(retry_after_s)}

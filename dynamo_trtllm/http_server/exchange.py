@@ -128,7 +128,8 @@ class FlushBatch:
         self._written.append(response)
 
     def _flush(self) -> None:
-        written, self._written = self._written, []
+        written = self._written
+        self._written = []
         for response in written:
             response.flush()
 
@@ -203,9 +204,8 @@ class HttpResponse:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send a whole response."""
-        self._start(
-            status, {"Content-Type": content_type, "Content-Length": str(len(body))}, headers
-        )
+        about_body = {"Content-Type": content_type, "Content-Length": str(len(body))}
+        self._start(status, about_body, headers)
         self._end(b"" if self._is_head else body)
 
     def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
@@ -220,8 +220,9 @@ class HttpResponse:
             self.send_json(response.status, response.body, response.headers)
 
     def start_events(self, headers: Mapping[str, str]) -> None:
-        """Send the headers of a stream, together with the first event if that follows in this turn
-        of the loop.
+        """Send the headers of a stream.
+
+        They go together with the first event if that follows in this turn of the loop.
         """
         first = {
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -245,7 +246,8 @@ class HttpResponse:
             self._batch.add(self)
         if self._is_chunked:
             size = len(events)
-            unsent += (_SIZE_LINES[size] if size < 1024 else b"%x\r\n" % size, events, b"\r\n")
+            size_line = _SIZE_LINES[size] if size < 1024 else b"%x\r\n" % size
+            unsent += (size_line, events, b"\r\n")
         else:
             unsent.append(events)
 
@@ -285,13 +287,12 @@ class HttpResponse:
                 self._transport.write(data)
 
     def pause(self) -> None:
-        self._is_paused, self.is_writable = True, False
+        self._is_paused = True
+        self.is_writable = False
 
     def resume(self) -> None:
-        self._is_paused, self.is_writable = (
-            False,
-            self.started and not (self.ended or self._is_lost),
-        )
+        self._is_paused = False
+        self.is_writable = self.started and not (self.ended or self._is_lost)
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
 
@@ -299,7 +300,8 @@ class HttpResponse:
         """Drop the rest of the response, and cancel its handler if that asked for it."""
         self._is_lost = True
         self.resume()
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task is not None:
             task.cancel()
 
@@ -307,15 +309,16 @@ class HttpResponse:
 
     def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
         assert not self.started
-        self.started, self.status = True, status
-        headers = {"Date": _date(int(time.time())), **first, **self.headers, **(more or {})}
+        self.started = True
+        self.status = status
+        headers = {"Date": _date(int(time.time())), **first, **self.headers}
+        if more is not None:
+            headers.update(more)
         if not self.keeps_alive:
             headers["Connection"] = "close"
-        lines = [
-            _STATUS_LINES[status],
-            *(f"{name}: {value}" for name, value in headers.items()),
-            "\r\n",
-        ]
+        lines = [_STATUS_LINES[status]]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines.append("\r\n")
         head = "\r\n".join(lines)
         if head.count("\n") != len(lines):
             raise ValueError("a value of a response header contains a line break")
@@ -327,7 +330,9 @@ class HttpResponse:
             return
         self._unsent.append(data)
         self.flush()
-        self.ended, self.is_writable, self._task = True, False, None
+        self.ended = True
+        self.is_writable = False
+        self._task = None
         self._on_end()
 
     async def _until_resumed(self) -> None:
@@ -337,7 +342,8 @@ class HttpResponse:
         even if the client reads a little.
         """
         loop = asyncio.get_running_loop()
-        stalled = loop.call_later(max(STALL_S, self.deadline - time.time()), self._transport.abort)
+        longest_s = max(STALL_S, self.deadline - time.time())
+        stalled = loop.call_later(longest_s, self._transport.abort)
         self._resumed = loop.create_future()
         try:
             await self._resumed

@@ -1,6 +1,4 @@
-"""The head of a request: its headers, their limits, and what replaces a head that asks for an
-upgrade.
-"""
+"""The head of a request: its headers, their limits, and the replacement of a request to upgrade."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ READ_HEADERS = frozenset(
     }
 )
 _LINE_FEED = ord("\n")  # a number is found in bytes twenty times as fast as bytes are
-# the parser needs all their values
+# The parser needs all values of these headers.
 _LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
 
 
@@ -74,7 +72,9 @@ class Headers:
     @property
     def num_hosts(self) -> int:
         """The number of Host headers."""
-        return (b"host" in self._values) + self._num_more_hosts
+        if b"host" not in self._values:
+            return 0
+        return 1 + self._num_more_hosts
 
     def first(self, name: bytes) -> str | None:
         """Return the first value of a header. `name` is one of READ_HEADERS."""
@@ -88,9 +88,9 @@ class Headers:
 
 
 class LargeHeads:
-    """Limit the memory of all large request heads of a server, from their arrival until their
-    requests end.
+    """Limit the memory of all large request heads of a server.
 
+    They count from their arrival until their requests end.
     Heads of up to `SMALL_HEAD_BYTES` are not counted, so that large ones can't use up their memory.
     """
 
@@ -108,15 +108,19 @@ class LargeHeads:
         self._in_use += num_bytes - self._held.get(connection, 0)
         self._held[connection] = num_bytes
         while self._in_use > self._max_bytes:
-            others = (
-                holder for holder in self._held if holder is not connection and holder.is_idle
-            )
-            victim = next(others, None)
+            victim = self._oldest_idle(connection)
             if victim is None:
                 self.release(connection)
                 return False
             victim.evict()
         return True
+
+    def _oldest_idle(self, other_than: HttpConnection) -> HttpConnection | None:
+        """Return the holder with the oldest entry that runs no request; None: all run one."""
+        for holder in self._held:
+            if holder is not other_than and holder.is_idle:
+                return holder
+        return None
 
     def __contains__(self, connection: HttpConnection) -> bool:
         return connection in self._held
@@ -175,8 +179,7 @@ def head_too_large(max_bytes: int) -> HeadTooLarge:
 
 
 def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes | None:
-    """Return the head without the header Upgrade, for a request that asks for an upgrade; None if
-    it has no body.
+    """Return the head of a request for an upgrade without that header; None if it has no body.
 
     The parser takes no body after such a header, although the request is a usual one to a server
     that offers no upgrade. The other headers that are read are unchanged, so that the end of the
@@ -195,4 +198,5 @@ def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -
         )
     lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
     lines += [b"%b: %b" % (name, value) for name, value in headers.pairs() if name != b"upgrade"]
-    return b"\r\n".join([*lines, b"\r\n"])
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)

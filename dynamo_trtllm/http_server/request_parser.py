@@ -14,7 +14,7 @@ from dynamo_trtllm.http_server.request_head import MAX_HEADERS, READ_HEADERS, He
 if TYPE_CHECKING:
     from dynamo_trtllm.http_server.server import ConnectionLimits
 
-# more chunk sizes, chunk extensions and trailers must not exceed the data of a body
+# More chunk sizes, chunk extensions and trailers must not exceed the data of a body.
 _FRAMING_BYTES = 16 << 10
 
 

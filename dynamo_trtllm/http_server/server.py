@@ -1,5 +1,6 @@
-"""Run the HTTP server of a frontend or a worker: accept connections within limits, route requests,
-end gracefully.
+"""Run the HTTP server of a frontend or worker.
+
+It accepts connections within limits, routes requests and ends gracefully.
 """
 
 from __future__ import annotations
@@ -71,10 +72,13 @@ class Router:
         by_path: dict[str, dict[str, Handler]] = {}
         for route in routes:
             by_path.setdefault(route.path, {})[route.method] = route.handler
-        self._exact = {path: methods for path, methods in by_path.items() if "{" not in path}
-        self._patterns = [
-            (_compile(path), methods) for path, methods in by_path.items() if "{" in path
-        ]
+        self._exact: dict[str, Mapping[str, Handler]] = {}
+        self._patterns: list[tuple[re.Pattern[str], Mapping[str, Handler]]] = []
+        for path, methods in by_path.items():
+            if "{" in path:
+                self._patterns.append((_compile(path), methods))
+            else:
+                self._exact[path] = methods
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
         """Give the request an id, and run its handler.
@@ -116,7 +120,7 @@ class Router:
         Return True for a preflight, which is answered.
         """
         origin = request.header(b"origin")
-        # also without these headers: a cache must not return them to others
+        # This is sent without the other headers, too: a cache must not return them to others.
         response.headers["Vary"] = "Origin"
         if origin is None or not self._origins & {"*", origin}:
             return False
@@ -127,11 +131,10 @@ class Router:
         }
         if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
             return False
+        wanted = request.header(b"access-control-request-headers")
         headers = {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
-            "Access-Control-Allow-Headers": (
-                request.header(b"access-control-request-headers") or "*"
-            ),
+            "Access-Control-Allow-Headers": wanted or "*",
             "Access-Control-Max-Age": "600",
         }
         response.send(200, b"", "text/plain", headers)
@@ -206,16 +209,16 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
 
 
 def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
-    """Create the server, which does not serve yet, and raise the limit of open files to fit its
-    connections.
+    """Create the server, which does not serve yet.
 
-    If that many files are not allowed, the server has fewer connections.
+    The limit of open files is raised to fit its connections. If that many files are not allowed,
+    the server has fewer connections.
     """
     wanted = config.max_connections + RESERVED_CONNECTIONS + _OTHER_FILES
     files = allow_files(wanted, ", or lower --max-connections")
     for_connections = max(files - _OTHER_FILES, files // 2)
     reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
-    # they have the same names
+    # The settings have the names of the limits.
     configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
     limits = ConnectionLimits(reserved_connections=reserved, **configured)
     if limits.max_connections > for_connections - reserved:
@@ -272,16 +275,13 @@ class HttpServer:
     def check_capacity(self) -> None:
         """Check that a request may run on one more connection. Raises Overloaded."""
         if self._num_running >= self.limits.max_connections:
-            text = (
+            raise Overloaded(
                 f"the server runs requests on {self._num_running} connections, its limit; try again"
                 " later"
             )
-            raise Overloaded(text)
 
     def mark_running(self, connection: HttpConnection) -> None:
-        """Keep a connection open while it runs a request, unless as many as are allowed run
-        requests already.
-        """
+        """Keep a connection open while it runs a request, unless too many run one already."""
         if self._num_running < self.limits.max_connections:
             self.idle.discard(connection)
 
@@ -315,8 +315,9 @@ class HttpServer:
         return True
 
     def drain(self) -> None:
-        """Close connections after their responses, and idle ones when a request on its way has had
-        time to arrive.
+        """Close connections after their responses.
+
+        Idle ones are closed when a request on its way has had time to arrive.
         """
         self.is_draining = True
         for connection in list(self.open):
@@ -333,8 +334,9 @@ class HttpServer:
         self._stopped.set()
 
     def interrupt(self) -> None:
-        """Do what `stop` does; a second call, or one after `stop`, ends `serve` without waiting for
-        requests.
+        """Do what `stop` does.
+
+        A second call, or one after `stop`, ends `serve` without waiting for requests.
         """
         if self._stopped.is_set():
             self._interrupted.set()
@@ -362,7 +364,8 @@ class HttpServer:
 
     async def _end(self, acceptor: Acceptor) -> None:
         """Cancel the requests that still run, and close all connections."""
-        if running := list(self.tasks):
+        running = list(self.tasks)
+        if running:
             if self._interrupted.is_set():
                 reason = "at the second signal"
             elif self._stopped.is_set():
