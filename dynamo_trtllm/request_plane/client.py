@@ -1,6 +1,4 @@
-"""Call workers over a transport: requests with their streams, and control requests, also in the
-background.
-"""
+"""Call workers over a transport: requests with their streams, and control requests."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class PlaneLimits:
     ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
     # for the reply to the ping of a worker that has not acknowledged a request
     listener_timeout_s: float = 0.5
-    # a lost message is detected within twice this time, a dead peer within three times
+    # A lost message is detected within twice this time, a dead peer within three times.
     ping_interval_s: float = 3.0
 
 
@@ -85,17 +83,19 @@ class Plane:
         on_unreadable: Callable[[], None] = lambda: None,
     ) -> None:
         self._transport = transport
-        # for messages that are no part of a stream
-        self.subscribe, self.try_publish = transport.subscribe, transport.try_publish
+        # These are for messages that belong to no stream.
+        self.subscribe = transport.subscribe
+        self.try_publish = transport.try_publish
         self.unavailable_reason = transport.unavailable_reason
         self._limits = limits
         self._is_closed = False
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = transport.new_inbox()
-        self._inbox, self._numbers = StreamDemux(), itertools.count(1)  # of streams
+        self._inbox = StreamDemux()
+        self._numbers = itertools.count(1)  # of streams
         self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
-        # by the worker's subject, then by stream
+        # streams by the worker's subject, then by number
         self._running: dict[str, dict[int, StreamReceiver]] = {}
         # subjects of streams closed before their last frame came, latest last
         self._cancelled: dict[int, str] = {}
@@ -108,27 +108,22 @@ class Plane:
             interval_s=limits.ping_interval_s,
             peers=self._running.keys,
             message=self._ping_message,
-            # changes with each frame of the worker's running streams
-            heard=lambda subject: sum(
-                each.received for each in self._running.get(subject, {}).values()
-            ),
+            heard=self._num_received,
             on_peer_lost=self._worker_lost,
             tasks=self._tasks,
         )
         self._servers: list[EndpointServer] = []
         self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
-        transport.on_disconnect(
-            lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "nats")
-        )
+        transport.on_disconnect(_record_disconnect)
 
     async def serve(
         self, subject: str, service: Service, load: Callable[[], LoadReport] | None = None
     ) -> EndpointServer:
-        """Serve requests at `subject`, and control verbs at its control subject, until the server
-        is closed.
+        """Serve requests at `subject`, and control verbs at its control subject.
 
-        `load` returns the load that the server reports to its callers.
+        It ends when the server is closed. `load` returns the load that the server reports to its
+        callers.
         """
         server = EndpointServer(
             self._transport,
@@ -161,19 +156,21 @@ class Plane:
             Disconnected: the request plane is lost.
             DeadlineExceeded: the request's deadline passes.
         """
-        stream, loop = next(self._numbers), asyncio.get_running_loop()
-        receiver = StreamReceiver(
-            on_event,
-            self._opening,
-            lambda: self._ended(subject, stream, deadline),
-            partial(self._send_cancel, subject, stream, request.request_id),
-        )
+        stream = next(self._numbers)
+        loop = asyncio.get_running_loop()
+
+        def on_end() -> None:
+            # The timer is set below, before the stream can end.
+            self._ended(subject, stream, deadline)
+
+        send_cancel = partial(self._send_cancel, subject, stream, request.request_id)
+        receiver = StreamReceiver(on_event, self._opening, on_end, send_cancel)
         self._inbox[stream] = receiver
         self._running.setdefault(subject, {})[stream] = receiver
-        deadline = loop.call_later(request.deadline - time.time(), _deadline_passed, receiver)
-        receiver.run(
-            self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}"
-        )
+        left_s = request.deadline - time.time()
+        deadline = loop.call_later(left_s, _deadline_passed, receiver)
+        opening = self._open(subject, stream, request, receiver)
+        receiver.run(opening, f"plane-open-{request.request_id}")
         return receiver
 
     def _ended(self, subject: str, stream: int, deadline: asyncio.TimerHandle) -> None:
@@ -191,8 +188,7 @@ class Plane:
         self._cancel(subject, stream, awaits_kv=awaits_kv)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
-        """Send one control verb to the instance with this generate subject and return its encoded
-        reply.
+        """Send a control verb to the instance with this generate subject. Return the encoded reply.
 
         Raises:
             DynamoError: like `generate`; KvTransferError for a verb about a KV transfer.
@@ -230,17 +226,17 @@ class Plane:
     async def watch_loads(
         self, namespace: str, on_load: Callable[[LoadReport], None]
     ) -> Unsubscribe:
-        """Call `on_load` with each report of the load of a namespace's workers: broadcast, or
-        beside a stream's frames.
+        """Call `on_load` with each report of the load of a namespace's workers.
 
-        Return the function that ends the broadcast ones.
+        Reports are broadcast, or come beside a stream's frames. Return the function that ends the
+        broadcast ones.
         """
 
         def receive(data: bytes, _: str) -> None:
             try:
                 report = decode(data, LoadReport)
-            # unreadable reports that come with frames are skipped, too
             except errors.BadFrame as exc:
+                # Unreadable reports that come with frames are skipped, too.
                 self._count_unreadable(exc)
                 return
             on_load(report)
@@ -286,9 +282,8 @@ class Plane:
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise errors.DeadlineExceeded("the request's deadline had passed before it was sent")
-        data = self._encode_checked(
-            ClientMessage(OpenStream(stream, self._inbox_subject, request, left_s, WIRE_VERSION))
-        )
+        opening = OpenStream(stream, self._inbox_subject, request, left_s, WIRE_VERSION)
+        data = self._encode_checked(ClientMessage(opening))
         try:
             reply = await self._transport.request(
                 subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s)
@@ -298,10 +293,10 @@ class Plane:
                 raise errors.DeadlineExceeded(
                     "the request's deadline passed before a worker took it"
                 ) from exc
+            # With frames, only the acknowledgment was lost.
             if not receiver.received:
-                if isinstance(exc, errors.NoListener):
-                    raise
-                await self.check_listener(subject)
+                if not isinstance(exc, errors.NoListener):
+                    await self.check_listener(subject)
                 raise
         else:
             _ack_data(reply)
@@ -330,7 +325,7 @@ class Plane:
         try:
             batch = read_batch(data, self._count_unreadable)
         except errors.BadFrame:
-            # the message does not show its streams; those that lost a frame end at the next ping
+            # The message does not show its streams. Those that lost a frame end at the next ping.
             return
         self._inbox.add(batch.frames)
         if batch.load is not None and self._on_load is not None:
@@ -362,24 +357,33 @@ class Plane:
         for stream in again[:_CANCELS_AT_ONCE]:
             self._cancel(report.subject, stream)
 
+    def _num_received(self, subject: str) -> int:
+        """Return a number that changes with each frame of the worker's running streams."""
+        running = self._running.get(subject, {})
+        return sum(receiver.received for receiver in running.values())
+
     def _ping_message(self, _subject: str) -> bytes:
         self._num_pings += 1
         return encode(ClientMessage(Ping(self._inbox_subject, self._num_pings)))
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
-        # this process lost its connection; the worker may be alive
-        ours = isinstance(error, errors.Disconnected)
-        if ours:
+        # This process lost its connection; the worker may be alive.
+        is_ours = isinstance(error, errors.Disconnected)
+        if is_ours:
             lost = error
         elif isinstance(error, errors.NoListener):
             lost = _died(subject, error)
         else:
             lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
-            # else the missing acknowledgment says more
-            if ours or receiver.last_ping_before_ack is not None:
+            # The missing acknowledgment of the others says more.
+            if is_ours or receiver.last_ping_before_ack is not None:
                 receiver.fail(lost)
+
+
+def _record_disconnect(_error: DynamoError) -> None:
+    RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "nats")
 
 
 def _deadline_passed(receiver: StreamReceiver) -> None:
@@ -410,8 +414,9 @@ class BackgroundControl:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        """Start sending and return at once: callers may be closing a cancelled stream, where they
-        must not await.
+        """Start sending and return at once.
+
+        Callers may be closing a cancelled stream, where they must not await.
         """
         task = asyncio.get_running_loop().create_task(self._send(worker, message))
         self._tasks.add(task)
@@ -419,7 +424,10 @@ class BackgroundControl:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
             log.error("control request to a worker failed unexpectedly", exc_info=error)
 
     async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
@@ -428,17 +436,12 @@ class BackgroundControl:
                 await self._plane.control(worker.subject, message, timeout_s=_TIMEOUT_S)
                 return
             except DynamoError as exc:
-                if pause_s is None or not isinstance(exc, errors.Disconnected | errors.Unreachable):
+                may_succeed = isinstance(exc, errors.Disconnected | errors.Unreachable)
+                if pause_s is None or not may_succeed:
                     # A worker that has exited has freed everything.
                     level = logging.INFO if isinstance(exc, errors.Unreachable) else logging.WARNING
-                    log.log(
-                        level,
-                        "worker %x did not get %s (%s): %s",
-                        worker.id,
-                        message,
-                        exc.code,
-                        exc.message,
-                    )
+                    text = "worker %x did not get %s (%s): %s"
+                    log.log(level, text, worker.id, message, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)
 

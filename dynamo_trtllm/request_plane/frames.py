@@ -58,7 +58,7 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
     stream: Number
     inbox: str
-    # the caller reads the last frame, because it collects KV that the call may still offer
+    # The caller reads the last frame, because it collects KV that the call may still offer.
     awaits_kv: bool = False
 
 
@@ -97,14 +97,13 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamReport(msgspec.Struct, frozen=True, array_like=True):
-    """List of the streams that the worker at `subject` runs for the receiver, with the number of
-    frames sent.
+    """List of the streams that a worker runs for the receiver, with the number of frames sent.
 
     A reply to a ping arrives after the frames that it counts. A report with ping 0, the worker's
     own heartbeat, may overtake frames.
     """
 
-    subject: str
+    subject: str  # of the worker
     ping: Number  # the `number` of the ping, or 0
     streams: list[tuple[Number, Number]]  # (stream, frames sent)
 
@@ -125,7 +124,7 @@ class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 _NIL = msgspec.Raw(b"\xc0")
-# in one message, because each takes 10 microseconds; more than a frontend's streams
+# In one message. Each takes 10 microseconds, and a frontend has fewer streams.
 _MOST_BAD_FRAMES = 4096
 
 
@@ -157,25 +156,26 @@ def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) ->
         raw = decode(data, _RawBatch)
     frames: list[Frame] = []
     bad = 0
-    for each in raw.frames:
-        frame = _read_frame(each)
-        bad += frame is None or frame.failure is not None
+    for raw_frame in raw.frames:
+        frame = _read_frame(raw_frame)
+        if frame is None or frame.failure is not None:
+            bad += 1
         if bad > _MOST_BAD_FRAMES:
             raise errors.BadFrame(
                 f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable"
             )
         if frame is not None:
             frames.append(frame)
+    if raw.report == _NIL:
+        return Batch(frames)
     try:
-        return Batch(frames, decode(raw.report, StreamReport) if raw.report != _NIL else None)
+        return Batch(frames, decode(raw.report, StreamReport))
     except errors.BadFrame:
         return Batch(frames)
 
 
 def _read_frame(data: msgspec.Raw) -> Frame | None:
-    """Return the frame, or a failure for its stream, or None if the stream number is unreadable
-    too.
-    """
+    """Return the frame, or a failure for its stream; None: even its stream is unreadable."""
     try:
         return decode(data, Frame)
     except errors.BadFrame as exc:
@@ -184,10 +184,10 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
         header = decode(data, _FrameHeader)
     except errors.BadFrame:
         return None
-    text = f"unreadable frame ({reason}); check that the worker runs a compatible version"
-    return Frame(
-        header.stream, header.number, failure=ErrorPayload.of(errors.StreamIncomplete(text))
+    error = errors.StreamIncomplete(
+        f"unreadable frame ({reason}); check that the worker runs a compatible version"
     )
+    return Frame(header.stream, header.number, failure=ErrorPayload.of(error))
 
 
 def encode_frames(
@@ -199,8 +199,8 @@ def encode_frames(
     """
     try:
         data = encode(Batch(frames, None, load))
-    # an engine's chunk has a value that can't be encoded
     except (TypeError, ValueError, OverflowError) as exc:
+        # An engine's chunk has a value that can't be encoded.
         error: DynamoError = errors.InternalError(f"a chunk can't be encoded: {exc}")
     else:
         if len(data) <= max_message_bytes:
@@ -210,12 +210,10 @@ def encode_frames(
             " raise max_payload of the NATS server"
         )
     if len(frames) == 1:
-        return [
-            encode(
-                Batch([Frame(frames[0].stream, frames[0].number, failure=ErrorPayload.of(error))])
-            )
-        ]
+        frame = frames[0]
+        failed = Frame(frame.stream, frame.number, failure=ErrorPayload.of(error))
+        return [encode(Batch([failed]))]
+    # Only the frame that can't be sent must fail: try each half.
     half = len(frames) // 2
-    return encode_frames(frames[:half], max_message_bytes) + encode_frames(
-        frames[half:], max_message_bytes
-    )
+    first_messages = encode_frames(frames[:half], max_message_bytes)
+    return first_messages + encode_frames(frames[half:], max_message_bytes)

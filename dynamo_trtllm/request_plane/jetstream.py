@@ -1,5 +1,6 @@
-"""Store values for several frontends in a NATS JetStream key-value bucket; inspect and delete such
-a bucket.
+"""Store values for several frontends in a NATS JetStream key-value bucket.
+
+The bucket can be inspected and deleted, too.
 
 A value is split into chunks below NATS' message limit. Its first chunk, written last, has the
 number of the others. An existing bucket is used as it is, so that operators can set its replicas
@@ -62,8 +63,7 @@ class JetStreamStore:
 
     @classmethod
     async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
-        """Connect to the NATS server at `url` and open the deployment's bucket; create it if it
-        does not exist.
+        """Connect to a NATS server and open the deployment's bucket, or create it.
 
         Args:
             url: address of the NATS server.
@@ -80,14 +80,13 @@ class JetStreamStore:
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         self._limits.check(value)
-        first = self._chunk_bytes - _COUNT.size
-        rest = [
-            value[start : start + self._chunk_bytes]
-            for start in range(first, len(value), self._chunk_bytes)
-        ]
+        size = self._chunk_bytes
+        first = size - _COUNT.size
+        rest = [value[start : start + size] for start in range(first, len(value), size)]
         with self._connected("write"):
             for number, chunk in enumerate(rest, start=1):
                 await self._bucket.put(f"{key}.{number}", chunk)
+            # The first chunk is written last: with it, the value is complete.
             await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first])
 
     async def get(self, key: str) -> bytes | None:
@@ -95,10 +94,10 @@ class JetStreamStore:
         if head is None:
             return None
         chunks = [head[_COUNT.size :]]
-        for number in range(1, _COUNT.unpack_from(head)[0] + 1):
+        for number in _numbers_of_others(head):
             chunk = await self._read_chunk(f"{key}.{number}")
             if chunk is None:
-                # the full bucket has dropped this chunk already: it drops the oldest first
+                # The full bucket has dropped this chunk already: it drops the oldest first.
                 return None
             chunks.append(chunk)
         return b"".join(chunks)
@@ -109,7 +108,7 @@ class JetStreamStore:
             return
         with self._connected("write"):
             await self._bucket.purge(key)
-            for number in range(1, _COUNT.unpack_from(head)[0] + 1):
+            for number in _numbers_of_others(head):
                 await self._bucket.purge(f"{key}.{number}")
 
     async def aclose(self) -> None:
@@ -119,9 +118,10 @@ class JetStreamStore:
     async def _read_chunk(self, key: str) -> bytes | None:
         with self._connected("read"):
             try:
-                return (await self._bucket.get(key)).value
+                entry = await self._bucket.get(key)
             except js_errors.NotFoundError:
                 return None
+            return entry.value
 
     @contextmanager
     def _connected(self, what: str) -> Iterator[None]:
@@ -138,27 +138,34 @@ class JetStreamStore:
         except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
             raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            raise Disconnected(
-                f"JetStream could not {what} a response: {str(exc) or type(exc).__name__}"
-            ) from exc
+            reason = str(exc) or type(exc).__name__
+            raise Disconnected(f"JetStream could not {what} a response: {reason}") from exc
+
+
+def _numbers_of_others(first_chunk: bytes) -> range:
+    """Return the numbers of a value's further chunks."""
+    (count,) = _COUNT.unpack_from(first_chunk)
+    return range(1, count + 1)
 
 
 async def bucket_state(url: str, namespace: str) -> StreamState | None:
-    """Return the state of a deployment's bucket, such as its size, or None if there is no bucket or
-    no JetStream.
+    """Return the state of a deployment's bucket, such as its size.
+
+    It is None if there is no bucket or no JetStream.
 
     Raises:
         Unreachable: no server answers at `url`.
     """
     async with _connected(url) as (_, context):
         try:
-            return (await context.stream_info(f"KV_{bucket_of(namespace)}")).state
+            info = await context.stream_info(f"KV_{bucket_of(namespace)}")
         except (
             js_errors.NotFoundError,
             js_errors.ServiceUnavailableError,
             nats_errors.NoRespondersError,
         ):
             return None
+        return info.state
 
 
 async def delete_bucket(url: str, namespace: str) -> None:

@@ -48,7 +48,7 @@ _CONNECT_OPTIONS: Final[dict[str, Any]] = {
     "max_outstanding_pings": 2,
     "pending_size": 1 << 40,
 }
-# a server closes the connection of a client that sends a line of more than 4096 bytes
+# A server closes the connection of a client that sends a line of more than 4096 bytes.
 _LONGEST_SUBJECT = 1024
 
 
@@ -71,7 +71,7 @@ async def connect_client(client: Client, url: str, timeout_s: float, **callbacks
             raise TimeoutError
         connecting.result()
     except BaseException:
-        # a second cancel does not interrupt it
+        # A second cancel does not interrupt this.
         await asyncio.shield(_abort_connecting(client, connecting))
         raise
 
@@ -90,21 +90,20 @@ async def _end_task(task: asyncio.Task[None]) -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
-    # marks its error as retrieved, so asyncio does not log it
+    # This marks its error as retrieved, so asyncio does not log it.
     await asyncio.gather(task, return_exceptions=True)
 
 
 def abort_client(client: Client) -> None:
-    """Close the client and its connection without awaiting, so that a cancel can't interrupt
-    this.
-    """
+    """Close the client and its connection without awaiting: a cancel can't interrupt this."""
     tasks = [
         client._reading_task,
         client._ping_interval_task,
         client._flusher_task,
         client._reconnection_task,
     ]
-    for task in (*tasks, *(each._wait_for_msgs_task for each in client._subs.values())):
+    tasks += [subscription._wait_for_msgs_task for subscription in client._subs.values()]
+    for task in tasks:
         if task is not None:
             task.cancel()
     transport = client._transport
@@ -224,7 +223,7 @@ class NatsTransport:
             try:
                 await subscription.unsubscribe()
             except (nats_errors.Error, OSError) as exc:
-                # the subscription ended with the connection
+                # The subscription ended with the connection.
                 log.debug("unsubscribing failed: %r", exc)
 
         return unsubscribe
@@ -242,10 +241,8 @@ class NatsTransport:
             await self._connected(timeout_s)
         if self._client.pending_data_size >= _UNSENT_BYTES:
             raise self._has_too_much_unsent()
-        loop, reply_to = (
-            asyncio.get_running_loop(),
-            f"{self._replies_to}{next(self._reply_numbers)}",
-        )
+        loop = asyncio.get_running_loop()
+        reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
         reply: asyncio.Future[Msg | None] = loop.create_future()
         self._replies[reply_to] = reply
         expiry = loop.call_later(timeout_s, _set_reply, reply, None)
@@ -258,11 +255,9 @@ class NatsTransport:
             expiry.cancel()
             del self._replies[reply_to]
         if message is None:
-            raise (
-                no_reply(subject, timeout_s)
-                if self._client.is_connected
-                else Disconnected(self._lacking)
-            )
+            if self._client.is_connected:
+                raise no_reply(subject, timeout_s)
+            raise Disconnected(self._lacking)
         if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
             raise no_listener(subject)
         return message.data
@@ -291,8 +286,10 @@ class NatsTransport:
         self._outgoing.append((subject, data))
 
     def _send_outgoing(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
-        num_reported, self._num_published_by_report = self._num_published_by_report, 0
+        outgoing = self._outgoing
+        self._outgoing = []
+        num_reported = self._num_published_by_report
+        self._num_published_by_report = 0
         lost: Disconnected | None = None
         for number, (subject, data) in enumerate(outgoing):
             if self._client.pending_data_size >= _UNSENT_BYTES:
@@ -301,12 +298,12 @@ class NatsTransport:
                 continue
             try:
                 self._send(subject, data)
-            # a caller sent this subject; other callers lose no message
             except nats_errors.BadSubjectError:
+                # A caller sent this subject. Other callers lose no message.
                 log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 lost = Disconnected(f"sending to {subject} failed: {exc!r}")
-        # reported once, and after all messages: a callback that raises must not lose them
+        # It is reported once, and after all messages: a callback that raises must not lose them.
         if lost is not None:
             self._report_disconnect(lost)
             self._num_published_by_report = len(self._outgoing)
@@ -318,9 +315,11 @@ class NatsTransport:
         )
 
     def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
-        """Pass a message to the client, whose `publish` does not wait with so large a
-        `pending_size`.
+        """Pass a message to the client.
+
+        Its `publish` does not wait with so large a `pending_size`.
         """
+        # The coroutine runs here until it would wait: a task would run an iteration later.
         sending = self._client.publish(subject, data, reply_to)
         try:
             sending.send(None)
@@ -351,23 +350,21 @@ class NatsTransport:
         for callback in self._on_disconnect:
             callback(error)
 
-    # nats-py accepts real coroutine functions only
+    # nats-py accepts real coroutine functions only.
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
-            self._report_disconnect(
-                StreamIncomplete(
-                    f"messages to {error.subject} were dropped because this process is overloaded"
-                )
+            lost = StreamIncomplete(
+                f"messages to {error.subject} were dropped because this process is overloaded"
             )
-        # of the receiver of a message: a bug
+            self._report_disconnect(lost)
         elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
+            # The receiver of a message has failed: a bug.
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
         elif not self._is_open and not self._is_waiting_logged:
             self._is_waiting_logged = True
-            log.warning(
-                "waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__
-            )
+            reason = str(error) or type(error).__name__
+            log.warning("waiting for NATS at %s: %s", self._address, reason)
         else:
             log.debug("NATS at %s: %r", self._address, error)
 

@@ -1,5 +1,6 @@
-"""Pass received frames to the streams of a caller: check their numbers, and merge tokens that
-arrive together.
+"""Pass received frames to the streams of a caller.
+
+Their numbers are checked, and tokens that arrive together are merged.
 
 The module does no I/O and reads no clock.
 """
@@ -18,9 +19,9 @@ from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
-# at least so many must arrive together; fewer are passed on in half a millisecond
+# At least so many must arrive together; fewer are passed on in half a millisecond.
 MERGED_FRAMES = 64
-# the same per open stream; fewer also arrive together if this process was briefly busy
+# The same per open stream; fewer also arrive together if this process was briefly busy.
 MERGED_PER_STREAM = 4
 
 
@@ -66,32 +67,35 @@ class StreamReceiver(TaskStream):
 
         Return the number fed.
         """
-        frames, self.waiting = self.waiting, []
-        count, run = 0, list[Chunk]()
+        frames = self.waiting
+        self.waiting = []
+        count = 0
+        run = list[Chunk]()
         for frame in frames:
             chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
-            if (
-                chunk is not None
-                and chunk.is_plain
-                and frame.number == self._next_number + len(run)
-            ):
+            is_next = frame.number == self._next_number + len(run)
+            if is_next and chunk is not None and chunk.is_plain:
                 run.append(chunk)
                 continue
-            count += 1 + self._feed_merged(run)
+            count += self._feed_merged(run)
             run = []
             self.feed(frame)
+            count += 1
         return count + self._feed_merged(run)
 
     def _feed_merged(self, chunks: Sequence[Chunk]) -> int:
         if not chunks:
             return 0
+        chunk = chunks[0] if len(chunks) == 1 else _merged(chunks)
+        # The merged chunk has the number of its last frame, so the next one follows it.
         self._next_number += len(chunks) - 1
-        self.feed(Frame(0, self._next_number, chunks[0] if len(chunks) == 1 else _merged(chunks)))
+        self.feed(Frame(0, self._next_number, chunk))
         return 1
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
-        chunk, number = frame.chunk, frame.number
+        chunk = frame.chunk
+        number = frame.number
         if self._on_event is None or number < self._next_number:
             return
         if number > self._next_number:
@@ -146,7 +150,8 @@ class StreamReceiver(TaskStream):
 
     def _close(self, last: StreamEvent | None) -> None:
         super()._close(last)
-        on_end, self._on_end = self._on_end, _nothing  # it refers to this stream's timer: a cycle
+        on_end = self._on_end
+        self._on_end = _nothing  # it refers to this stream's timer: a cycle
         on_end()
         if not isinstance(last, Chunk):
             self._send_cancel(False)
@@ -176,9 +181,8 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
     ids = token_ids()
     for chunk in chunks:
         ids.extend(chunk.token_ids)
-    return Chunk(
-        token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks))
-    )
+    logprobs = chain.from_iterable(chunk.logprobs for chunk in chunks)
+    return Chunk(token_ids=ids, logprobs=tuple(logprobs))
 
 
 class StreamDemux(dict[int, StreamReceiver]):
@@ -208,7 +212,8 @@ class StreamDemux(dict[int, StreamReceiver]):
         Called when no further message has arrived.
         """
         messages = self._messages
-        is_behind = sum(map(len, messages)) >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
+        num_frames = sum(map(len, messages))
+        is_behind = num_frames >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
         try:
             while messages:
                 frames = messages.popleft()
@@ -223,18 +228,18 @@ class StreamDemux(dict[int, StreamReceiver]):
                 self._run_once()
 
     def feed(self, frames: list[Frame]) -> None:
-        """Pass the frames of one message to their streams, now or in the next iterations of the
-        event loop.
-        """
+        """Pass the frames of one message to their streams, now or in the next iterations."""
         if self._is_scheduled:
             self._defer(frames)
             return
-        left, self._chunks_left = self._chunks_left, self._chunks_left - len(frames)
-        for frame in frames if self._chunks_left >= 0 else frames[:left]:
+        left = self._chunks_left
+        self._chunks_left -= len(frames)
+        passed = frames if self._chunks_left >= 0 else frames[:left]
+        for frame in passed:
             receiver = self.get(frame.stream)
             if receiver is not None:
                 receiver.feed(frame)
-        # the limit counts from the last `_run_once`, even over several iterations
+        # The limit counts from the last `_run_once`, even over several iterations.
         if self._chunks_left <= 0:
             self._defer(frames[left:])
             self._schedule()
@@ -257,7 +262,8 @@ class StreamDemux(dict[int, StreamReceiver]):
         asyncio.get_running_loop().call_soon(self._run_once)
 
     def _run_once(self) -> None:
-        backlog, self._chunks_left = self._backlog, CHUNKS_PER_ITERATION
+        backlog = self._backlog
+        self._chunks_left = CHUNKS_PER_ITERATION
         try:
             while backlog and self._chunks_left > 0:
                 self._chunks_left -= backlog.popleft().catch_up()

@@ -1,5 +1,6 @@
-"""Implement the worker's side of the request plane over any `Transport`: run a service's streams
-for its callers.
+"""Run a service's streams for its callers: the worker's side of the request plane.
+
+It works over any `Transport`.
 
 An exception of a service that is not a `DynamoError` is logged here, and the caller gets
 InternalError.
@@ -64,6 +65,9 @@ def remember(latest: dict[K, V], key: K, value: V) -> None:
         del latest[next(iter(latest))]
 
 
+def _ignore(_error: errors.BadFrame) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Caller:
     """A caller with streams that run or hold KV."""
@@ -84,7 +88,7 @@ class ServerStream:
     num_sent: int = 0  # frames
     has_ended: bool = False
     deadline: asyncio.TimerHandle = field(init=False)
-    # set after `generate`, which calls back only in later iterations
+    # It is set after `generate`, which calls back only in later iterations.
     handle: StreamHandle = field(init=False)
 
 
@@ -101,7 +105,7 @@ class EndpointServer:
     ping_interval_s: float
     tasks: BackgroundTasks
     load: Callable[[], LoadReport] | None = None
-    on_unreadable: Callable[[errors.BadFrame], None] = lambda error: None
+    on_unreadable: Callable[[errors.BadFrame], None] = _ignore
 
     def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by inbox
@@ -115,8 +119,8 @@ class EndpointServer:
             transport=self.transport,
             interval_s=self.ping_interval_s,
             peers=self._callers.keys,
-            message=lambda inbox: self._report(inbox, 0),
-            heard=lambda inbox: self._callers[inbox].num_messages if inbox in self._callers else 0,
+            message=self._heartbeat_message,
+            heard=self._num_received,
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
@@ -136,11 +140,10 @@ class EndpointServer:
         Raise PlaneError on failure.
         """
         self._subject = subject
-        self._subscriptions.append(
-            await self.transport.subscribe(control_subject(subject), self._on_control)
-        )
-        self._subscriptions.append(await self.transport.subscribe(subject, self._on_message))
-        # its reply shows that the subject is routed
+        subscribe = self.transport.subscribe
+        self._subscriptions.append(await subscribe(control_subject(subject), self._on_control))
+        self._subscriptions.append(await subscribe(subject, self._on_message))
+        # The reply shows that the subject is routed.
         await self.transport.request(subject, PING, timeout_s=timeout_s)
         self._heartbeat.start()
 
@@ -180,21 +183,23 @@ class EndpointServer:
             if caller is not None:
                 caller.num_messages += 1
             if isinstance(body, CancelStream):
-                if caller is not None and (stream := caller.streams.get(body.stream)) is not None:
+                stream = None if caller is None else caller.streams.get(body.stream)
+                if stream is not None:
                     self._on_cancel(stream, awaits_kv=body.awaits_kv)
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
                 self._flush()  # the report follows all frames sent so far
-                if (report := self._report(body.inbox, body.number)) != PING:
+                report = self._report(body.inbox, body.number)
+                if report != PING:
                     self.transport.publish(body.inbox, report)
                 return
-            is_new = (body.inbox, body.stream) not in self._latest_openings and (
-                caller is None or body.stream not in caller.streams
-            )
+            is_open = caller is not None and body.stream in caller.streams
+            is_new = not is_open and (body.inbox, body.stream) not in self._latest_openings
             if is_new and not self.is_accepting:
                 raise errors.Draining("the worker is shutting down and accepts no new requests")
-            if mismatch := wire_mismatch(body.wire):
+            mismatch = wire_mismatch(body.wire)
+            if mismatch:
                 raise errors.VersionMismatch(mismatch)
         except DynamoError as exc:
             if isinstance(exc, errors.BadFrame):
@@ -223,11 +228,8 @@ class EndpointServer:
             answer = Ack(ErrorPayload.of(exc))
         except Exception:
             log.exception("control verb failed")
-            answer = Ack(
-                ErrorPayload.of(
-                    errors.InternalError("the control verb failed in the worker; see its log")
-                )
-            )
+            error = errors.InternalError("the control verb failed in the worker; see its log")
+            answer = Ack(ErrorPayload.of(error))
         self._answer(reply, answer)
 
     def _answer(self, reply: str, answer: Ack) -> None:
@@ -243,14 +245,24 @@ class EndpointServer:
 
     # --- liveness ---------------------------------------------------------------------------------
 
+    def _heartbeat_message(self, inbox: str) -> bytes:
+        return self._report(inbox, 0)
+
+    def _num_received(self, inbox: str) -> int:
+        """Return the number of messages received from a caller; 0 if it is not known any more."""
+        caller = self._callers.get(inbox)
+        return 0 if caller is None else caller.num_messages
+
     def _report(self, inbox: str, ping: int) -> bytes:
-        """Return the message that reports a caller's streams, or PING if it is too large for the
-        transport.
+        """Return the message that reports a caller's streams.
+
+        It is PING if that is too large for the transport.
         """
         streams: list[tuple[int, int]] = []
-        if (caller := self._callers.get(inbox)) is not None:
+        caller = self._callers.get(inbox)
+        if caller is not None:
             self._forget_fetched(caller)
-            streams = [(each.number, each.num_sent) for each in caller.streams.values()]
+            streams = [(stream.number, stream.num_sent) for stream in caller.streams.values()]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self.transport.max_message_bytes:
             return data
@@ -265,21 +277,22 @@ class EndpointServer:
 
     def _open(self, opening: OpenStream) -> None:
         caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
-        caller.reads_tokens |= opening.wire >= _TOKENS_SINCE
-        stream = caller.streams[opening.stream] = ServerStream(caller, opening.stream)
+        if opening.wire >= _TOKENS_SINCE:
+            caller.reads_tokens = True
+        stream = ServerStream(caller, opening.stream)
+        caller.streams[opening.stream] = stream
         remember(self._latest_openings, (opening.inbox, opening.stream), None)
         self.running += 1
         self._idle.clear()
-        # by this clock
+        # The deadline is set by this machine's clock, which may differ from the caller's.
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
         stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._late, stream)
         try:
             stream.handle = self.service.generate(request, partial(self._on_event, stream))
         except Exception:
             log.exception("request %s failed", request.request_id)
-            self._send_error(
-                stream, errors.InternalError("the request failed in the worker; see its log")
-            )
+            error = errors.InternalError("the request failed in the worker; see its log")
+            self._send_error(stream, error)
             self._remove(stream)
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
@@ -290,7 +303,8 @@ class EndpointServer:
         is_token = (
             len(ids) == 1 and stream.caller.reads_tokens and event.is_plain and not event.logprobs
         )
-        self._send(stream, Frame(stream.number, stream.num_sent, ids[0] if is_token else event))
+        content = ids[0] if is_token else event
+        self._send(stream, Frame(stream.number, stream.num_sent, content))
         if event.finish_reason is None:
             return
         if stream.handle.holds_kv:  # its caller is watched until the KV is fetched
@@ -355,27 +369,26 @@ class EndpointServer:
         self._forget_fetched(caller)
         streams = list(caller.streams.values())
         if streams:
-            num_held = sum(stream.has_ended for stream in streams)
+            num_held = sum(1 for stream in streams if stream.has_ended)
             RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
             log.warning(text, inbox, len(streams) - num_held, num_held, error)
-        text = (
+        reason = (
             "the worker ended this stream because the frontend did not reply to its heartbeat:"
             f" {error}"
         )
         for stream in streams:
-            self._end(stream, errors.StreamIncomplete(text))
+            self._end(stream, errors.StreamIncomplete(reason))
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
-        # The caller may never have received the KV transfer parameters; then only their expiry
-        # would free the KV. A caller that did receive them must prefill again.
         if self._is_closed:
             return  # the service may be closed too
+        reason = f"the worker lost the request plane: {error.message}"
+        # The caller may never have received the KV transfer parameters; then only their expiry
+        # would free the KV. A caller that did receive them must prefill again.
         for stream in self._streams():
-            self._end(
-                stream, errors.Disconnected(f"the worker lost the request plane: {error.message}")
-            )
+            self._end(stream, errors.Disconnected(reason))
 
     # --- what leaves ------------------------------------------------------------------------------
 
@@ -387,15 +400,14 @@ class EndpointServer:
         caller = stream.caller
         if not caller.frames:
             if not self._unsent:
-                # all streams of an engine step send in one event-loop iteration; the next one sends
-                # them as one batch
+                # All streams of an engine step send in one event-loop iteration. The next one sends
+                # them as one batch.
                 asyncio.get_running_loop().call_soon(self._flush_in_turn, _WAITED_ITERATIONS)
             self._unsent.append(caller)
         caller.frames.append(frame)
 
     def _flush_in_turn(self, iterations: int) -> None:
-        """Flush when the earlier messages are written, at the latest after `iterations` iterations
-        of the event loop.
+        """Flush when the earlier messages are written, at the latest after some iterations.
 
         Otherwise each engine step would be a message, which three processes handle, even if steps
         take less time.
@@ -406,16 +418,17 @@ class EndpointServer:
             self._flush()
 
     def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
+        unsent = self._unsent
+        self._unsent = []
         for caller in unsent:
-            frames, caller.frames = caller.frames, []
+            frames = caller.frames
+            caller.frames = []
             load = self._load_for(caller.inbox)
             for message in encode_frames(frames, self.transport.max_message_bytes, load):
                 self.transport.publish(caller.inbox, message)
 
     def _load_for(self, inbox: str) -> LoadReport | None:
-        """Return the load for the next message to a caller, or None if the caller got it within
-        _LOAD_EVERY_S.
+        """Return the load for the next message to a caller; None: it got it within _LOAD_EVERY_S.
 
         After messages without it and then no other one, the caller gets the load in a message of
         its own: otherwise it would take an idle worker for a busy one.

@@ -1,5 +1,4 @@
-"""Define the response store: its interface, its limits, and an implementation in this process's
-memory.
+"""Define the response store: its interface, its limits, and one in this process's memory.
 
 `jetstream` implements the store for several processes. Both pass the same contract tests.
 """
@@ -79,6 +78,14 @@ class _Owner:
         self.keys: dict[str, None] = {}  # oldest first
 
 
+def _num_values(owner: _Owner) -> int:
+    return len(owner.keys)
+
+
+def _used_bytes(owner: _Owner) -> int:
+    return owner.used_bytes
+
+
 class _Entry(NamedTuple):
     value: bytes
     owner: str
@@ -106,9 +113,9 @@ class MemoryResponseStore:
         self._drop(key)
         self._expire()
         while len(self._entries) >= limits.max_entries:
-            self._drop_oldest(max(self._owners.values(), key=lambda each: len(each.keys)))
+            self._drop_oldest(max(self._owners.values(), key=_num_values))
         while self.used_bytes + len(value) > limits.max_bytes:
-            self._drop_oldest(max(self._owners.values(), key=lambda each: each.used_bytes))
+            self._drop_oldest(max(self._owners.values(), key=_used_bytes))
         self._entries[key] = _Entry(value, owner, self._clock() + limits.ttl_s)
         owned = self._owners.setdefault(owner, _Owner())
         owned.keys[key] = None

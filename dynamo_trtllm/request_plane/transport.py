@@ -1,5 +1,4 @@
-"""Define the message transport below a request plane, the service above it, and the heartbeat to
-its peers.
+"""Define the message transport below a request plane, the service above it, and the heartbeat.
 
 `nats` implements the transport. Tests have an implementation within one process, which passes the
 same contract tests. A transport delivers each message at most once, and in order per pair of sender
@@ -25,9 +24,7 @@ Unsubscribe: TypeAlias = Callable[[], Awaitable[None]]  # ends a subscription; i
 
 
 class Transport(Protocol):
-    """A connection that publishes messages to subjects and receives those of subscribed
-    subjects.
-    """
+    """A connection that publishes messages, and receives those to the subjects it subscribes."""
 
     @property
     def max_message_bytes(self) -> int:
@@ -110,8 +107,9 @@ def no_reply(subject: str, timeout_s: float) -> Unreachable:
 
 @dataclass(kw_only=True, eq=False)
 class Heartbeat:
-    """Heartbeat to each peer with open streams, because a message transport does not report when a
-    peer dies.
+    """Heartbeat to each peer with open streams.
+
+    It is needed because a message transport does not report when a peer dies.
     """
 
     transport: Transport
@@ -119,7 +117,7 @@ class Heartbeat:
     peers: Callable[[], Collection[str]]  # with open streams
     message: Callable[[str], bytes]  # returns the heartbeat message for a peer
     heard: Callable[[str], int]  # returns a number that changes with each message from a peer
-    # is called when a peer neither replied nor sent anything else
+    # called when a peer neither replied nor sent anything else
     on_peer_lost: Callable[[str, DynamoError], None]
     tasks: BackgroundTasks  # owner of the background task
     _asking: set[str] = field(default_factory=set, init=False)
@@ -137,8 +135,7 @@ class Heartbeat:
                     group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
     async def _ask(self, peer: str) -> None:
-        """Send a heartbeat to `peer`, and a second one if the peer neither replies nor sends
-        anything else.
+        """Send a heartbeat to `peer`, and a second one if nothing comes from it.
 
         The second one is needed because a message may be lost, and because this process may have
         been suspended when the reply arrived.
@@ -167,7 +164,5 @@ class Heartbeat:
 
 
 def load_subject(namespace: str) -> str:
-    """Return the subject at which the workers of a namespace publish their load to all
-    frontends.
-    """
+    """Return the subject at which a namespace's workers publish their load to all frontends."""
     return f"{namespace}.load"
