@@ -33,12 +33,10 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A record was rejected, or the reason changed, or the rejected record is gone or valid (reason
-    None).
-    """
+    """A record was rejected, or the reason changed, or the rejected record is gone or valid."""
 
     key: str  # escaped and shortened by `keys.shown_key`
-    reason: str | None
+    reason: str | None  # None: it is gone or valid
 
 
 Event = Added | Removed | Rejected | Synced
@@ -67,8 +65,7 @@ class Discovery(Protocol):
         """
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Yield Added or Rejected for each existing record, then Synced, then all changes without
-        end.
+        """Yield Added or Rejected for each existing record, then Synced, then all changes.
 
         While the store is unreachable, the generator yields nothing. Afterwards it yields the
         differences, and missing instances get some time to register again. Consume with `aclosing`.

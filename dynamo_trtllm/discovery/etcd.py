@@ -1,5 +1,6 @@
-"""Implement discovery on etcd: instance records on leases, and a watch that lists all records after
-each interruption.
+"""Implement discovery on etcd, with instance records on leases.
+
+A watch lists all records after each interruption.
 
 A new list, instead of a resume at a revision, is correct in every case (compaction, data loss,
 another etcd member). It takes one range read per watcher and reconnect. New instances of a list are
@@ -15,6 +16,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from dynamo_trtllm.background import BackgroundTasks
@@ -65,7 +67,7 @@ class EtcdDiscovery:
         registration = LeaseKeeper(
             self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks
         )
-        # before the call, because a cancel may arrive after the record is put
+        # It is kept before the call, because a cancel may arrive after the record is put.
         self._registrations.append(registration)
         try:
             await self._retry_at_start(registration.start)
@@ -83,23 +85,21 @@ class EtcdDiscovery:
         delays = backoff()
         loop = asyncio.get_running_loop()
         limit_s = AWAY_TIMEOUT_S if self._store.answered else self.start_timeout_s
-        begun_s, log_at_s = loop.time(), 0.0
+        begun_s = loop.time()
+        log_at_s = 0.0
         RECORDER.record_process(RecordedEvent.CONNECTION_AWAITED, _ETCD)
         while True:
             try:
                 answer = await call()
             except Unreachable as exc:
-                delay_s, waited_s = next(delays), loop.time() - begun_s
+                delay_s = next(delays)
+                waited_s = loop.time() - begun_s
                 if self._store.closed or waited_s + delay_s >= limit_s:
                     raise
                 if waited_s >= log_at_s:
                     log_at_s += LOG_EVERY_S
-                    log.warning(
-                        "waiting for etcd for %.0f s (up to %.0f s): %s",
-                        waited_s,
-                        limit_s,
-                        exc.message,
-                    )
+                    text = "waiting for etcd for %.0f s (up to %.0f s): %s"
+                    log.warning(text, waited_s, limit_s, exc.message)
                 await asyncio.sleep(delay_s)
             else:
                 RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
@@ -111,13 +111,11 @@ class EtcdDiscovery:
         Raises:
             Unreachable: etcd does not answer the first list.
         """
-        prefix, cache, delays = (
-            namespace_prefix(namespace),
-            InstanceCache(grace_s=self.lease_ttl_s),
-            backoff(),
-        )
+        prefix = namespace_prefix(namespace)
+        cache = InstanceCache(grace_s=self.lease_ttl_s)
+        delays = backoff()
         loop = asyncio.get_running_loop()
-        snapshot = await self._retry_at_start(lambda: self._store.read_all(prefix))
+        snapshot = await self._retry_at_start(partial(self._store.read_all, prefix))
         for event in cache.relist(snapshot.records):
             yield event
         yield Synced()
@@ -126,9 +124,8 @@ class EtcdDiscovery:
                 async for batch in batches:
                     delays = backoff()  # the watch runs
                     for key, record in batch:
-                        for event in (
-                            cache.delete(key) if record is None else cache.put(key, record)
-                        ):
+                        events = cache.delete(key) if record is None else cache.put(key, record)
+                        for event in events:
                             yield event
             again = await self._list_again(prefix, cache, delays)
             if again is None:
@@ -136,7 +133,8 @@ class EtcdDiscovery:
             snapshot = again
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
-            if cache.next_list_s:  # 0.0: for another reason
+            # 0.0: a list is needed at once, for another reason.
+            if cache.next_list_s:
                 text = (
                     "etcd no longer lists some workers; keeping them for %g s in case they register"
                     " again"
@@ -146,8 +144,9 @@ class EtcdDiscovery:
     async def _changes(
         self, prefix: str, snapshot: Snapshot, cache: InstanceCache
     ) -> AsyncGenerator[list[Change], None]:
-        """Yield the changes after a list until the watch is interrupted, or until missing instances
-        need a new list.
+        """Yield the changes after a list.
+
+        The generator ends when the watch is interrupted or missing instances need a new list.
         """
         try:
             async with aclosing(self._store.changes(prefix, snapshot.revision + 1)) as batches:

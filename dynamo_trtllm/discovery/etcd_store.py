@@ -20,6 +20,7 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,7 +39,8 @@ CLOSE_TIMEOUT_S = 2.0
 # Also for long leases: after etcd has lost its data, workers must register again before watchers
 # remove them (10 s).
 LONGEST_PAUSE_S = 3.0
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0  # between attempts
+FIRST_DELAY_S = 0.05  # between attempts
+LONGEST_DELAY_S = 1.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 _DELETE = 1  # mvccpb.Event.EventType
 _PORT = re.compile(r":\d+$")
@@ -57,8 +59,11 @@ def parse_endpoints(text: str) -> list[str]:
 
     The default port is 2379.
     """
-    hosts = [part.strip().rpartition("//")[2].rstrip("/") for part in text.split(",")]
-    return [host if _PORT.search(host) else f"{host}:2379" for host in hosts]
+    endpoints = []
+    for part in text.split(","):
+        host = part.strip().rpartition("//")[2].rstrip("/")
+        endpoints.append(host if _PORT.search(host) else f"{host}:2379")
+    return endpoints
 
 
 def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | None:
@@ -89,7 +94,9 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
             "only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert"
         )
     return grpc.ssl_channel_credentials(
-        *(_pem(config, field) for field in ("etcd_ca", "etcd_key", "etcd_cert"))
+        root_certificates=_pem(config, "etcd_ca"),
+        private_key=_pem(config, "etcd_key"),
+        certificate_chain=_pem(config, "etcd_cert"),
     )
 
 
@@ -99,8 +106,10 @@ def _pem(config: ConnectionConfig, field: str) -> bytes | None:
     Without --etcd-ca, the certificate authorities of the system are used.
     """
     path: Path | None = getattr(config, field)
+    if path is None:
+        return None
     try:
-        return None if path is None else path.read_bytes()
+        return path.read_bytes()
     except OSError as exc:
         flag = "--" + field.replace("_", "-")
         raise ConfigError(
@@ -152,7 +161,9 @@ class EtcdStore:
         connect = grpc.aio.insecure_channel
         if credentials is not None:
             connect = partial(grpc.aio.secure_channel, credentials=credentials)
-        self._channels = [connect(f"dns:///{each}", options=_OPTIONS) for each in self.addresses]
+        self._channels = [
+            connect(f"dns:///{address}", options=_OPTIONS) for address in self.addresses
+        ]
 
     @property
     def _channel(self) -> grpc.aio.Channel:
@@ -170,13 +181,12 @@ class EtcdStore:
             yield
             self.answered = True
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
+            # Another call may have changed to the next endpoint already.
             if used == self._current:
                 self._current = (used + 1) % len(self._channels)
-            reason = (
-                f"{exc.code().name}: {exc.details()}"
-                if isinstance(exc, grpc.aio.AioRpcError)
-                else str(exc)
-            )
+            reason = str(exc)
+            if isinstance(exc, grpc.aio.AioRpcError):
+                reason = f"{exc.code().name}: {exc.details()}"
             raise self._unreachable(used, reason) from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
@@ -198,10 +208,9 @@ class EtcdStore:
     async def read_all(self, prefix: str) -> Snapshot:
         """Return all records under a prefix."""
         reply = await self._range(prefix)
-        written = sorted(reply.kvs, key=lambda kv: kv.mod_revision)
-        return Snapshot(
-            records={key_text(kv.key): kv.value for kv in written}, revision=reply.header.revision
-        )
+        written = sorted(reply.kvs, key=attrgetter("mod_revision"))
+        records = {key_text(pair.key): pair.value for pair in written}
+        return Snapshot(records=records, revision=reply.header.revision)
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Return the lease of every key under a prefix, with its remaining time.
@@ -209,7 +218,7 @@ class EtcdStore:
         None: no lease, or an expired one.
         """
         reply = await self._range(prefix)
-        return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
+        return {key_text(pair.key): await self._left(pair.lease) for pair in reply.kvs}
 
     async def _range(self, prefix: str) -> Any:
         request = pb.RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
@@ -221,7 +230,7 @@ class EtcdStore:
         reply = await self._call(
             pb.LeaseStub, "LeaseTimeToLive", pb.LeaseTimeToLiveRequest(ID=lease_id)
         )
-        # 0: less than a second
+        # -1: it has expired; 0: less than a second is left.
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None
 
     async def put(self, key: str, record: bytes, lease: Lease) -> int:
@@ -234,9 +243,7 @@ class EtcdStore:
         return int(reply.header.revision)
 
     async def revision_of(self, key: str) -> int:
-        """Return the revision of etcd with which a key was last written; 0 if the key does not
-        exist.
-        """
+        """Return the revision of etcd with which a key was last written; 0 if it does not exist."""
         request = pb.RangeRequest(key=key_bytes(key), keys_only=True)
         reply = await self._call(pb.KVStub, "Range", request)
         return int(reply.kvs[0].mod_revision) if reply.kvs else 0
@@ -247,9 +254,8 @@ class EtcdStore:
 
     async def grant(self, ttl_s: float) -> Lease:
         """Create a lease of at least `ttl_s` seconds."""
-        reply = await self._call(
-            pb.LeaseStub, "LeaseGrant", pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
-        )
+        request = pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
+        reply = await self._call(pb.LeaseStub, "LeaseGrant", request)
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
@@ -267,11 +273,10 @@ class EtcdStore:
 
     async def revoke(self, lease: Lease) -> None:
         """Revoke a lease, which deletes its keys. Ignore an unknown lease."""
+        request = pb.LeaseRevokeRequest(ID=lease.id)
         with self._translated():
             try:
-                await pb.LeaseStub(self._channel).LeaseRevoke(
-                    pb.LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S
-                )
+                await pb.LeaseStub(self._channel).LeaseRevoke(request, timeout=CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as exc:
                 if exc.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
@@ -294,13 +299,14 @@ class EtcdStore:
             call = pb.WatchStub(self._channel).Watch()
             try:
                 await call.write(pb.WatchRequest(create_request=create))
-                while (reply := await call.read()) is not grpc.aio.EOF and not reply.canceled:
+                while True:
+                    reply = await call.read()
+                    if reply is grpc.aio.EOF or reply.canceled:
+                        break
+                    # etcd has lost data: it does not know the revision of the list.
                     if reply.header.revision + 1 < from_revision:
                         break
-                    yield [
-                        (key_text(e.kv.key), None if e.type == _DELETE else e.kv.value)
-                        for e in reply.events
-                    ]
+                    yield [_change(event) for event in reply.events]
             finally:
                 call.cancel()
 
@@ -311,9 +317,15 @@ class EtcdStore:
             await channel.close()
 
 
+def _change(event: Any) -> Change:
+    record = None if event.type == _DELETE else event.kv.value
+    return key_text(event.kv.key), record
+
+
 def backoff() -> Iterator[float]:
-    """Yield delays in seconds that double up to a limit, with jitter so that clients don't retry
-    together.
+    """Yield delays in seconds that double up to a limit.
+
+    They have jitter, so that clients don't retry together.
     """
     full_s = FIRST_DELAY_S
     while True:
@@ -350,7 +362,8 @@ class LeaseKeeper:
 
     async def _acquire(self) -> Lease:
         # This put detaches the key from an older lease that etcd may still have.
-        lease = self._lease = await self._store.grant(self._ttl_s)
+        lease = await self._store.grant(self._ttl_s)
+        self._lease = lease
         await self._put(lease)
         return lease
 
@@ -387,20 +400,26 @@ class LeaseKeeper:
         delays = backoff()
         while True:
             try:
-                return lease if await self._store.keep_alive(lease) else await self._acquire()
+                if await self._store.keep_alive(lease):
+                    return lease
+                return await self._acquire()
             except Unreachable as exc:
                 log.debug("registration %s: %s", self.key, exc.message)
             await asyncio.sleep(next(delays))
 
     async def replace(self) -> None:
         """Stop, because another registration takes over the key. The lease of this one expires."""
-        task, self._task, self._lease = self._task, None, None
+        task = self._task
+        self._task = None
+        self._lease = None
         await self._tasks.cancel(task)
 
     async def aclose(self) -> None:
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         await self._tasks.cancel(task)
-        lease, self._lease = self._lease, None
+        lease = self._lease
+        self._lease = None
         if lease is None:
             return
         with suppress(Unreachable, TimeoutError):

@@ -25,9 +25,7 @@ MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etc
 
 
 class _ModelInstances:
-    """The instances of one model that are in use, by key, in the order in which their records were
-    written.
-    """
+    """The instances of one model that are in use, by key, in the order of their records' writes."""
 
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
@@ -45,7 +43,9 @@ class _ModelInstances:
     @property
     def card_in_use(self) -> ModelDeploymentCard:
         """The card with which a frontend renders requests, as in the router's view."""
-        return next(iter((self._decode or self._instances).values())).card
+        instances = self._decode or self._instances
+        first = next(iter(instances.values()))
+        return first.card
 
     def put(self, key: str, instance: Instance) -> None:
         """Add an instance whose record was written just now."""
@@ -106,14 +106,15 @@ class InstanceCache:
 
     @property
     def next_list_s(self) -> float | None:
-        """Return the time at which a new list is needed, 0.0 if at once; None if it is not
-        needed.
-        """
-        return 0.0 if self._needs_list else min(self._missing.values(), default=None)
+        """Return the time at which a new list is needed; 0.0: at once; None: it is not needed."""
+        if self._needs_list:
+            return 0.0
+        return min(self._missing.values(), default=None)
 
     def restart_grace(self) -> None:
-        """Give missing instances the whole grace time again, because they can't register while the
-        store is down.
+        """Give missing instances the whole grace time again.
+
+        They can't register while the store is down.
         """
         self._missing.clear()
 
@@ -127,20 +128,21 @@ class InstanceCache:
         events: list[Event] = []
         if self._rejected:
             listed_shown = {shown_key(key) for key in listed}
-            for shown in [shown for shown in self._rejected if shown not in listed_shown]:
+            gone = [shown for shown in self._rejected if shown not in listed_shown]
+            for shown in gone:
                 del self._rejected[shown]
                 events.append(Rejected(shown, None))
-        for key in [key for key in self._records if key not in listed]:
-            if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
+        missing = [key for key in self._records if key not in listed]
+        for key in missing:
+            removed_at_s = self._missing.setdefault(key, now_s + self._grace_s)
+            if removed_at_s <= now_s:
                 events += self._remove(key)
         self._needs_list = False
         self._unfit.clear()
         return events + self._put_listed(listed)
 
     def _put_listed(self, listed: Mapping[str, bytes]) -> list[Event]:
-        """Return the events for the records of a list, without those that are unchanged and in the
-        same order.
-        """
+        """Return the events for the records of a list that changed, or whose order did."""
         events: list[Event] = []
         # model -> the listed keys of its instances, in the order so far
         unvisited: dict[str, Iterator[str]] = {}
@@ -148,10 +150,8 @@ class InstanceCache:
             keys = [key for key in instances.keys() if key in listed]
             unvisited[model] = iter(keys)
         for key, record in listed.items():
-            if (
-                self._records.get(key) == record
-                and next(unvisited[self._model_of[key]], None) == key
-            ):
+            is_unchanged = self._records.get(key) == record
+            if is_unchanged and next(unvisited[self._model_of[key]], None) == key:
                 self._missing.pop(key, None)
                 continue
             events += self.put(key, record)
@@ -170,8 +170,11 @@ class InstanceCache:
         model = self._model_of[key]
         card_before = self._models[model].card_in_use
         events = self._put(key, record)
+        # Its instance is the last of its model now. That needs an event if the card in use changed.
         is_still_valid = key in self._records
-        return [] if is_still_valid and self._models[model].card_in_use == card_before else events
+        if is_still_valid and self._models[model].card_in_use == card_before:
+            return []
+        return events
 
     def _put(self, key: str, record: bytes) -> list[Event]:
         """Check a record and add its instance behind the others of its model. Return the events."""
@@ -216,8 +219,10 @@ class InstanceCache:
         _, instance_id = parse_instance_key(key)
         del self._owners[instance_id]
         self._leave_model(key)
-        self._needs_list |= instance_id in self._contested
-        self._contested.discard(instance_id)
+        if instance_id in self._contested:
+            # The rejected key with the same id may be valid now.
+            self._needs_list = True
+            self._contested.discard(instance_id)
         return [Removed(instance_id)]
 
     def _leave_model(self, key: str) -> None:
@@ -228,7 +233,8 @@ class InstanceCache:
         self._models[model].discard(key)
         if not self._models[model]:
             del self._models[model]
-        self._needs_list |= model in self._unfit.values()
+        if model in self._unfit.values():
+            self._needs_list = True
 
     def _reject(self, key: str, reason: str) -> list[Event]:
         shown = shown_key(key)
@@ -251,5 +257,9 @@ class InstanceCache:
 
     def _clear_rejected(self, key: str) -> list[Event]:
         """Return the events for a key that is no longer rejected."""
-        shown = shown_key(key) if self._rejected else ""
-        return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
+        if not self._rejected:
+            return []
+        shown = shown_key(key)
+        if self._rejected.pop(shown, None) is None:
+            return []
+        return [Rejected(shown, None)]

@@ -1,9 +1,8 @@
-"""Encode instance records and their keys, and validate them, because any client of etcd can write
-them.
+"""Encode instance records and their keys, and validate them.
 
-The types of numbers check their ranges; the other checks are in this module. A record that fails a
-check is rejected. Unknown fields are ignored. Unknown names of renderers and parsers are accepted
-here; the frontend checks them when it uses them.
+Any client of etcd can write them. The types of numbers check their ranges; the other checks are in
+this module. A record that fails a check is rejected. Unknown fields are ignored. Unknown names of
+renderers and parsers are accepted here; the frontend checks them when it uses them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _SHOWN_CHARACTERS: Final = 256  # of a key
 _SHOWN_HEAD: Final = 200
 
 _ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # no leading zeros, so that one id has one key
-# a log line with one of them may become two lines
+# A log line with one of them may become two lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _KIND = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_SHORT - 1}}}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -60,9 +59,7 @@ class EndpointId(NamedTuple):
 
 
 def parse_endpoint(text: str) -> EndpointId:
-    """Parse `dyn://namespace.component.endpoint`, the format of NVIDIA Dynamo, which `--endpoint`
-    has.
-    """
+    """Parse `dyn://namespace.component.endpoint`, the value of `--endpoint`, as NVIDIA Dynamo."""
     return EndpointId(*text.removeprefix("dyn://").split("."))
 
 
@@ -78,7 +75,8 @@ def namespace_prefix(namespace: str) -> str:
 
 def instance_key(endpoint_id: EndpointId, instance_id: int) -> str:
     """Return the etcd key of an instance."""
-    return f"{PREFIX}/{endpoint_id.namespace}/{endpoint_id.component}/{endpoint_id.endpoint}/{instance_id:x}"
+    path = f"{endpoint_id.namespace}/{endpoint_id.component}/{endpoint_id.endpoint}"
+    return f"{PREFIX}/{path}/{instance_id:x}"
 
 
 def parse_instance_key(key: str) -> tuple[EndpointId, int]:
@@ -105,9 +103,9 @@ def shown_key(key: str) -> str:
 
 
 def subject(endpoint_id: EndpointId, instance_id: int) -> str:
-    """Return the request-plane subject of an instance, e.g.
+    """Return the request-plane subject of an instance.
 
-    `dynamo_backend.generate-694d997dbae9a315` (as Dynamo).
+    It has Dynamo's form, such as `dynamo_backend.generate-694d997dbae9a315`.
     """
     return f"{endpoint_id.namespace}_{endpoint_id.component}.{endpoint_id.endpoint}-{instance_id:x}"
 
@@ -116,10 +114,14 @@ class BadRecord(Exception):
     """A record is invalid. The message is shortened and has no control characters."""
 
     def __init__(self, reason: str) -> None:
-        escaped = _CONTROL.sub(lambda match: repr(match.group())[1:-1], reason[: _MOST_REASON + 1])
-        super().__init__(
-            escaped if len(escaped) <= _MOST_REASON else f"{escaped[:_MOST_REASON]}..."
-        )
+        escaped = _CONTROL.sub(_escape, reason[: _MOST_REASON + 1])
+        if len(escaped) > _MOST_REASON:
+            escaped = f"{escaped[:_MOST_REASON]}..."
+        super().__init__(escaped)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return repr(match.group())[1:-1]
 
 
 def read_instance(key: str, record: bytes) -> Instance:
@@ -140,7 +142,8 @@ def read_instance(key: str, record: bytes) -> Instance:
         instance = decode(record, Instance)
     except BadFrame as exc:
         raise BadRecord(f"the record can't be read: {exc.message}") from exc
-    if mismatch := wire_mismatch(instance.wire):
+    mismatch = wire_mismatch(instance.wire)
+    if mismatch:
         raise BadRecord(mismatch)
     _check_place(instance, endpoint, instance_id)
     _check_kinds(instance)
@@ -154,7 +157,8 @@ def written(instance: Instance) -> tuple[str, bytes]:
     Raises:
         ConfigError: frontends would reject the record.
     """
-    key, record = instance_key(endpoint_of(instance), instance.id), encode(instance)
+    key = instance_key(endpoint_of(instance), instance.id)
+    record = encode(instance)
     try:
         read_instance(key, record)
     except BadRecord as exc:
@@ -185,10 +189,10 @@ def card_mismatch(instance: Instance, first: Instance, first_decode: Instance | 
         return _mismatch("vocab_size", card.vocab_size, theirs.vocab_size, first)
     if card.renderer != theirs.renderer:
         return _mismatch("renderer", card.renderer, theirs.renderer, first)
-    if card.files.get(_TOKENIZER) != theirs.files.get(_TOKENIZER):
-        return _mismatch(
-            f"files.{_TOKENIZER}", card.files.get(_TOKENIZER), theirs.files.get(_TOKENIZER), first
-        )
+    tokenizer = card.files.get(_TOKENIZER)
+    their_tokenizer = theirs.files.get(_TOKENIZER)
+    if tokenizer != their_tokenizer:
+        return _mismatch(f"files.{_TOKENIZER}", tokenizer, their_tokenizer, first)
     if first_decode is not None and instance.role is not Role.PREFILL:
         context_length = first_decode.card.context_length
         if card.context_length < context_length:
@@ -219,9 +223,7 @@ def check_model_name(name: str) -> None:
 
 
 def _check_place(instance: Instance, endpoint: EndpointId, instance_id: int) -> None:
-    """Check that id, endpoint and subject match the key, because puts, deletes and leases act on
-    the key.
-    """
+    """Check that id, endpoint and subject match the key, on which puts, deletes and leases act."""
     if instance.id != instance_id:
         raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
     own = endpoint_of(instance)
@@ -254,7 +256,8 @@ def _check_kinds(instance: Instance) -> None:
 def _check_card(card: ModelDeploymentCard) -> None:
     _check_text("card.name", card.name, most=MOST_MODEL_NAME_CHARACTERS)
     _check_size("card.eos_token_ids", card.eos_token_ids, _MOST_EOS_IDS)
-    if card.eos_token_ids and (largest := max(card.eos_token_ids)) >= card.vocab_size:
+    largest = max(card.eos_token_ids, default=0)
+    if card.eos_token_ids and largest >= card.vocab_size:
         raise BadRecord(
             f"card.eos_token_ids contains {largest}; the vocabulary has {card.vocab_size} tokens"
         )
@@ -302,4 +305,6 @@ def _check_kind(field: str, value: str) -> None:
 
 def _shown(value: str) -> str:
     """Return a value quoted and shortened."""
-    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
+    if len(value) <= _SHOWN:
+        return repr(value)
+    return f"{value[:_SHOWN]!r}..."
