@@ -32,10 +32,10 @@ _UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")  # as the fron
 
 
 def short_id(request_id: str) -> str:
-    """Return the first 8 digits of the unique part of a request id, with the choice's index, for
-    logs.
+    """Return the short form of a request id for logs.
 
-    Workers log the complete id.
+    It has the first 8 digits of the unique part, and the choice's index. Workers log the complete
+    id.
     """
     match = _UNIQUE_PART.search(request_id)
     return request_id if match is None else match[1] + (match[2] or "")
@@ -50,12 +50,12 @@ def setup(level: str, process_name: str, log_format: str = "text") -> None:
         log_format: "text" or "json".
     """
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, _OwnHandler)]:
-        root.removeHandler(handler)
+    for earlier in list(root.handlers):
+        if isinstance(earlier, _OwnHandler):
+            root.removeHandler(earlier)
+    formatter_class = JsonFormatter if log_format == "json" else TextFormatter
     handler = _OwnHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter(process_name) if log_format == "json" else TextFormatter(process_name)
-    )
+    handler.setFormatter(formatter_class(process_name))
     root.addHandler(handler)
     # Other packages log warnings and errors only, except at level debug.
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -72,12 +72,11 @@ def log_thread_stacks(logger: logging.Logger) -> None:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         message = f"stack of thread {names.get(ident, ident)}"
-        stack = "".join(traceback.format_stack(frame))
-        logger.handle(
-            logger.makeRecord(
-                logger.name, logging.ERROR, __file__, 0, message, (), None, sinfo=stack.rstrip("\n")
-            )
+        stack = "".join(traceback.format_stack(frame)).rstrip("\n")
+        record = logger.makeRecord(
+            logger.name, logging.ERROR, __file__, 0, message, (), None, sinfo=stack
         )
+        logger.handle(record)
 
 
 def json_line(
@@ -111,24 +110,21 @@ class _OwnFormatter(logging.Formatter):
 
 
 class TextFormatter(_OwnFormatter):
-    """Formatter that writes one line per log record: time, level, process, request id if any,
-    module and message.
+    """Formatter that writes one line per log record.
 
-    A traceback follows, indented so that it looks different.
+    It has the time, level, process, request id if any, module and message. A traceback follows,
+    indented so that it looks different.
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        about = [_iso(record.created), record.levelname, self._process_name]
         served = _served()
-        about = [
-            _iso(record.created),
-            record.levelname,
-            self._process_name,
-            *([] if served == "-" else [served]),
-        ]
-        message = escape_controls(
-            f"{' '.join(about)} {record.name.removeprefix(_OWN_PACKAGE)}: {_message(record)}"
-        )
-        return "\n".join([message, *(f"  {line}" for line in _traceback(record))])
+        if served != "-":
+            about.append(served)
+        module = record.name.removeprefix(_OWN_PACKAGE)
+        lines = [escape_controls(f"{' '.join(about)} {module}: {_message(record)}")]
+        lines += [f"  {line}" for line in _traceback(record)]
+        return "\n".join(lines)
 
 
 class JsonFormatter(_OwnFormatter):
@@ -164,11 +160,8 @@ class _Cut:
 
 
 def _iso(time_s: float) -> str:
-    return (
-        datetime.fromtimestamp(time_s, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    text = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def _served() -> str:
@@ -176,7 +169,8 @@ def _served() -> str:
 
 
 def _message(record: logging.LogRecord) -> str:
-    text, args = str(record.msg), record.args
+    text = str(record.msg)
+    args = record.args
     if isinstance(args, Mapping):
         text = text % {name: _bounded(value) for name, value in args.items()}
     elif args:
@@ -190,13 +184,15 @@ def _bounded(value: Any) -> Any:
 
 def _traceback(record: logging.LogRecord) -> list[str]:
     """Return the lines of the record's exception and stack, each safe to show."""
-    lines = [
-        escape_controls(mask_credentials(shorten(line, LINE_CHARS)))
-        for chunk in _traceback_chunks(record)
-        for line in _lines_of(chunk)
-    ]
+    lines = []
+    for chunk in _traceback_chunks(record):
+        for line in _lines_of(chunk):
+            masked = mask_credentials(shorten(line, LINE_CHARS))
+            lines.append(escape_controls(masked))
+    if len(lines) <= _TRACEBACK_LINES:
+        return lines
     half = _TRACEBACK_LINES // 2
-    return lines if len(lines) <= _TRACEBACK_LINES else [*lines[:half], "...", *lines[-half:]]
+    return [*lines[:half], "...", *lines[-half:]]
 
 
 def _traceback_chunks(record: logging.LogRecord) -> Iterator[str]:
@@ -209,4 +205,5 @@ def _traceback_chunks(record: logging.LogRecord) -> Iterator[str]:
 def _lines_of(chunk: str) -> list[str]:
     """Split stack frames only. Line breaks in an exception's message may come from a client."""
     text = chunk.strip("\n")
-    return text.split("\n") if text.lstrip(" |+-").startswith('File "') else [text]
+    is_frame = text.lstrip(" |+-").startswith('File "')
+    return text.split("\n") if is_frame else [text]

@@ -47,29 +47,26 @@ class Span(msgspec.Struct, gc=False):
 
 
 PHASES = (
-    *(
-        "receive",
-        "tokenize_queue",
-        "load",
-        "tokenize",
-        "frontend_queue",
-        "select",
-        "reserve",
-        "retry",
-        "send",
-    ),
-    *(
-        "grammar",
-        "submit",
-        "queue",
-        "prefill",
-        "export",
-        "handoff",
-        "first_token",
-        "decode_wait",
-        "decode",
-    ),
-    *("migration", "respond"),
+    "receive",
+    "tokenize_queue",
+    "load",
+    "tokenize",
+    "frontend_queue",
+    "select",
+    "reserve",
+    "retry",
+    "send",
+    "grammar",
+    "submit",
+    "queue",
+    "prefill",
+    "export",
+    "handoff",
+    "first_token",
+    "decode_wait",
+    "decode",
+    "migration",
+    "respond",
 )
 """All phases, about in their order. docs/timing.md describes them."""
 _NAMES = frozenset(PHASES)
@@ -87,8 +84,7 @@ def divide(
     prefill: PhaseTimings | None = None,
     decode: PhaseTimings | None = None,
 ) -> PhaseSeconds:
-    """Return how long the spans took until `end_s`, divided into the phases that the workers
-    report.
+    """Return how long the spans took until `end_s`, divided into phases that the workers report.
 
     A worker reports its own durations, and no clocks are compared: the rest of a call is `send`,
     the way to the worker and back. A call without a report stays one phase. `prefill` and `decode`
@@ -97,9 +93,12 @@ def divide(
     phases: PhaseSeconds = {}
     has_migrated = "migration" in [span.phase for span in spans]
     for span in reversed(spans):
-        rest, role, stats = span.phase, span.role, span.stats
+        rest = span.phase
+        role = span.role
+        stats = span.stats
         reported: Sequence[tuple[str, float]] = ()
-        left_s, end_s = end_s - span.begin_s, span.begin_s
+        left_s = end_s - span.begin_s
+        end_s = span.begin_s
         if not has_migrated:
             if rest == "prefill":
                 stats = prefill or stats
@@ -108,14 +107,15 @@ def divide(
             elif rest == "decode" and decode is not None:
                 reported = (("decode_wait", decode.decode_queue_s),)
         if stats is not None:
-            own = (
+            reported = (
                 ("queue", stats.queue_s),
                 ("prefill", stats.prefill_s),
                 ("handoff", stats.kv_transfer_s),
+                *stats.more.items(),
             )
-            reported, rest = (*own, *stats.more.items()), "send"
+            rest = "send"
         for phase, seconds in reported:
-            # not a number: false; with a dot: a part of a phase
+            # `seconds > 0` is false if it is not a number. A name with a dot is a part of a phase.
             if seconds > 0 and left_s > 0 and "." not in phase:
                 part_s = seconds if seconds < left_s else left_s
                 left_s -= part_s
@@ -142,8 +142,9 @@ class HistogramChild:
 
 
 class Histogram(Collector):
-    """Histogram to observe with `labels(...)`, from one thread, in a tenth of the time of
-    prometheus_client's.
+    """Histogram to observe with `labels(...)`, from one thread.
+
+    An observation takes a tenth of the time of prometheus_client's.
     """
 
     def __init__(
@@ -161,15 +162,17 @@ class Histogram(Collector):
         """Return the child of these label values. Create it at the first call."""
         child = self._children.get(values)
         if child is None:
-            child = self._children[tuple(map(str, values))] = HistogramChild(self._bounds)
+            child = HistogramChild(self._bounds)
+            self._children[tuple(map(str, values))] = child
         return child
 
     def collect(self) -> Iterator[Collected]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        bounds = [*map(str, self._bounds), "+Inf"]
         for values, child in self._children.items():
             total = 0
             buckets: list[tuple[str, float]] = []
-            for bound, number in zip([*map(str, self._bounds), "+Inf"], child.counts, strict=True):
+            for bound, number in zip(bounds, child.counts, strict=True):
                 total += number
                 buckets.append((bound, total))
             family.add_metric(values, buckets, child.sum)
@@ -255,25 +258,29 @@ class ProcessMetrics:
     def __init__(self, process: Process) -> None:
         # Without this, each counter also exports the time at which it was created.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        registry = self._registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
-        for row in [row for row in TABLE if row.process == process]:
-            name = PREFIX + row.name
-            if row.kind == "histogram":
-                self._metrics[row.name] = Histogram(
-                    name, row.help, row.labels, buckets=_BUCKETS[row.buckets]
-                )
-                registry.register(self._metrics[row.name])
-            else:
-                kind = Counter if row.kind == "counter" else Gauge
-                self._metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
-        ProcessCollector(registry=registry)
+        for row in TABLE:
+            if row.process == process:
+                self._metrics[row.name] = self._register(row)
+        ProcessCollector(registry=self._registry)
         self._num_dropped_lines = OUTPUTS.num_dropped_lines  # those that the metric has counted
         # Returns the child of a metric, from its name and label values. prometheus_client takes
         # long to find it.
-        self.child: Callable[..., Any] = functools.cache(
-            lambda name, *labels: self._metrics[name].labels(*labels)
-        )
+        self.child: Callable[..., Any] = functools.cache(self._find_child)
+
+    def _register(self, row: Metric) -> Any:
+        """Create a metric, and add it to the registry."""
+        name = PREFIX + row.name
+        if row.kind == "histogram":
+            histogram = Histogram(name, row.help, row.labels, buckets=_BUCKETS[row.buckets])
+            self._registry.register(histogram)
+            return histogram
+        kind = Counter if row.kind == "counter" else Gauge
+        return kind(name, row.help, row.labels, registry=self._registry)
+
+    def _find_child(self, name: str, *labels: str) -> Any:
+        return self._metrics[name].labels(*labels)
 
     def message_unreadable(self) -> None:
         """Count a message of the request plane that could not be read."""
@@ -300,14 +307,17 @@ class FrontendMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__("frontend")
-        # returns the page of all processes of this frontend
+        # Returns the page of all processes of this frontend.
         self.gather: Callable[[], Awaitable[bytes]] | None = None
         # gauges, with a value per instance id
         self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}
         self._num_inflight = 0
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
         self._fields: set[str] = set()  # names of ignored fields that have a counter
-        self.watch(inflight=lambda: self._num_inflight)
+        self.watch(inflight=self._read_inflight)
+
+    def _read_inflight(self) -> float:
+        return self._num_inflight
 
     def request_started(self) -> None:
         """Count a request in progress."""
@@ -349,9 +359,7 @@ class FrontendMetrics(ProcessMetrics):
         self.child("queries_of_death_total", outcome).inc()
 
     def observe_prediction(self, *, model: str, seconds: float, predicted: Prediction) -> None:
-        """Observe how well the time from the selection of workers to the first token was
-        predicted.
-        """
+        """Observe how well the time from selection of workers to the first token was predicted."""
         outcome = "within" if predicted.low_s <= seconds <= predicted.high_s else "outside"
         self.child("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
         self.child("ttft_predictions_total", model, outcome).inc()
@@ -386,7 +394,8 @@ class FrontendMetrics(ProcessMetrics):
         """
         self._observe_all()
         for name, read in self.by_worker.items():
-            gauge, values = self._metrics[name], read()
+            gauge = self._metrics[name]
+            values = read()
             gauge.clear()  # of workers that are gone
             for instance_id in heapq.nlargest(MOST_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
@@ -397,7 +406,9 @@ class FrontendMetrics(ProcessMetrics):
 
         Raises the errors of `gather`.
         """
-        return self.render() if self.gather is None else await self.gather()
+        if self.gather is None:
+            return self.render()
+        return await self.gather()
 
 
 # Statistics of an engine that only grow. Their metrics are counters, with "_total" after the name.
@@ -412,15 +423,15 @@ class WorkerMetrics(ProcessMetrics):
         self._counted = dict.fromkeys(_GROWING, 0)  # the engine's counts at the last scrape
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Observe the ratio of a measured time to the predicted one, and whether it was within the
-        interval.
-        """
+        """Observe the ratio of a measured time to the predicted one, and if the interval had it."""
+        outcome = "within" if is_covered else "outside"
         self.child("time_ratio", kind).observe(ratio)
-        self.child("predictions_total", kind, "within" if is_covered else "outside").inc()
+        self.child("predictions_total", kind, outcome).inc()
 
     def observe_transfer(self, timings: PhaseTimings) -> None:
         """Observe the KV transfer of a decode call, if its time was measured."""
-        seconds, transport = timings.kv_transfer_s, timings.transport
+        seconds = timings.kv_transfer_s
+        transport = timings.transport
         if not (seconds > 0 and timings.kv_bytes > 0):
             return
         self.child("kv_transfer_seconds", transport).observe(seconds)

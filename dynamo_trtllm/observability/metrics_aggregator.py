@@ -22,7 +22,9 @@ from prometheus_client.utils import floatToGoString
 
 PROCESS_LABEL = "process"
 _OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
-_HELP, _TYPE = "# HELP ", "# TYPE "  # begin the first two lines of a metric
+# beginnings of the first two lines of a metric
+_HELP = "# HELP "
+_TYPE = "# TYPE "
 _CUMULATIVE = (" counter", " histogram")  # end the second line
 
 _Families: TypeAlias = dict[str, dict[str, float]]
@@ -45,17 +47,16 @@ class MetricsAggregator:
 
     def ended(self, process: str) -> None:
         """Remove a process. Its counters stay in the sum. A new process may have the same name."""
-        last = self._last.pop(process, {})
-        self._past = _summed(
-            [self._past, {head: last[head] for head in last if _is_cumulative(head)}]
-        )
+        families = self._last.pop(process, {})
+        counters = {head: samples for head, samples in families.items() if _is_cumulative(head)}
+        self._past = _summed([self._past, counters])
 
     def total(self) -> bytes:
         """Return the metrics of all processes."""
+        parts = [self._last[name] for name in sorted(self._last)]
+        parts.append(self._past)
         lines = []
-        for head, samples in _summed(
-            [*(self._last[name] for name in sorted(self._last)), self._past]
-        ).items():
+        for head, samples in _summed(parts).items():
             lines.append(f"{head}\n")
             for sample, value in samples.items():
                 lines.append(f"{sample} {floatToGoString(value)}\n")  # type: ignore[no-untyped-call]
@@ -68,15 +69,20 @@ def _families(page: bytes, process: str) -> _Families:
     Samples of `process_*` metrics, which have no labels, get the name of the process as one.
     """
     families: _Families = {}
-    label, first, samples = f'{{{PROCESS_LABEL}="{process}"}}', "", dict[str, float]()
+    label = f'{{{PROCESS_LABEL}="{process}"}}'
+    first = ""
+    samples = dict[str, float]()
     for line in page.decode().split("\n"):  # label values may contain other line separators
         if line.startswith(_HELP):
             first = line
         elif line.startswith(_TYPE):
-            samples = families[f"{first}\n{line}"] = {}
+            samples = {}
+            families[f"{first}\n{line}"] = samples
         elif line:
             sample, _, value = line.rpartition(" ")
-            samples[sample + label if sample.startswith(_OF_ONE_PROCESS) else sample] = float(value)
+            if sample.startswith(_OF_ONE_PROCESS):
+                sample += label
+            samples[sample] = float(value)
     return families
 
 
@@ -96,8 +102,9 @@ def _is_cumulative(head: str) -> bool:
 
 
 def sum_samples(text: str, prefix: str) -> dict[str, float]:
-    """Return the samples of a `/metrics` page by name after `prefix`, each summed over its labels,
-    without buckets.
+    """Return the samples of a `/metrics` page by the name after `prefix`, without buckets.
+
+    Each is summed over its labels.
     """
     sums: defaultdict[str, float] = defaultdict(float)
     for line in text.split("\n"):

@@ -200,7 +200,12 @@ class RelayedOutput:
         if not data:
             return
         ends_mid_line = not data.endswith(b"\n")
-        num_lines = data.count(b"\n") + ends_mid_line - self._skips_line
+        num_lines = data.count(b"\n")
+        if ends_mid_line:
+            num_lines += 1
+        # The data begins within a line that is counted already.
+        if self._skips_line:
+            num_lines -= 1
         self._skips_line = ends_mid_line
         self._is_mid_line = False
         self._count(num_lines)
@@ -258,9 +263,7 @@ class Relay:
         self._is_flushing = False
 
     def run(self) -> None:
-        """Run until the process and its children have closed the pipes, and at most FLUSH_S
-        longer.
-        """
+        """Run until the process and its children close the pipes, and at most FLUSH_S longer."""
         outputs = list(self._pipes.values())
         writers = [threading.Thread(target=output.run, daemon=True) for output in outputs]
         for writer in writers:
@@ -283,7 +286,8 @@ class Relay:
         """Answer a request to flush, if there is one and all output is written."""
         outputs = list(self._pipes.values())
         with self._lock:
-            if self._is_flushing and all(output.is_idle or output.is_closed for output in outputs):
+            is_written = all(output.is_idle or output.is_closed for output in outputs)
+            if self._is_flushing and is_written:
                 self._is_flushing = False
                 with suppress(OSError):  # the process has ended
                     self._control.send(FLUSHED)
@@ -359,14 +363,12 @@ def main(argv: Sequence[str]) -> None:
 
     def notice(num_lines: int, reason: str) -> bytes:
         why = f"it can't be written: {reason}" if reason else "its reader was too slow"
-        return dropped_line(
-            process_name, log_format, f"{num_lines} lines of this output were dropped: {why}"
-        )
+        text = f"{num_lines} lines of this output were dropped: {why}"
+        return dropped_line(process_name, log_format, text)
 
     def report_failure(failed: int, reason: str) -> None:
-        line = dropped_line(
-            process_name, log_format, f"an output can't be written: {reason}; its lines are dropped"
-        )
+        text = f"an output can't be written: {reason}; its lines are dropped"
+        line = dropped_line(process_name, log_format, text)
         for output in pipes.values():
             if output is not pipes.get(failed):
                 output.add(line)

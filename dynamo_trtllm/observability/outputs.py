@@ -1,5 +1,4 @@
-"""Keep a process from waiting for its own output: log lines, prints of libraries, and what its
-children write.
+"""Keep a process from waiting for its output: log lines, prints, and what its children write.
 
 After `Outputs.start`, stdout and stderr lead to a small process, `output_relay`. It always reads,
 and drops lines when the real output is full. The file descriptors themselves are replaced, so this
@@ -86,7 +85,7 @@ class Outputs:
         control = self._control
         if control is None or os.getpid() != self._pid:
             return
-        # the reader has exited, the time is over, or a stream is closed
+        # It fails if the reader has exited, the time is over, or a stream is closed.
         with suppress(OSError, ValueError):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -95,7 +94,7 @@ class Outputs:
 
     def _start(self, process_name: str, log_format: str) -> None:
         with ExitStack() as stack:
-            # closes, after a failure, what a successful start keeps
+            # This closes, after a failure, what a successful start keeps.
             failed = stack.enter_context(ExitStack())
             originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             for original in originals.values():
@@ -107,7 +106,7 @@ class Outputs:
             pipes: dict[tuple[int, int], tuple[int, int]] = {}
             for original in originals.values():
                 identity = _identity(original)
-                # both outputs may lead to one file, which keeps the order of lines
+                # Both outputs may lead to one file: one pipe keeps the order of their lines.
                 if identity not in pipes:
                     pipes[identity] = os.pipe()
                     read_end, write_end = pipes[identity]
@@ -158,7 +157,7 @@ class Outputs:
             while not is_started:
                 _drop_lines(read_ends, begun_s + RESTART_S, counters)
                 begun_s = time.monotonic()
-                # no memory or no process id is free; a later attempt may succeed
+                # It fails if no memory or no process id is free. A later attempt may succeed.
                 with suppress(OSError):
                     relay, self._control = start_relay()
                     is_started = True
@@ -177,10 +176,14 @@ def _numbers_of_lines(counters: mmap.mmap) -> tuple[int, int]:
 
 
 def _drop_lines(read_ends: Sequence[int], until_s: float, counters: mmap.mmap) -> None:
-    """Read pipes until a time of `time.monotonic`, so that no writer waits, and count the lines as
-    dropped.
+    """Read pipes until a time of `time.monotonic`, and count the lines as dropped.
+
+    So no writer waits.
     """
-    while (left_s := until_s - time.monotonic()) > 0:
+    while True:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return
         ready, _, _ = select.select(read_ends, [], [], left_s)
         for read_end in ready:
             num_lines = os.read(read_end, _READ_BYTES).count(b"\n")
@@ -210,24 +213,16 @@ def _start_relay(
     own_end.settimeout(output_relay.FLUSH_S)
     pairs = [f"{pipe}:{output}" for pipe, output in read_ends.items()]
     with relay_end:
+        program = [sys.executable, "-I", "-S", output_relay.__file__]
+        arguments = [process_name, log_format, str(relay_end.fileno()), str(memory), *pairs]
         try:
             relay = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    output_relay.__file__,
-                    process_name,
-                    log_format,
-                    str(relay_end.fileno()),
-                    str(memory),
-                    *pairs,
-                ],
+                [*program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[relay_end.fileno(), memory, *read_ends, *read_ends.values()],
-                # so that a Ctrl-C or a kill of this process's group does not reach it
+                # A Ctrl-C, or a kill of this process's group, must not reach it.
                 process_group=0,
             )
         except OSError:
@@ -244,9 +239,7 @@ class _TerminalStream(io.TextIOWrapper):
 
 
 def _terminal(stream: TextIO, file: int) -> TextIO:
-    """Return a stream like this one, for a file descriptor that leads to a terminal through a
-    relay.
-    """
+    """Return a stream like this one, for a file descriptor that a relay passes to a terminal."""
     binary = io.BufferedWriter(io.FileIO(file, "w", closefd=False))
     return _TerminalStream(
         binary, encoding=stream.encoding, errors=stream.errors, line_buffering=True

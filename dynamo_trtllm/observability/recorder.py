@@ -51,8 +51,10 @@ _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 # number again
 SLOT: Final = struct.Struct("<QQQHHIQQQQ")
 
-# an event looks up few names
-_SLOT_BYTES, _pack_slot, _now_ns = SLOT.size, SLOT.pack_into, time.monotonic_ns
+# An event looks up few names.
+_SLOT_BYTES = SLOT.size
+_pack_slot = SLOT.pack_into
+_now_ns = time.monotonic_ns
 
 KEPT_FILES: Final = 20  # most files of processes that have ended
 KEPT_SHARE: Final = 1 / 8  # the largest part of the file system that they take
@@ -81,7 +83,7 @@ class RecordedEvent(IntEnum):
     PEER_LOST = 6  # reason: error code
     CONNECTION_AWAITED = 7  # reason: etcd; a start or registration waits for it
     CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
-    # of a request in the frontend
+    # Events of a request in the frontend.
     RECEIVED = 32  # a: hash of the client's X-Request-Id
     # a: prompt tokens, b: max_tokens, c: hashes of 2 blocks, 32 bits each, 0: none; once per prompt
     TOKENIZED = 33
@@ -100,7 +102,7 @@ class RecordedEvent(IntEnum):
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
     # a, b: costs of prefill and decode, `Costs`, c: `Prediction`, or 0; reason: router mode
     PLACED_BY_COST = 47
-    # of a call in a worker
+    # Events of a call in a worker.
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
     QUEUED = 65  # of older releases, after CALL_RECEIVED
     STARTED_IN_ENGINE = 66
@@ -132,12 +134,11 @@ class _Ring:
         self._num_slots = num_slots
         size = HEADER_BYTES + num_slots * SLOT.size
         new = path.with_suffix(".new")
-        self._file = os.open(
-            new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(new, flags, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            # without it, a full disk would end the process with SIGBUS
+            # Without this, a full disk would end the process with SIGBUS.
             os.posix_fallocate(self._file, 0, size)
             self.memory = mmap.mmap(self._file, size)
             self.memory[: len(header)] = header
@@ -146,7 +147,7 @@ class _Ring:
             os.close(self._file)
             new.unlink(missing_ok=True)
             raise
-        # its `next` is atomic: engines record from other threads
+        # The `next` of a counter is atomic: engines record from other threads.
         self._numbers = itertools.count(1)
 
     def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: int) -> None:
@@ -162,7 +163,7 @@ class _Ring:
         )
 
     def close(self) -> None:
-        # which releases the lock; another thread may still write to the memory
+        # This releases the lock. Another thread may still write to the memory.
         os.close(self._file)
 
 
@@ -201,9 +202,8 @@ class Recorder:
             check_owner(folder)
             _check_memory(folder)
             remove_old(folder)
-            self._ring = _Ring(
-                folder / name, _packed_header(namespace, kind, instance_id, NUM_SLOTS), NUM_SLOTS
-            )
+            header = _packed_header(namespace, kind, instance_id, NUM_SLOTS)
+            self._ring = _Ring(folder / name, header, NUM_SLOTS)
         except OSError as exc:
             advice = "set --recorder-dir to a folder in memory (tmpfs) with 4 MiB free"
             log.warning("flight recorder is off (%s); %s", exc, advice)
@@ -234,7 +234,8 @@ class Recorder:
 
         The lock of the file stays as long as another process, such as the parent of a fork, has it.
         """
-        ring, self._ring = self._ring, None
+        ring = self._ring
+        self._ring = None
         if ring is not None:
             ring.close()
 
@@ -253,33 +254,30 @@ class Recorder:
         """
         ring = self._ring
         if ring is not None:
-            key, choice = request_key(
-                request_id if len(request_id) <= _MAX_ID else request_id[-_MAX_ID:]
-            )
+            if len(request_id) > _MAX_ID:
+                request_id = request_id[-_MAX_ID:]
+            key, choice = request_key(request_id)
             if key:
-                ring.write(key, choice, event, a, b, c, reason_number(reason) if reason else 0)
+                number = reason_number(reason) if reason else 0
+                ring.write(key, choice, event, a, b, c, number)
 
     def record_process(self, event: int, reason: str = "") -> None:
         """Record an event of the process."""
         if self._ring is not None:
-            self._ring.write(0, 0, event, 0, 0, 0, reason_number(reason) if reason else 0)
+            number = reason_number(reason) if reason else 0
+            self._ring.write(0, 0, event, 0, 0, 0, number)
 
     def record_prompt(self, request_id: str, token_ids: array[int], max_tokens: int) -> None:
-        """Record the length of a prompt, and hashes that show which prompts begin with the same
-        blocks.
-        """
+        """Record the length of a prompt, and hashes that show which prompts begin alike."""
         if self._ring is None:
             return
         hashes = block_hashes(token_ids)
-        self.record(
-            request_id,
-            RecordedEvent.TOKENIZED,
-            len(token_ids),
-            max_tokens,
-            hashes[0] | hashes[1] << 32,
-        )
-        for at in range(2, len(hashes), 6):
-            a, b, c = (hashes[i] | hashes[i + 1] << 32 for i in range(at, at + 6, 2))
+        # A value holds two hashes. The first event has one such value, the others have three.
+        pairs = [low | high << 32 for low, high in zip(hashes[::2], hashes[1::2], strict=True)]
+        num_tokens = len(token_ids)
+        self.record(request_id, RecordedEvent.TOKENIZED, num_tokens, max_tokens, pairs[0])
+        for begin in range(1, len(pairs), 3):
+            a, b, c = pairs[begin : begin + 3]
             self.record(request_id, RecordedEvent.PROMPT_HASHES, a, b, c)
 
     def follow(self, stream: RecordedStream) -> None:
@@ -302,7 +300,8 @@ class Recorder:
         """Record the progress of at most `limit` streams: the least recently visited ones first."""
         streams = self._streams
         for stream in list(itertools.islice(streams, limit)):
-            recorded, count = streams.pop(stream), stream.num_tokens
+            recorded = streams.pop(stream)
+            count = stream.num_tokens
             streams[stream] = count
             if count != recorded:
                 self.record(stream.request_id, RecordedEvent.PROGRESS, count)
@@ -313,8 +312,7 @@ RECORDER: Final = Recorder()  # of this process
 
 @functools.lru_cache(maxsize=1024)
 def request_key(request_id: str) -> tuple[int, int]:
-    """Return the number under which a request is recorded, and the index of the choice; (0, 0): not
-    recorded.
+    """Return the number of a request in the file, and the index of the choice; 0, 0: not recorded.
 
     Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several
     choices.
@@ -322,7 +320,12 @@ def request_key(request_id: str) -> tuple[int, int]:
     if request_id.startswith("probe-"):  # a frontend's own, of which it records nothing else
         return 0, 0
     head, _, tail = request_id.rpartition("-")
-    unique, index = (tail, "0") if len(tail) == 16 else (head[-16:], tail)
+    if len(tail) == 16:
+        unique = tail
+        index = "0"
+    else:
+        unique = head[-16:]
+        index = tail
     try:
         return int(unique, 16), min(int(index), _MAX_CHOICE)
     except ValueError:
@@ -330,21 +333,24 @@ def request_key(request_id: str) -> tuple[int, int]:
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:
-    """Return a hash for each of the first blocks of a prompt, and zeros up to a count of 2 and a
-    multiple of 6.
+    """Return a hash for each of the first blocks of a prompt, and zeros up to a count of 2 + 6 n.
 
     A hash stands for its block and all blocks before it. It is never 0.
     """
-    data, block_bytes, last, hashes = (
-        memoryview(token_ids).cast("B"),
-        BLOCK_TOKENS * token_ids.itemsize,
-        0,
-        [],
-    )
+    data = memoryview(token_ids).cast("B")
+    block_bytes = BLOCK_TOKENS * token_ids.itemsize
+    last = 0
+    hashes = []
     for begin in range(0, min(len(data), HASHED_BLOCKS * block_bytes), block_bytes):
-        last = xxhash.xxh3_64_intdigest(data[begin : begin + block_bytes], last) & 0xFFFFFFFF or 1
+        block = data[begin : begin + block_bytes]
+        last = xxhash.xxh3_64_intdigest(block, last) & 0xFFFFFFFF
+        if last == 0:  # it would stand for no block
+            last = 1
         hashes.append(last)
-    return hashes + [0] * (2 - len(hashes) if len(hashes) < 2 else (2 - len(hashes)) % 6)
+    # The first event of a prompt has 2 hashes, and each further one has 6.
+    while len(hashes) < 2 or (len(hashes) - 2) % 6:
+        hashes.append(0)
+    return hashes
 
 
 def id_hash(text: str) -> int:
@@ -388,9 +394,7 @@ def _check_memory(folder: Path) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder, such as "tmpfs"; "unknown" if the kernel does
-    not list it.
-    """
+    """Return the type of a folder's file system, such as "tmpfs"; "unknown" if it is not listed."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for mount in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
@@ -408,11 +412,12 @@ def remove_old(folder: Path) -> None:
     """
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
-        # another process has just removed it, or it is another file
+        # Another process may have just removed it, or it is another file.
         with contextlib.suppress(OSError, ValueError):
             if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:
-                    ended.append((RecordingHeader.read(file.read(HEADER_BYTES)).alive_at_s, path))
+                    header = RecordingHeader.read(file.read(HEADER_BYTES))
+                ended.append((header.alive_at_s, path))
     num_kept = min(KEPT_FILES, _num_files(folder, KEPT_SHARE))
     ended.sort(reverse=True)
     for index, (ended_at, path) in enumerate(ended):
@@ -441,18 +446,17 @@ def is_locked(path: Path) -> bool:
 
 
 def start_ticks(pid: int | str) -> int:
-    """Return when a process started, in clock ticks since boot, which tells it from a later one
-    with its id.
+    """Return when a process started, in clock ticks since boot.
+
+    This tells the process from a later one with its id.
 
     Raises:
         OSError: there is no such process.
     """
-    return int(
-        Path(f"/proc/{pid}/stat")
-        .read_text(encoding="ascii", errors="replace")
-        .rpartition(")")[2]
-        .split()[19]
-    )
+    status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    # The name of the program, in parentheses, may contain spaces. `starttime` is the 22nd field.
+    fields_after_name = status.rpartition(")")[2].split()
+    return int(fields_after_name[19])
 
 
 class RecordingHeader(NamedTuple):
@@ -485,11 +489,8 @@ class RecordingHeader(NamedTuple):
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError("it is not a file of the flight recorder")
         header = cls(*_HEADER.unpack_from(data), *_ALIVE.unpack_from(data, _ALIVE_OFFSET))
-        if (header.version, header.slot_bytes, header.header_bytes) != (
-            VERSION,
-            SLOT.size,
-            HEADER_BYTES,
-        ):
+        layout = (header.version, header.slot_bytes, header.header_bytes)
+        if layout != (VERSION, SLOT.size, HEADER_BYTES):
             raise ValueError(
                 f"its version is {header.version}, and this command reads version {VERSION}"
             )
@@ -507,13 +508,18 @@ def boot_id() -> bytes:
 
 
 def _packed_header(namespace: str, kind: str, instance_id: int, num_slots: int) -> bytes:
-    layout = VERSION, SLOT.size, num_slots, HEADER_BYTES
-    process = (
+    return _HEADER.pack(
+        MAGIC,
+        VERSION,
+        SLOT.size,
+        num_slots,
+        HEADER_BYTES,
         os.getpid(),
         start_ticks("self"),
         time.time_ns(),
         time.monotonic_ns(),
         boot_id(),
         instance_id,
+        kind.encode()[:32],
+        namespace.encode()[:256],
     )
-    return _HEADER.pack(MAGIC, *layout, *process, kind.encode()[:32], namespace.encode()[:256])

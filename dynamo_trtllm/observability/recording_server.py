@@ -1,5 +1,4 @@
-"""Send the recording of this process, or a part of it, to commands on other machines that ask for
-it.
+"""Send the recording of this process, or a part of it, to commands on other machines.
 
 A query is broadcast to all processes of a namespace. It never stops them: an answer is made in
 pieces of about 2 ms, between which the event loop does its other work, and there is a pause between
@@ -37,8 +36,7 @@ _SLICE_BYTES: Final = 256 * SLOT.size
 _PART_BYTES: Final = 64 << 10
 _MOST_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
-# after an answer, so that clients that ask again and again do not take most of the event loop's
-# time
+# after an answer; otherwise clients that ask often would take most of the event loop's time
 _PAUSE_S = 0.25
 NUM_LATEST: Final = 20  # requests
 _CLOSES: Final = {
@@ -97,14 +95,15 @@ class MessagePlane(Protocol):
 
 
 def recordings_subject(namespace: str) -> str:
-    """Return the request-plane subject at which all processes of a namespace receive
-    `RecordingQuery`.
-    """
+    """Return the subject at which all processes of a namespace receive `RecordingQuery`."""
     return f"{namespace}.recordings"
 
 
 class KeySelector:
-    """Finds the requests of one process that a query wants. Show it all events, in any order."""
+    """Finds the requests of one process that a query wants.
+
+    `see` is called for every event; their order does not matter.
+    """
 
     def __init__(self, query: RecordingQuery) -> None:
         self._query = query
@@ -136,9 +135,8 @@ class KeySelector:
                 is_open = {key for (key, _), count in self._num_open.items() if count > 0}
                 return self._given | is_open | (self._begun.keys() - self._closed)
             case Selection.LATEST:
-                return self._given | set(
-                    heapq.nlargest(NUM_LATEST, self._begun, key=lambda key: self._begun[key])
-                )
+                latest = heapq.nlargest(NUM_LATEST, self._begun, key=self._begun.__getitem__)
+                return self._given.union(latest)
             case Selection.ALL:
                 return self._given | self._begun.keys()
 
@@ -158,7 +156,8 @@ async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int =
 
     def receive(data: bytes, _reply: str) -> None:
         with suppress(BadFrame, asyncio.QueueFull):  # BadFrame: of another release
-            query, header = decode(data, RecordingQuery), RECORDER.content(0, HEADER_BYTES)
+            query = decode(data, RecordingQuery)
+            header = RECORDER.content(0, HEADER_BYTES)
             is_last = not header or RecordingHeader.read(header).epoch_ns in query.known
             plane.try_publish(query.inbox, encode(_part(instance_id, header, is_last=is_last)))
             if not is_last and query.inbox not in _answered:
@@ -185,17 +184,20 @@ async def _answer(
     query: RecordingQuery, publish: Callable[[str, bytes], bool], instance_id: int
 ) -> None:
     selector = KeySelector(query)
-    if query.selection is not Selection.GIVEN or query.prefix >= 0 or query.client_id:
+    # Without these, the query has the keys of all requests that it wants.
+    needs_search = query.prefix >= 0 or query.client_id > 0
+    if query.selection is not Selection.GIVEN or needs_search:
         for slots in _slices():
             for _, ns, key, event, _, _, a, _, _, _ in SLOT.iter_unpack(slots):
                 if key:
                     selector.see(key, event, ns, a)
             await asyncio.sleep(0)
-    keys, part = (
-        selector.keys(),
-        _part(instance_id, RECORDER.content(0, HEADER_BYTES), is_last=False),
-    )
-    wanted, num_slots, last, oldest_ns = bytearray(), 0, 0, part.now_ns
+    keys = selector.keys()
+    part = _part(instance_id, RECORDER.content(0, HEADER_BYTES), is_last=False)
+    wanted = bytearray()
+    num_slots = 0
+    last = 0
+    oldest_ns = part.now_ns
     for slots in _slices():
         num_slots += len(slots) // SLOT.size
         for index, (number, ns, key, _, _, _, _, _, _, _) in enumerate(SLOT.iter_unpack(slots)):
@@ -208,18 +210,19 @@ async def _answer(
             if not key or key in keys:
                 wanted += slots[index * SLOT.size : (index + 1) * SLOT.size]
         if len(wanted) >= _PART_BYTES:
-            if not publish(
-                query.inbox, encode(msgspec.structs.replace(part, slots=zlib.compress(wanted, 1)))
-            ):
+            full = msgspec.structs.replace(part, slots=zlib.compress(wanted, 1))
+            if not publish(query.inbox, encode(full)):
                 return
             wanted.clear()
         await asyncio.sleep(0)
-    values = {
-        "slots": zlib.compress(wanted, 1),
-        "oldest_ns": oldest_ns,
-        "num_overwritten": max(0, last - num_slots),
-    }
-    publish(query.inbox, encode(msgspec.structs.replace(part, is_last=True, **values)))
+    last_part = msgspec.structs.replace(
+        part,
+        is_last=True,
+        slots=zlib.compress(wanted, 1),
+        oldest_ns=oldest_ns,
+        num_overwritten=max(0, last - num_slots),
+    )
+    publish(query.inbox, encode(last_part))
 
 
 def _slices() -> Iterator[bytes]:

@@ -1,5 +1,6 @@
-"""Read the files of flight recorders, also those of running, frozen and ended processes, without
-their help.
+"""Read the files of flight recorders, without the help of their processes.
+
+These may run, be frozen or have ended.
 """
 
 from __future__ import annotations
@@ -41,10 +42,8 @@ _CONNECTIONS: Final = frozenset(
 )
 _HEX: Final = re.compile("[0-9a-f]*")
 _OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
-_REASONS: Final = {
-    reason_number(word): word
-    for word in (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
-}
+_WORDS: Final = (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
+_REASONS: Final = {reason_number(word): word for word in _WORDS}
 
 
 class ProcessState(Enum):
@@ -113,31 +112,31 @@ class ProcessRecording:
         header = self.header
         if not self.is_frontend:
             return f"{self.kind} {header.instance_id:x}"
-        # a container counts its own ids
-        return f"{self.kind} {header.pid}" + (f"@{self.host}" if self.host else "")
+        # A container counts its own process ids, so the host is needed, too.
+        host = f"@{self.host}" if self.host else ""
+        return f"{self.kind} {header.pid}{host}"
 
     @property
     def ahead_s(self) -> float:
         """By how much the date of the process is ahead of that of this process."""
-        header, own_ns = self.header, time.time_ns() - time.monotonic_ns()
-        return (
-            (header.alive_epoch_ns - header.alive_ns - own_ns) / 1e9
-            if header.alive_epoch_ns
-            else 0.0
-        )
+        header = self.header
+        if not header.alive_epoch_ns:
+            return 0.0
+        their_offset_ns = header.alive_epoch_ns - header.alive_ns
+        own_offset_ns = time.time_ns() - time.monotonic_ns()
+        return (their_offset_ns - own_offset_ns) / 1e9
 
     @property
     def waits_for_etcd_s(self) -> float:
         """For how long the process waits for an answer of etcd; 0.0 if it does not."""
-        found = (
-            each
-            for each in reversed(self.entries)
-            if each.event in _CONNECTIONS and each.reason == "etcd"
-        )
-        last = next(found, None)
-        if self.is_over or last is None or last.event == RecordedEvent.CONNECTED:
+        if self.is_over:
             return 0.0
-        return (time.monotonic_ns() - last.ns) / 1e9
+        for entry in reversed(self.entries):
+            if entry.event in _CONNECTIONS and entry.reason == "etcd":
+                if entry.event == RecordedEvent.CONNECTED:
+                    return 0.0
+                return (time.monotonic_ns() - entry.ns) / 1e9
+        return 0.0
 
     def epoch_s(self, ns: int) -> float:
         """Return the time of an event in seconds since the epoch."""
@@ -165,29 +164,26 @@ class RequestRecording:
     @property
     def finished(self) -> Step | None:
         """The last step of the frontend, if it has finished the request."""
-        return next(
-            (step for step in reversed(self.steps) if step.entry.event == RecordedEvent.FINISHED),
-            None,
-        )
+        for step in reversed(self.steps):
+            if step.entry.event == RecordedEvent.FINISHED:
+                return step
+        return None
 
     def processes(self) -> list[ProcessRecording]:
         """Return the processes, in the order of their first events."""
-        return list({id(step.process): step.process for step in self.steps}.values())
+        by_id = {id(step.process): step.process for step in self.steps}
+        return list(by_id.values())
 
 
 class Holder(NamedTuple):
-    """The process, or the part outside of the processes, that holds a request or has no recording,
-    and why.
-    """
+    """The process, or the part outside of processes, that holds a request or has no recording."""
 
     title: str
-    reason: str
+    reason: str  # why
 
 
 class RequestIds(NamedTuple):
-    """What an id that a user has may mean: the request's number, the first half of it, or an id of
-    the client.
-    """
+    """What a user's id may mean: a request's number, the first half of it, or the client's id."""
 
     keys: frozenset[int]
     prefix: int  # the upper 32 bits; -1: none
@@ -196,7 +192,9 @@ class RequestIds(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> RequestIds:
         """Read an id of a response, of `X-Request-Id`, of a log line, or of `explain`."""
-        keys, prefix, tail = {request_key(text)[0]}, -1, text.rpartition("-")[2].rpartition("_")[2]
+        keys = {request_key(text)[0]}
+        prefix = -1
+        tail = text.rpartition("-")[2].rpartition("_")[2]
         if len(tail) >= 32:
             tail = tail[-32:][:16]  # of a response: the first half is the request's
         if len(tail) == 8 and _HEX.fullmatch(tail):
@@ -208,9 +206,7 @@ class RequestIds(NamedTuple):
 
 @dataclass(eq=False)
 class Recordings:
-    """The recordings of processes: those that have files in a folder, and those that sent
-    theirs.
-    """
+    """The recordings of processes that have files in a folder, and of those that sent theirs."""
 
     processes: list[ProcessRecording]
     # a line for each recording that can't be read
@@ -229,34 +225,39 @@ class Recordings:
                 if key:
                     request = self.requests.get(key)
                     if request is None:
-                        request = self.requests[key] = RequestRecording(key)
+                        request = RequestRecording(key)
+                        self.requests[key] = request
                     request.steps.append(Step(process, entry))
                     if entry.event == RecordedEvent.RECEIVED:
                         self._keys_by_client_id[entry.a].add(key)
+
+        def time_order(step: Step) -> tuple[bool, int]:
+            # The clock starts with each boot: events of earlier boots come first.
+            return step.process.header.boot_id == boot, step.entry.ns
+
         for request in self.requests.values():
-            request.steps.sort(
-                key=lambda step: (step.process.header.boot_id == boot, step.entry.ns)
-            )
+            request.steps.sort(key=time_order)
 
     @classmethod
     def read(cls, folder: Path) -> Recordings:
         """Read the files in a folder. Raise OSError if it can't be read."""
-        processes, problems = list[ProcessRecording](), list[str]()
+        processes = list[ProcessRecording]()
+        problems = list[str]()
         is_collecting = gc.isenabled()
-        # a million events are no garbage, and the collector would look at them again and again
+        # A million events are no garbage, and the collector would look at them again and again.
         gc.disable()
         try:
-            for path in sorted(
-                folder / name for name in os.listdir(folder) if name.endswith(SUFFIX)
-            ):
+            for name in sorted(os.listdir(folder)):
+                if not name.endswith(SUFFIX):
+                    continue
+                path = folder / name
                 try:
                     processes.append(read_process(path))
                 except FileNotFoundError:
                     continue  # it was just removed
                 except (OSError, ValueError) as exc:
-                    problems.append(
-                        f"{path} can't be read: {getattr(exc, 'strerror', None) or exc}"
-                    )
+                    reason = getattr(exc, "strerror", None) or exc
+                    problems.append(f"{path} can't be read: {reason}")
             return cls(processes, problems)
         finally:
             if is_collecting:
@@ -264,9 +265,10 @@ class Recordings:
 
     def instance(self, instance_id: int) -> ProcessRecording | None:
         """Return the recording of a worker."""
-        return next(
-            (each for each in self.processes if each.header.instance_id == instance_id), None
-        )
+        for process in self.processes:
+            if process.header.instance_id == instance_id:
+                return process
+        return None
 
     def without_recording(self, instance_id: int) -> Holder:
         """Return what is known of a worker that has no recording here."""
@@ -286,9 +288,8 @@ class Recordings:
         """Return the requests with this id, see `RequestIds`."""
         ids = RequestIds.parse(text)
         found = set(self._keys_by_client_id.get(ids.client_id, ()))
-        found |= {
-            key for key in self.requests if key >> 32 == ids.prefix
-        } | self.requests.keys() & ids.keys
+        found |= {key for key in self.requests if key >> 32 == ids.prefix}
+        found |= self.requests.keys() & ids.keys
         return [self.requests[key] for key in sorted(found)]
 
 
@@ -311,8 +312,11 @@ def read_process(path: Path) -> ProcessRecording:
                 raise ValueError(
                     f"it has {size} bytes, which does not fit its {header.num_slots} slots"
                 )
-            first, second = memory[HEADER_BYTES:], memory[HEADER_BYTES:]
-    entries, last = [], 0
+            # A slot that is being written differs in the two copies.
+            first = memory[HEADER_BYTES:]
+            second = memory[HEADER_BYTES:]
+    entries = []
+    last = 0
     for number, entry in sorted(_valid_slots(first, second, header.num_slots)):
         last = number
         entries.append(entry)
@@ -330,8 +334,9 @@ def read_process(path: Path) -> ProcessRecording:
 
 
 def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[int, Entry]]:
-    """Yield number and event of the slots that were not written while they were read, or torn by a
-    kill.
+    """Yield number and event of the slots that are whole.
+
+    Others were written while they were read, or torn by a kill.
 
     Args:
         first: the slots.
@@ -343,7 +348,8 @@ def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[
         number, ns, key, event, choice, reason, a, b, c, again = slot
         if not number or number != again or number % num_slots != index:
             continue
-        if is_same or second[index * SLOT.size : (index + 1) * SLOT.size] == SLOT.pack(*slot):
+        offset = index * SLOT.size
+        if is_same or second[offset : offset + SLOT.size] == SLOT.pack(*slot):
             yield number, Entry(ns, event, key, choice, a, b, c, _reason(reason))
 
 
@@ -360,7 +366,9 @@ def sent_slots(slots: bytes, offset_ns: int) -> Iterator[tuple[int, Entry]]:
 
 
 def _reason(number: int) -> str:
-    return _REASONS.get(number, f"{number:x}") if number else ""
+    if not number:
+        return ""
+    return _REASONS.get(number, f"{number:x}")
 
 
 def _state(
@@ -370,10 +378,9 @@ def _state(
         return ProcessState.ENDED if has_stopped else ProcessState.KILLED
     try:
         status = Path(f"/proc/{header.pid}/stat").read_text(encoding="ascii", errors="replace")
-        is_stopped = (
-            status.rpartition(")")[2].split()[0] in "Tt"
-            and start_ticks(header.pid) == header.start_ticks
-        )
+        state = status.rpartition(")")[2].split()[0]
+        # Another process may have the same id by now.
+        is_stopped = state in "Tt" and start_ticks(header.pid) == header.start_ticks
     except OSError:  # a process of another container
         is_stopped = False
     if is_stopped:
@@ -382,5 +389,5 @@ def _state(
 
 
 def _text(packed: bytes) -> str:
-    # another machine may have sent it
+    # Another machine may have sent it.
     return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))

@@ -1,5 +1,6 @@
-"""Export a trace of each request to an OpenTelemetry collector, Jaeger or Tempo: OTLP over HTTP,
-encoded as JSON.
+"""Export a trace of each request to an OpenTelemetry collector, Jaeger or Tempo.
+
+The protocol is OTLP over HTTP, encoded as JSON.
 
 A trace is made when its request has ended, from the phases that are known then: a root span of the
 request and a span per phase. Workers send no traces; they report their phases to the frontend.
@@ -38,7 +39,10 @@ _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 _ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
-_SERVER, _INTERNAL, _ERROR = 2, 1, 2  # kinds of spans, and the status of a failed one
+# kinds of spans
+_INTERNAL = 1
+_SERVER = 2
+_ERROR = 2  # status of a span that failed
 
 
 def valid_traceparent(header: str | None) -> str | None:
@@ -64,6 +68,23 @@ class EndedRequest(NamedTuple):
     error: str  # error code, or "cancelled"; "" if it succeeded
 
 
+class _QueuedTrace(NamedTuple):
+    """A request that is sampled, with the ids of its trace and of the client's span."""
+
+    trace_id: str
+    parent_id: str  # "": the client sent none
+    request: EndedRequest
+
+
+class PhaseInterval(NamedTuple):
+    """When a request was in a phase. Times are of `time.monotonic()`."""
+
+    role: str  # of the process
+    phase: str
+    begin_s: float
+    end_s: float
+
+
 class TraceExporter:
     """The queue of traces, and the task that sends them.
 
@@ -86,8 +107,7 @@ class TraceExporter:
         self._namespace = namespace
         self._sample_ratio = sample_ratio
         self._on_dropped = on_dropped
-        # with ids of the trace and of its parent span
-        self._queue: deque[tuple[str, str, EndedRequest]] = deque()
+        self._queue: deque[_QueuedTrace] = deque()
         self._queued = asyncio.Event()
         self._num_dropped = 0
         self._reason = ""  # why they were dropped; "": the queue was full
@@ -97,15 +117,18 @@ class TraceExporter:
         """Queue the trace of a request that has ended, if the request is sampled."""
         parent = _PARENT.fullmatch(request.traceparent or "")
         if parent is not None:
-            trace_id, parent_id, is_sampled = parent[1], parent[2], bool(int(parent[3], 16) & 1)
+            trace_id = parent[1]
+            parent_id = parent[2]
+            is_sampled = bool(int(parent[3], 16) & 1)
         else:
-            trace_id, parent_id = secrets.token_hex(16), ""
+            trace_id = secrets.token_hex(16)
+            parent_id = ""
             is_sampled = int(trace_id[16:], 16) < self._sample_ratio * (1 << 64)
         if not is_sampled:
             return
         self._queued.set()
         if len(self._queue) < _MOST_QUEUED:
-            self._queue.append((trace_id, parent_id, request))
+            self._queue.append(_QueuedTrace(trace_id, parent_id, request))
         else:
             self._drop(1)
 
@@ -130,10 +153,10 @@ class TraceExporter:
                     await self._send_all()
             if self._queue:
                 self._drop(len(self._queue))
-                self._reason = (
-                    self._reason
-                    or f"{self._url} did not take all traces before the end of this process"
-                )
+                if not self._reason:
+                    self._reason = (
+                        f"{self._url} did not take all traces before the end of this process"
+                    )
             self._warned_at_s = -_WARN_EVERY_S
             self._warn()
 
@@ -148,8 +171,8 @@ class TraceExporter:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     await self._send(traces)
-            # requests go on in any case
             except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as exc:
+                # Requests go on in any case.
                 failure = exc
                 self._drop(len(traces))
                 why = str(exc) or f"it has not answered within {_TIMEOUT_S:g} s"
@@ -167,29 +190,34 @@ class TraceExporter:
         if self._num_dropped and time.monotonic() - self._warned_at_s >= _WARN_EVERY_S:
             reason = self._reason or f"{self._url} does not take traces as fast as requests end"
             log.warning("%s; %d traces were dropped", reason, self._num_dropped)
-            self._warned_at_s, self._num_dropped, self._reason = time.monotonic(), 0, ""
+            self._warned_at_s = time.monotonic()
+            self._num_dropped = 0
+            self._reason = ""
 
-    async def _send(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> None:
+    async def _send(self, traces: Sequence[_QueuedTrace]) -> None:
         """Send traces. Unlike a client that blocks a thread, it can be cancelled at any step.
 
         Raises:
             OSError: The collector can't be reached, or does not take the traces. A redirect is an
                 error, too.
         """
-        body = await asyncio.to_thread(lambda: orjson.dumps(self._message(traces)))
+        # In a thread, because it takes long; the event loop goes on.
+        body = await asyncio.to_thread(self._encoded, traces)
         url = urlsplit(self._url)
         tls = True if url.scheme == "https" else None
-        reader, writer = await asyncio.open_connection(
-            url.hostname, url.port or (443 if tls else 80), ssl=tls
-        )
+        port = url.port
+        if not port:
+            port = 443 if tls else 80
+        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls)
         try:
             head = (
-                f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type:"
-                " application/json\r\n"
+                f"POST {url.path} HTTP/1.1\r\n"
+                f"Host: {url.netloc}\r\n"
+                "Content-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\n"
+                "Connection: close\r\n\r\n"
             )
-            writer.write(
-                f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-            )
+            writer.write(head.encode() + body)
             answer = await reader.readuntil(b"\r\n\r\n")
         finally:
             writer.transport.abort()
@@ -197,46 +225,40 @@ class TraceExporter:
         if not status.startswith("2"):
             raise OSError(f"it answers with HTTP status {status}")
 
-    def _message(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> dict[str, Any]:
+    def _encoded(self, traces: Sequence[_QueuedTrace]) -> bytes:
+        return orjson.dumps(self._message(traces))
+
+    def _message(self, traces: Sequence[_QueuedTrace]) -> dict[str, Any]:
         """Return the traces as an ExportTraceServiceRequest, with a resource per role."""
         offset_s = time.time() - time.monotonic()
         by_role: dict[str, list[dict[str, Any]]] = {}
         for trace_id, parent_id, request in traces:
-            root_id = secrets.token_hex(8)
-            root = _span(
-                trace_id,
-                parent_id,
-                request.endpoint,
-                (request.spans[0].begin_s, request.end_s),
-                offset_s,
-            )
-            root |= {
-                "spanId": root_id,
-                "kind": _SERVER,
-                "attributes": _attributes(request.attributes),
-            }
+            interval = (request.spans[0].begin_s, request.end_s)
+            root = _span(trace_id, parent_id, request.endpoint, interval, offset_s)
+            root["kind"] = _SERVER
+            root["attributes"] = _attributes(request.attributes)
             if request.error:
                 root["status"] = {"code": _ERROR, "message": request.error}
             by_role.setdefault(FRONTEND, []).append(root)
             for role, phase, begin_s, end_s in phase_intervals(request):
-                child = _span(trace_id, root_id, phase, (begin_s, end_s), offset_s)
+                child = _span(trace_id, root["spanId"], phase, (begin_s, end_s), offset_s)
                 by_role.setdefault(role, []).append(child)
         common = {"service.namespace": self._namespace, "service.version": __version__}
         scope = {"name": "dynamo_trtllm", "version": __version__}
-        resources = [
-            {
-                "resource": {
-                    "attributes": _attributes({"service.name": f"dynamo_trtllm.{role}"} | common)
-                },
-                "scopeSpans": [{"scope": scope, "spans": spans}],
-            }
-            for role, spans in by_role.items()
-        ]
-        return {"resourceSpans": resources}
+        resource_spans = []
+        for role, spans in by_role.items():
+            attributes = _attributes({"service.name": f"dynamo_trtllm.{role}"} | common)
+            resource_spans.append(
+                {
+                    "resource": {"attributes": attributes},
+                    "scopeSpans": [{"scope": scope, "spans": spans}],
+                }
+            )
+        return {"resourceSpans": resource_spans}
 
 
-def phase_intervals(request: EndedRequest) -> Iterator[tuple[str, str, float, float]]:
-    """Yield role, name, begin and end of each phase.
+def phase_intervals(request: EndedRequest) -> Iterator[PhaseInterval]:
+    """Yield the interval of each phase.
 
     They are adjacent; a worker's phases are in their usual order.
     """
@@ -246,9 +268,16 @@ def phase_intervals(request: EndedRequest) -> Iterator[tuple[str, str, float, fl
     for span, end_s in zip(request.spans, ends_s, strict=True):
         parts = divide([span], end_s, *reported)
         begin_s = span.begin_s
-        for role, phase in sorted(parts, key=lambda part: _ORDER.get(part[1], len(_ORDER))):
-            yield role, phase, begin_s, begin_s + parts[role, phase]
-            begin_s += parts[role, phase]
+        for role, phase in sorted(parts, key=_usual_order):
+            part_end_s = begin_s + parts[role, phase]
+            yield PhaseInterval(role, phase, begin_s, part_end_s)
+            begin_s = part_end_s
+
+
+def _usual_order(part: tuple[str, str]) -> int:
+    """Return the place of a role's phase; phases that are not known come last."""
+    _, phase = part
+    return _ORDER.get(phase, len(_ORDER))
 
 
 def _span(
@@ -267,11 +296,10 @@ def _span(
 
 
 def _attributes(values: Mapping[str, str | int | None]) -> list[dict[str, Any]]:
-    return [
-        {
-            "key": key,
-            "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)},
-        }
-        for key, value in values.items()
-        if value is not None
-    ]
+    attributes = []
+    for key, value in values.items():
+        if isinstance(value, str):
+            attributes.append({"key": key, "value": {"stringValue": value}})
+        elif value is not None:
+            attributes.append({"key": key, "value": {"intValue": str(value)}})
+    return attributes
