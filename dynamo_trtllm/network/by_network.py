@@ -63,7 +63,9 @@ class ByNetwork(Generic[T]):
 
     def largest(self) -> str | None:
         """Return a network with the most items; None if there is no item."""
-        return next(iter(self._by_count[self._most])) if self._total else None
+        if not self._total:
+            return None
+        return next(iter(self._by_count[self._most]))
 
     def oldest(self, network: str) -> T:
         """Return the oldest item of a network, which must have one."""

@@ -1,6 +1,4 @@
-"""Listen on TCP ports: bind them, accept connections in bounded batches, and raise the limit of
-open files.
-"""
+"""Listen on TCP ports: bind them, accept connections in batches, and raise the file limit."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
 _PAUSE_S = 0.1  # after a failed accept
 _RELIEVED_S = 0.001  # the same, if idle connections are being closed to free resources
 _LOG_EVERY_S = 10.0
-# the listening socket itself is unusable
+# errors after which the listening socket itself is unusable
 _UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
 
 Relieve: TypeAlias = Callable[[], bool]
@@ -45,7 +43,8 @@ def bind(
     Raises:
         ConfigError: the port can't be bound.
     """
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         if is_shared:
@@ -89,8 +88,7 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
 
 
 class Acceptor:
-    """Acceptor of connections at a listening socket, several per iteration of the event loop, until
-    `close`.
+    """Acceptor of connections at a listening socket, several per iteration of the event loop.
 
     uvloop accepts one connection per iteration. Under load, iterations are long: the last of many
     clients that connect at the same moment would wait for seconds. The caller still owns the
@@ -145,9 +143,7 @@ class Acceptor:
             task.add_done_callback(self._ended)
 
     def _failed(self, exc: OSError) -> None:
-        """Pause so that connections can end, then try again, unless the socket itself is
-        unusable.
-        """
+        """Pause so that connections can end, then try again, unless the socket is unusable."""
         self._loop.remove_reader(self._sock)
         if exc.errno in _UNUSABLE:
             self.broken = exc
@@ -162,7 +158,8 @@ class Acceptor:
                 " limit of open files"
             )
             log.warning(text, self._port(), exc, self._failures)
-            self._failures, self._logged_at = 0, self._loop.time()
+            self._failures = 0
+            self._logged_at = self._loop.time()
         pause_s = _RELIEVED_S if self._relieve() else _PAUSE_S
         self._pause = self._loop.call_later(
             pause_s, self._loop.add_reader, self._sock, self._accept
@@ -176,7 +173,10 @@ class Acceptor:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
             log.error("connection failed", exc_info=error)
 
     @property
@@ -203,11 +203,10 @@ class Acceptor:
 
 
 def allow_files(wanted: int, hint: str) -> int:
-    """Raise this process's limit of open files to `wanted`, because a connection beyond the limit
-    is not accepted.
+    """Raise this process's limit of open files to `wanted`.
 
-    If the system allows fewer, log a warning. Return the number of files that this process may
-    open, at most `wanted`.
+    A connection beyond the limit is not accepted. If the system allows fewer, log a warning.
+    Return the number of files that this process may open, at most `wanted`.
 
     Args:
         wanted: number of open files.
@@ -226,18 +225,10 @@ def allow_files(wanted: int, hint: str) -> int:
 
 
 def _not_bound(host: str, port: int, setting: str, exc: OSError | UnicodeError) -> ConfigError:
-    if (
-        not isinstance(exc, OSError)
-        or isinstance(exc, socket.gaierror)
-        or exc.errno == errno.EADDRNOTAVAIL
-    ):
-        why = exc.strerror if isinstance(exc, OSError) else "not a host name"
-        return ConfigError(
-            f"--{setting}-host {host} is not an address of this machine ({why}); give one of its"
-            f" addresses, {LOOPBACK} for connections from this machine only, or 0.0.0.0 for"
-            " connections from everywhere",
-            field=f"{setting}_host",
-        )
+    if isinstance(exc, UnicodeError):
+        return _not_own_address(host, setting, "not a host name")
+    if isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+        return _not_own_address(host, setting, exc.strerror)
     if exc.errno == errno.EACCES:
         return ConfigError(
             f"--{setting}-port {port} needs more rights than this process has; choose a port above"
@@ -248,4 +239,13 @@ def _not_bound(host: str, port: int, setting: str, exc: OSError | UnicodeError) 
         f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop"
         " the process that uses it, or choose another port (0 = any free port) or address",
         field=f"{setting}_port",
+    )
+
+
+def _not_own_address(host: str, setting: str, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"--{setting}-host {host} is not an address of this machine ({why}); give one of its"
+        f" addresses, {LOOPBACK} for connections from this machine only, or 0.0.0.0 for"
+        " connections from everywhere",
+        field=f"{setting}_host",
     )
