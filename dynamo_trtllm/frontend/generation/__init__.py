@@ -1,3 +1,1 @@
-"""Run generation requests: prompt and plan, prefill and decode calls, text, and the events of each
-API.
-"""
+"""Run generation requests: prompt and plan, prefill and decode calls, text and events."""

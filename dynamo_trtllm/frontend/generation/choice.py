@@ -1,6 +1,6 @@
-"""Run one choice of a response: convert its chunks to deltas for the client, with stop strings,
-finish and usage.
+"""Run one choice of a response: convert its chunks to deltas for the client.
 
+Stop strings, the finish and the usage belong to that.
 This module knows neither HTTP nor JSON.
 """
 
@@ -33,7 +33,8 @@ from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
 from dynamo_trtllm.tokenization.base import Channel, Delta, StepOutput, joined
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
-_REASONING, _CALL = Channel.REASONING, Channel.CALL
+_REASONING = Channel.REASONING
+_CALL = Channel.CALL
 _ANSWER = (Channel.FINAL, Channel.CONTENT)
 
 
@@ -83,74 +84,84 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and True if a stop string follows it."""
-        # Most text has no character with which a stop string begins. One search shows that for all
-        # of them.
+        # Most text has no character with which a stop string begins. One search shows that for all.
         if not self._pending and self._find_start(text) is None:
             return text, False
         ends = [self._end(index, text) for index in range(len(self._stops))]
-        text, before = self._pending + text, len(self._pending)
+        text = self._pending + text
+        before = len(self._pending)
         hits = [
             (before + end, -len(stop))
             for end, (stop, _) in zip(ends, self._stops, strict=True)
             if end is not None
         ]
-        if hits:  # the one that ends first; of those that end together, the longest
-            end, size = min(hits)
+        if hits:
+            # The one that ends first; of those that end together, the longest.
+            end, negative_size = min(hits)
+            begin = end + negative_size
             self._pending = ""
-            self.found = text[end + size : end]
-            return text[: end + size], True
+            self.found = text[begin:end]
+            return text[:begin], True
         keep = max(self._matched)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
         """Return the text that is still held back. No stop string spans this place."""
-        pending, self._pending = self._pending, ""
+        pending = self._pending
+        self._pending = ""
         self._matched = [0] * len(self._stops)
         return pending
 
     def _end(self, index: int, text: str) -> int | None:
-        """Return the position in the text after the stop string, or None when it does not end in
-        this text.
-        """
+        """Return the position after the stop string; None if it does not end in this text."""
         stop, borders = self._stops[index]
-        matched, at = self._matched[index], 0
-        while at < len(text):
-            if not matched and (at := text.find(stop[0], at)) < 0:
-                break
-            while matched and stop[matched] != text[at]:
+        matched = self._matched[index]
+        position = 0
+        while position < len(text):
+            if not matched:
+                position = text.find(stop[0], position)
+                if position < 0:
+                    break
+            while matched and stop[matched] != text[position]:
                 matched = borders[matched - 1]
-            matched += stop[matched] == text[at]
-            at += 1
+            if stop[matched] == text[position]:
+                matched += 1
+            position += 1
             if matched == len(stop):
-                return at
+                return position
         self._matched[index] = matched
         return None
 
 
 @functools.lru_cache(maxsize=64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its
-    suffix.
+    """Return the borders of all prefixes of `stop`.
+
+    A border is the length of the longest proper prefix that is also a suffix.
     """
-    borders, matched = [0], 0
+    borders = [0]
+    matched = 0
     for char in stop[1:]:
         while matched and stop[matched] != char:
             matched = borders[matched - 1]
-        matched += stop[matched] == char
+        if stop[matched] == char:
+            matched += 1
         borders.append(matched)
     return tuple(borders)
 
 
 class ChoiceState:
-    """One choice of a request, as long as the request lives: its stream, its text, its workers,
-    times and finish.
+    """One choice of a request, as long as the request lives.
+
+    It holds its stream, text, workers, times and finish.
     """
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request
         parser = choice_request.make_parser()
-        self._parse, self._finish_parser = parser.push, parser.finish
+        self._parse = parser.push
+        self._finish_parser = parser.finish
         self._index = index
         self._has_logprobs = choice_request.request.sampling.logprobs is not None
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
@@ -162,11 +173,10 @@ class ChoiceState:
         self._in_content = False
         self._text_channel = Channel.CONTENT  # of the text so far
         self._is_plain = choice_request.is_plain
-        # Whether the text may end the output before its last token. Then `_ids` has the tokens so
-        # far.
+        # The text may end the output before its last token. Then `_ids` has the tokens so far.
         self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
         self._ids = token_ids()
-        # and there was no text of it yet
+        # The answer has a format, and there was no text of it yet.
         self._awaits_answer = self._options.output_format is not None
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
@@ -181,7 +191,8 @@ class ChoiceState:
 
         `on_delta` gets its deltas, and then nothing after one with `finish` or an error.
         """
-        push, request = self.push, self._choice_request.request
+        push = self.push
+        request = self._choice_request.request
 
         def on_event(event: StreamEvent) -> None:
             if not isinstance(event, Chunk):
@@ -194,11 +205,10 @@ class ChoiceState:
                 on_delta(delta)
             except Exception as exc:  # noqa: BLE001 - a bug, or a stream without its end
                 self.cancel()
-                on_delta(
-                    exc
-                    if isinstance(exc, DynamoError)
-                    else unexpected_error(exc, request.request_id)
-                )
+                if isinstance(exc, DynamoError):
+                    on_delta(exc)
+                else:
+                    on_delta(unexpected_error(exc, request.request_id))
 
         self._stream = pipeline.generate(request, self.trace, on_event)
 
@@ -227,13 +237,14 @@ class ChoiceState:
 
     def cancel(self) -> None:
         """End the stream, if it runs."""
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is not None:
             stream.cancel()
 
     def push(self, chunk: Chunk) -> ChoiceDelta:
         """Return the delta of one chunk."""
-        # the fast path of nearly all tokens: only parsing
+        # The fast path of nearly all tokens: only parsing.
         if chunk.finish_reason is None and self._is_plain:
             tokens = len(chunk.token_ids)
             self.num_tokens += tokens
@@ -243,17 +254,18 @@ class ChoiceState:
                 self._saw_tool_call = True
             return ChoiceDelta(index=self._index, tokens=tokens, deltas=step.deltas)
         deltas: list[Delta] = []
-        scored = self._add_prompt_logprobs(deltas) if self._awaits_prompt_logprobs else NO_LOGPROBS
+        scored = NO_LOGPROBS
+        if self._awaits_prompt_logprobs:
+            scored = self._add_prompt_logprobs(deltas)
         if self._choice_request.is_prompt_only:
             self.finish = "length"
-            shown = tuple(deltas)
             return ChoiceDelta(
-                index=self._index, deltas=shown, finish="length", prompt_logprobs=scored
+                index=self._index, deltas=tuple(deltas), finish="length", prompt_logprobs=scored
             )
         ids = self._push_shown(chunk, deltas)
         self.num_tokens += len(ids)
         if self._has_logprobs:
-            self._logprob_sum += sum(each.logprob for each in chunk.logprobs[: len(ids)])
+            self._logprob_sum += sum(token.logprob for token in chunk.logprobs[: len(ids)])
         if self.finish is None and chunk.finish_reason is not None:
             self._end(chunk.finish_reason, deltas)
         return ChoiceDelta(
@@ -277,18 +289,19 @@ class ChoiceState:
     @property
     def transfer(self) -> tuple[int, str]:
         """The bytes of the KV transfer and the name of its transfer backend."""
-        prefill, decode = (
-            self.trace.prefill_stats or PhaseTimings(),
-            self.trace.decode_stats or PhaseTimings(),
-        )
-        return decode.kv_bytes or prefill.kv_bytes, decode.transport or prefill.transport
+        prefill = self.trace.prefill_stats or PhaseTimings()
+        decode = self.trace.decode_stats or PhaseTimings()
+        kv_bytes = decode.kv_bytes if decode.kv_bytes else prefill.kv_bytes
+        return kv_bytes, decode.transport or prefill.transport
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by part of a phase, such as `queue.slots`, as far as the workers report them."""
         sums: dict[str, float] = {}
         for stats in (self.trace.prefill_stats, self.trace.decode_stats):
-            for name, seconds in {} if stats is None else stats.more.items():
+            if stats is None:
+                continue
+            for name, seconds in stats.more.items():
                 if "." in name:
                     sums[name] = sums.get(name, 0.0) + seconds
         return sums
@@ -312,26 +325,30 @@ class ChoiceState:
         Return those for their own field. They all arrive before the first chunk. Called once.
         """
         self._awaits_prompt_logprobs = False
-        scored, wanted = self.trace.prompt_logprobs, len(self._choice_request.request.token_ids)
+        scored = self.trace.prompt_logprobs
+        wanted = len(self._choice_request.request.token_ids)
         if len(scored) != wanted:
             raise StreamIncomplete(
                 f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens;"
                 " upgrade it"
             )
         choice_request = self._choice_request
-        if echoed := _likeliest(scored, choice_request.echo_logprobs):
+        echoed = _likeliest(scored, choice_request.echo_logprobs)
+        if echoed:
             deltas.append(Delta(channel=self._text_channel, logprobs=echoed))
         return _likeliest(scored, choice_request.prompt_logprobs)
 
     def _push_shown(self, chunk: Chunk, deltas: list[Delta]) -> TokenIds:
         """Add the output of the chunk. Return its tokens up to the end of the output."""
-        shown = ids = chunk.token_ids
+        ids = chunk.token_ids
+        shown = ids
         is_stopped = chunk.finish_reason is FinishReason.STOP
         if is_stopped and ids and ids[-1] in self._choice_request.hidden_token_ids:
             shown = ids[:-1]
         if self._shows_logprobs:
             return self._push_scored(ids, shown, chunk.logprobs, deltas)
-        step, num_reasoning = self._parse(shown), self._reasoning_tokens
+        step = self._parse(shown)
+        num_reasoning = self._reasoning_tokens
         self._count(step)
         self._look_for_answer(step)
         if self._stops is None and not step.num_calls and self._options.shows_reasoning:
@@ -353,8 +370,10 @@ class ChoiceState:
             step = self._parse(shown if len(shown) == 1 else shown[index : index + 1])
             self._count(step)
             self._look_for_answer(step)
-            has_logprob = index < len(logprobs)
-            self._add(self._scored(step, logprobs[index]) if has_logprob else step.deltas, deltas)
+            parsed = step.deltas
+            if index < len(logprobs):
+                parsed = self._scored(step, logprobs[index])
+            self._add(parsed, deltas)
             if self.finish is not None:
                 return ids[: index + 1]
         return ids
@@ -384,7 +403,7 @@ class ChoiceState:
         """Note whether the step has text of an answer, if one in a format is still awaited."""
         if self._awaits_answer:
             self._awaits_answer = not any(
-                each.text and each.channel in _ANSWER for each in step.deltas
+                delta.text and delta.channel in _ANSWER for delta in step.deltas
             )
 
     def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
@@ -415,7 +434,10 @@ class ChoiceState:
 
     def _release(self, deltas: list[Delta]) -> None:
         """Add the text that may have been the beginning of a stop string."""
-        if self._stops is not None and (text := self._stops.flush()):
+        if self._stops is None:
+            return
+        text = self._stops.flush()
+        if text:
             deltas.append(Delta(channel=self._text_channel, text=text))
 
     def _end(self, reason: FinishReason, deltas: list[Delta]) -> None:
@@ -466,9 +488,10 @@ class ChoiceState:
             self._in_content = has_text
             return has_text
         # The token gave no text: part of a character inside content counts, a marker does not.
-        return self._in_content and "\ufffd" in self._choice_request.renderer.decode(
-            token_ids((token_id,))
-        )
+        if not self._in_content:
+            return False
+        text = self._choice_request.renderer.decode(token_ids((token_id,)))
+        return "\ufffd" in text
 
 
 def record_prompt(request: GenerateRequest) -> None:
@@ -480,7 +503,7 @@ def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenL
     """Return the log-probabilities with at most so many alternatives; none of them for None."""
     if most is None:
         return NO_LOGPROBS
-    return tuple(TokenLogprob(each.token_id, each.logprob, each.top[:most]) for each in scored)
+    return tuple(TokenLogprob(token.token_id, token.logprob, token.top[:most]) for token in scored)
 
 
 def pick_best_of(

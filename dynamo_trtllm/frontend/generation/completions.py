@@ -1,5 +1,4 @@
-"""Adapt `/v1/chat/completions` and `/v1/completions`: encode deltas as events, or aggregate them
-into a body.
+"""Adapt `/v1/chat/completions` and `/v1/completions`: encode or aggregate deltas.
 
 An engine step gives one event, unless an event's order of fields would not be that of generation.
 The constant part of a choice's events is built once; per event only text is encoded.
@@ -12,7 +11,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic
+from typing import Any, ClassVar, Final, Generic
 
 import orjson
 
@@ -41,7 +40,8 @@ HALF_CHARACTER: Final = "\ufffd"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 _END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
 _NO_USAGE = b'"usage":null' + _END
-_CALL, _REASONING = Channel.CALL, Channel.REASONING
+_CALL = Channel.CALL
+_REASONING = Channel.REASONING
 # The order of an event's fields.
 _RANKS = dict.fromkeys(Channel, 1) | {Channel.REASONING: 0, Channel.CALL: 2}
 
@@ -51,8 +51,9 @@ def event(value: Any) -> bytes:
 
 
 class CompletionBuilder:
-    """One chat or text completion: the encoder of its events if it is streamed, otherwise its
-    aggregator. Pure.
+    """One chat or text completion. Pure.
+
+    It is the encoder of its events if it is streamed, otherwise its aggregator.
     """
 
     def __init__(
@@ -66,15 +67,21 @@ class CompletionBuilder:
         self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
         self._include_usage = body.stream_options.include_usage
         # One request for each choice of the response. The candidates of a prompt differ only in
-        # their seeds.
-        returned = [each for each in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
+        # their seeds, so the first one stands for all that are returned.
+        returned: list[ChoiceRequest] = []
+        for first in plan.choices[:: plan.candidates]:
+            returned += [first] * plan.keep
         end = {"usage": None} if self._include_usage else {}
-        self._choices = [choice(at, each, self._base, end) for at, each in enumerate(returned)]
+        self._choices = [
+            choice(index, choice_request, self._base, end)
+            for index, choice_request in enumerate(returned)
+        ]
         # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
-        is_counted = body.stream_options.continuous_usage_stats
-        self._counts = (
-            [[len(each.request.token_ids), 0] for each in returned] if is_counted else None
-        )
+        self._counts: list[list[int]] | None = None
+        if body.stream_options.continuous_usage_stats:
+            self._counts = [
+                [len(choice_request.request.token_ids), 0] for choice_request in returned
+            ]
 
     # --- complete ---------------------------------------------------------------------------------
 
@@ -102,9 +109,7 @@ class CompletionBuilder:
         return data if self._counts is None else self._counted(data, delta.index, delta.tokens)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
-        """Return the last events of the stream: totals if the client asked for them, and the end
-        mark.
-        """
+        """Return the last events: totals if the client asked for them, and the end mark."""
         if not self._include_usage and not extras:
             return DONE
         return event(self._complete([], usage, extras)) + DONE
@@ -114,8 +119,9 @@ class CompletionBuilder:
         return event(to_response(error).body) + DONE
 
     def _counted(self, events: bytes, index: int, tokens: int) -> bytes:
-        """Return the events with the usage so far in place of `"usage": null`, if the client asked
-        for it.
+        """Return the events with the usage so far, if the client asked for it.
+
+        It takes the place of `"usage": null`.
         """
         if self._counts is None:
             return events
@@ -150,10 +156,11 @@ class _TextChoice:
         end: the fields of an event after its choice.
     """
 
-    kind = event_kind = "text_completion"
+    kind = "text_completion"
+    event_kind = "text_completion"
     _has_prompt = True  # fields of the prompt are part of the choice; False: of the response
     _key = "text"  # the field with the delta
-    _last: Any = ""  # the delta of the last event
+    _last: ClassVar[Any] = ""  # the delta of the last event
 
     def __init__(
         self,
@@ -163,7 +170,8 @@ class _TextChoice:
         end: Mapping[str, Any],
     ) -> None:
         self._index = index
-        self._base, self._end = base, end
+        self._base = base
+        self._end = end
         self._request = choice_request
         self._renderer = choice_request.renderer
         # Fields of only the first event: in chat around the choice, else in it, as in vLLM.
@@ -176,7 +184,7 @@ class _TextChoice:
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, list[str]]] = {}
         self._custom_tools = choice_request.options.custom_tools
-        # of the calls of custom tools in a stream, by index
+        # Texts of the calls of custom tools in a stream, by index.
         self._inputs: dict[int, list[str]] = {}
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
@@ -186,15 +194,15 @@ class _TextChoice:
     # --- complete ---------------------------------------------------------------------------------
 
     def push(self, delta: ChoiceDelta) -> None:
-        for each in delta.deltas:
-            self._logprobs.extend(each.logprobs)
-            if each.channel is Channel.REASONING:
-                self._reasoning.append(each.text)
-            elif each.channel is not Channel.CALL:
-                self._content.append(each.text)
+        for part in delta.deltas:
+            self._logprobs.extend(part.logprobs)
+            if part.channel is Channel.REASONING:
+                self._reasoning.append(part.text)
+            elif part.channel is not Channel.CALL:
+                self._content.append(part.text)
             else:
-                _, arguments = self._calls.setdefault(each.call_index, (each.name or "", []))
-                arguments.append(each.text)
+                _, arguments = self._calls.setdefault(part.call_index, (part.name or "", []))
+                arguments.append(part.text)
         self._token_ids.extend(delta.token_ids)
         if delta.prompt_logprobs:
             self._prompt_logprobs = delta.prompt_logprobs
@@ -212,33 +220,33 @@ class _TextChoice:
         return choice
 
     def _output(self) -> dict[str, Any]:
-        logprobs = text_logprobs(self._logprobs, self._renderer, 0)[0] if self._logprobs else None
+        logprobs = None
+        if self._logprobs:
+            logprobs, _ = text_logprobs(self._logprobs, self._renderer, 0)
         return {"text": "".join(self._content), "logprobs": logprobs}
 
     # --- streamed ---------------------------------------------------------------------------------
 
     def start(self) -> bytes:
-        """Return the events before the first delta, and build the constant part of those that
-        follow.
-        """
+        """Return the events before the first delta. Build the constant part of the others."""
         self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
         echo = self._request.echo
-        return event(self._chunk(echo, **self._first)) if echo or self._first else b""
+        if not echo and not self._first:
+            return b""
+        return event(self._chunk(echo, **self._first))
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         data = self._delta(delta)
-        return (
-            data
-            if delta.finish is None
-            else data + event(self._chunk(self._last, finish=delta.finish))
-        )
+        if delta.finish is None:
+            return data
+        return data + event(self._chunk(self._last, finish=delta.finish))
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        # Most deltas
+        # Most deltas: one text, and nothing beside it.
         if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):
             before, after = self._around_delta
             return before + orjson.dumps(delta.deltas[0].text) + after
-        text = "".join(each.text for each in delta.deltas)
+        text = "".join(part.text for part in delta.deltas)
         scored = _logprobs(delta.deltas)
         if scored or delta.token_ids:
             logprobs = None
@@ -269,9 +277,11 @@ def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
 
 
 class _ChatChoice(_TextChoice):
-    kind, event_kind = "chat.completion", "chat.completion.chunk"
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
     _has_prompt = False
-    _key, _last = "delta", {}
+    _key = "delta"
+    _last: ClassVar[Any] = {}
 
     def _output(self) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -286,10 +296,10 @@ class _ChatChoice(_TextChoice):
             message["tool_calls"] = [
                 self._call(name, "".join(texts)) for name, texts in self._calls.values()
             ]
-        return {
-            "message": message,
-            "logprobs": chat_logprobs(self._logprobs, self._renderer) if self._logprobs else None,
-        }
+        logprobs = None
+        if self._logprobs:
+            logprobs = chat_logprobs(self._logprobs, self._renderer)
+        return {"message": message, "logprobs": logprobs}
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         if name in self._custom_tools:
@@ -299,15 +309,13 @@ class _ChatChoice(_TextChoice):
         return {"id": tool_call_id(), "type": "function", "function": function}
 
     def start(self) -> bytes:
-        before, after = self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
-        self._before_content, self._before_reasoning = (
-            before + b'{"content":',
-            before + b'{"reasoning_content":',
-        )
+        self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        before, after = self._around_delta
+        self._before_content = before + b'{"content":'
+        self._before_reasoning = before + b'{"reasoning_content":'
         self._after_text = b"}" + after
-        return event(
-            self._chunk({"role": "assistant", "content": "", "refusal": None}) | self._first
-        )
+        first = self._chunk({"role": "assistant", "content": "", "refusal": None})
+        return event(first | self._first)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         deltas = delta.deltas
@@ -322,8 +330,12 @@ class _ChatChoice(_TextChoice):
         return super().delta(delta)
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        data, ids = b"", _token_ids(delta)
-        for deltas in _by_event(delta.deltas) or ([[]] if ids else []):
+        data = b""
+        ids = _token_ids(delta)
+        events = _by_event(delta.deltas)
+        if not events and ids:
+            events = [[]]  # tokens without a text have an event of their own
+        for deltas in events:
             fields = self._fields(deltas)
             scored = _logprobs(deltas)
             if scored or ids:
@@ -344,7 +356,9 @@ class _ChatChoice(_TextChoice):
         shown = []
         calls: list[dict[str, Any]] = []
         for delta in deltas:
-            held = self._inputs.get(delta.call_index) if delta.channel is _CALL else None
+            held = None
+            if delta.channel is _CALL:
+                held = self._inputs.get(delta.call_index)
             if delta.channel is _CALL and delta.name in self._custom_tools:
                 self._inputs[delta.call_index] = [delta.text]
                 custom = {"name": delta.name, "input": ""}
@@ -377,7 +391,10 @@ def _token_ids(delta: ChoiceDelta) -> dict[str, Any]:
 def _logprobs(deltas: Sequence[Delta]) -> Sequence[TokenLogprob]:
     if len(deltas) == 1:
         return deltas[0].logprobs
-    return [logprob for each in deltas for logprob in each.logprobs]
+    logprobs: list[TokenLogprob] = []
+    for delta in deltas:
+        logprobs += delta.logprobs
+    return logprobs
 
 
 def _by_event(deltas: Sequence[Delta]) -> Sequence[Sequence[Delta]]:
@@ -410,9 +427,7 @@ def _chat_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning under the name that clients know from Dynamo and DeepSeek, and under
-    vLLM's.
-    """
+    """Return the reasoning under two names: that of Dynamo and DeepSeek, and that of vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -431,15 +446,16 @@ def _tool_call(call: Delta) -> dict[str, Any]:
 def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
     """Return the `logprobs` object of a choice of a chat completion."""
     content = []
-    for each in logprobs:
-        top = [_token(token_id, logprob, renderer) for token_id, logprob in each.top]
-        content.append(_token(each.token_id, each.logprob, renderer) | {"top_logprobs": top})
+    for scored in logprobs:
+        top = [_token(token_id, logprob, renderer) for token_id, logprob in scored.top]
+        token = _token(scored.token_id, scored.logprob, renderer)
+        content.append(token | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
     text = renderer.decode(token_ids((token_id,)))
-    # null: the token is only part of a character
+    # Null means that the token is only part of a character.
     octets = None if HALF_CHARACTER in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": octets}
 
@@ -447,23 +463,28 @@ def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
 def text_logprobs(
     logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """Return the `logprobs` object and the offset after its tokens, in characters from the start of
-    the response.
+    """Return the `logprobs` object and the offset after its tokens.
 
-    The first token of a prompt has none: null, as with OpenAI.
+    Offsets are in characters from the start of the response. The first token of a prompt has none:
+    null, as with OpenAI.
     """
-    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+
+    @functools.cache
+    def text_of(token_id: int) -> str:
+        return renderer.decode(token_ids((token_id,)))
+
     found: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": [],
     }
-    for each in logprobs:
-        text, has_value = text_of(each.token_id), not math.isnan(each.logprob)
-        top = {text_of(token_id): _finite(logprob) for token_id, logprob in each.top}
+    for scored in logprobs:
+        text = text_of(scored.token_id)
+        has_value = not math.isnan(scored.logprob)
+        top = {text_of(token_id): _finite(logprob) for token_id, logprob in scored.top}
         found["tokens"].append(text)
-        found["token_logprobs"].append(_finite(each.logprob) if has_value else None)
+        found["token_logprobs"].append(_finite(scored.logprob) if has_value else None)
         found["top_logprobs"].append(top if has_value else None)
         found["text_offset"].append(offset)
         offset += len(text)
@@ -477,11 +498,15 @@ def prompt_logprobs(
 
     The first token has none. A rank is known for the alternatives.
     """
-    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+
+    @functools.cache
+    def text_of(token_id: int) -> str:
+        return renderer.decode(token_ids((token_id,)))
+
     found: list[dict[str, Any] | None] = []
-    for each in logprobs:
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, start=1)}
-        values = {each.token_id: each.logprob} | dict(each.top)
+    for scored in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, start=1)}
+        values = {scored.token_id: scored.logprob} | dict(scored.top)
         entries = {
             str(token_id): {
                 "logprob": _finite(value),
@@ -490,7 +515,7 @@ def prompt_logprobs(
             }
             for token_id, value in values.items()
         }
-        found.append(None if math.isnan(each.logprob) else entries)
+        found.append(None if math.isnan(scored.logprob) else entries)
     return found
 
 

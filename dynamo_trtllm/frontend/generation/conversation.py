@@ -1,5 +1,4 @@
-"""Convert request bodies to a conversation and options, render the prompt, and say how the output
-is constrained.
+"""Convert request bodies to a conversation, options, a prompt, and constraints on the output.
 
 A value that the model's engine, prompt format or output format does not support, or would silently
 drop, is rejected.
@@ -80,15 +79,12 @@ class GenerationOptions:
 def reject_unsupported(
     options: GenerationOptions, cache_salt: str | None, card: ModelDeploymentCard
 ) -> None:
-    """Raise UnsupportedParameter if the request sets a field that the model's engine does not
-    support.
-    """
+    """Raise UnsupportedParameter if the request sets a field that the engine does not support."""
     for unsupported in card.unsupported_features:
-        given = (
-            cache_salt
-            if unsupported == "cache_salt"
-            else getattr(options.sampling, unsupported, None)
-        )
+        if unsupported == "cache_salt":
+            given = cache_salt
+        else:
+            given = getattr(options.sampling, unsupported, None)
         if given != _DEFAULTS.get(unsupported):
             reject(options.name(unsupported), card)
 
@@ -109,21 +105,21 @@ def reject(
 def chat_conversation(body: ChatRequest) -> Conversation:
     """Return the conversation of a chat request, with its tools."""
     text_tools = body.text_tools
+    tools = tuple(
+        Tool(
+            name=function.name,
+            description=function.description,
+            parameters=function.parameters,
+            is_text=function.name in text_tools,
+        )
+        for function in body.functions
+    )
+    template_args = {name: value for name, value in body.template_args.items() if name != _EFFORT}
     return Conversation(
         messages=tuple(_message(message) for message in body.messages),
-        tools=tuple(
-            Tool(
-                name=function.name,
-                description=function.description,
-                parameters=function.parameters,
-                is_text=function.name in text_tools,
-            )
-            for function in body.functions
-        ),
+        tools=tools,
         reasoning_effort=body.effort or "medium",
-        template_args={
-            name: value for name, value in body.template_args.items() if name != _EFFORT
-        },
+        template_args=template_args,
     )
 
 
@@ -132,18 +128,15 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
     names = format_names(formats)
     if body.reasoning_effort is None and _EFFORT in body.template_args:
         names[_EFFORT] = body.template_arg_path(_EFFORT)
+    logprobs = body.top_logprobs if body.logprobs else None
+    sampling = sampling_of(body, card, body.output_tokens, logprobs)
     return GenerationOptions(
-        sampling=msgspec.structs.replace(
-            sampling_of(
-                body, card, body.output_tokens, body.top_logprobs if body.logprobs else None
-            ),
-            prompt_logprobs=body.prompt_logprobs,
-        ),
+        sampling=msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs),
         stop=tuple(body.stop),
         n=body.n,
         tool_choice=body.tool_choice,
         custom_tools=body.custom_tools,
-        strict_tools=frozenset(each.name for each in body.functions if each.strict),
+        strict_tools=frozenset(function.name for function in body.functions if function.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=next(iter(formats.values()), None),
         shows_reasoning=body.include_reasoning,
@@ -167,20 +160,18 @@ def format_names(formats: Iterable[str]) -> dict[str, str]:
 def sampling_of(
     body: SamplingFields, card: ModelDeploymentCard, max_tokens: int | None, logprobs: int | None
 ) -> Sampling:
-    """Return the sampling values: from the request, else from the model's card, else the API's
-    defaults.
+    """Return the sampling values of a request.
+
+    A value that it does not set is that of the model's card, else the API's default.
     """
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {name: getattr(body, name) for name in fields}
-    chosen |= {
-        name: v
-        for name, v in card.sampling_defaults.given().items()
-        if name not in body.model_fields_set
-    }
+    defaults = card.sampling_defaults.given()
+    chosen |= {name: value for name, value in defaults.items() if name not in body.model_fields_set}
     chosen["top_k"] = max(0, chosen["top_k"])
     return Sampling(
         **chosen,
-        max_tokens=max_tokens or 0,
+        max_tokens=0 if max_tokens is None else max_tokens,
         min_tokens=body.min_tokens,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
@@ -226,7 +217,8 @@ def render_prompt(
         UnsupportedParameter: the model's prompt format would silently drop a value.
         InvalidRequest: the conversation is wrong.
     """
-    card, known = served.card, served.renderer.variables
+    card = served.card
+    known = served.renderer.variables
     if options.effort_given and _EFFORT not in known:
         reject(options.name(_EFFORT), card, "its chat template does not use a reasoning effort")
     if conversation.tools and "tools" not in known:
@@ -237,7 +229,8 @@ def render_prompt(
     try:
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
-        field, message = exc.field or "", exc.message
+        field = exc.field or ""
+        message = exc.message
         name = options.name(field)
         if field and message.startswith(f"{field} "):
             message = name + message.removeprefix(field)
@@ -248,11 +241,10 @@ def render_prompt(
 def _without_implied(
     messages: tuple[Message, ...], card: ModelDeploymentCard, options: GenerationOptions
 ) -> tuple[Message, ...]:
-    """Return the messages without redundant names of tool results, and with `developer` as `system`
-    for templates.
+    """Return the messages as prompt formats know them.
 
-    A tool result's name repeats that of the called function. Many chat templates would drop
-    `developer` messages.
+    Names of tool results are left out: they repeat that of the called function. For templates,
+    `developer` becomes `system`, because many would drop `developer` messages.
 
     Raises:
         InvalidRequest: a tool result names another function than the one that was called.
@@ -284,7 +276,7 @@ def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
     for index, message in enumerate(conversation.messages):
         if message.name is None:
             continue
-        kind = message.role, bool(conversation.tools)
+        kind = (message.role, bool(conversation.tools))
         if kind not in served.writes_names:
             served.writes_names[kind] = _writes_name(conversation, index, served)
         if not served.writes_names[kind]:
@@ -293,8 +285,9 @@ def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
 
 
 def _writes_name(conversation: Conversation, index: int, served: ServedModel) -> bool:
-    """Return whether the prompt with shortened texts is another one without the name of message
-    `index`.
+    """Return whether the prompt changes when message `index` loses its name.
+
+    The comparison is with shortened texts.
     """
     messages = [_abridged(message) for message in conversation.messages]
     short = msgspec.structs.replace(
@@ -308,10 +301,16 @@ def _writes_name(conversation: Conversation, index: int, served: ServedModel) ->
 def _abridged(message: Message) -> Message:
     """Return the message with texts shortened to a few characters and the structure unchanged."""
     calls = tuple(msgspec.structs.replace(call, arguments="{}") for call in message.tool_calls)
-    reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
-    content, preamble = message.content[:_ABRIDGED_CHARS], message.preamble[:_ABRIDGED_CHARS]
-    short = msgspec.structs.replace(message, content=content, preamble=preamble)
-    return msgspec.structs.replace(short, reasoning=reasoning, tool_calls=calls)
+    reasoning = message.reasoning
+    if reasoning is not None:
+        reasoning = reasoning[:_ABRIDGED_CHARS]
+    return msgspec.structs.replace(
+        message,
+        content=message.content[:_ABRIDGED_CHARS],
+        preamble=message.preamble[:_ABRIDGED_CHARS],
+        reasoning=reasoning,
+        tool_calls=calls,
+    )
 
 
 # --- constraints on the output --------------------------------------------------------------------
@@ -333,7 +332,9 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
     """
     choice = options.tool_choice
     known = {tool.name for tool in tools}
-    wanted = (choice.name,) if choice.mode == "named" else choice.allowed or ()
+    wanted = choice.allowed or ()
+    if choice.mode == "named":
+        wanted = (choice.name,)
     for name in wanted:
         if name not in known:
             raise InvalidRequest(
@@ -343,11 +344,9 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
             )
     if choice.mode == "none":
         return ()
-    visible = (
-        tools
-        if choice.allowed is None
-        else tuple(tool for tool in tools if tool.name in choice.allowed)
-    )
+    visible = tools
+    if choice.allowed is not None:
+        visible = tuple(tool for tool in tools if tool.name in choice.allowed)
     if choice.mode == "required" and not visible:
         raise InvalidRequest(
             f"{options.name('tool_choice')} requires a call, but there are no tools",
@@ -378,11 +377,10 @@ def _constraints_of(
     if choice.mode == "named":
         tools = tuple(tool for tool in tools if tool.name == choice.name)
     if choice.mode in ("named", "required"):
-        call = (
-            _one_call(tools[0], options, served)
-            if len(tools) == 1
-            else _some_call(tools, options, served)
-        )
+        if len(tools) == 1:
+            call = _one_call(tools[0], options, served)
+        else:
+            call = _some_call(tools, options, served)
         return call._replace(field=options.name("tool_choice"))
     answer = None
     if options.output_format is not None:
@@ -394,7 +392,9 @@ def _constraints_of(
     is_strict = any(tool.name not in builtins for tool in strict_tools)
     is_unenforced = any(tool.name in builtins and not tool.is_text for tool in strict_tools)
     can_be_guided = "guided" not in served.card.unsupported_features
-    begun = served.renderer.call_header(None) if is_strict and can_be_guided else None
+    begun = None
+    if is_strict and can_be_guided:
+        begun = served.renderer.call_header(None)
     if begun is not None:
         strict = _strict_call(functions, begun, options, served)
         unfinished = () if answer is None else answer.unfinished_ids
@@ -420,12 +420,13 @@ def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOu
 
 
 def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
-    """Force the header of one call, and constrain its arguments to the tool's schema, strict or
-    not.
+    """Force the header of one call, and constrain its arguments to the tool's schema.
 
-    Without a constraint, a model that would not have called the tool may continue with prose.
+    This is done for tools that are not strict, too. Without a constraint, a model that would not
+    have called the tool may continue with prose.
     """
-    requested, is_strict = options.sampling, tool.name in options.strict_tools
+    requested = options.sampling
+    is_strict = tool.name in options.strict_tools
     header = _call_header(tool, options, served)
     if _is_written_as_text(tool, served):
         return Constraints(forced_ids=header)
@@ -433,7 +434,8 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     if is_strict and can_be_guided:
         _check_guidable(options, "tool_choice", served)
     if not can_be_guided or requested.ignore_eos or requested.min_tokens:
-        return Constraints(forced_ids=header, ignored=(_STRICT,) if is_strict else ())
+        ignored = (_STRICT,) if is_strict else ()
+        return Constraints(forced_ids=header, ignored=ignored)
     guided = StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
     return Constraints(forced_ids=header, guided=guided)
 
@@ -448,7 +450,7 @@ def _some_call(
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
     if served.renderer.builtin_tools(tools):
-        # the headers of its tools and of functions have no more in common
+        # The headers of its tools and of functions have no more in common.
         forced_ids = forced_ids[:1]
     alternatives = tuple(_alternatives(tools, forced_ids, options, served))
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
@@ -457,21 +459,20 @@ def _some_call(
 def _strict_call(
     tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
 ) -> StructuredOutput:
-    """Let the model decide about calls, and constrain a call to the schemas once the model has
-    begun it.
+    """Let the model decide about calls, and constrain a call once the model has begun it.
 
     `begun` is the header of a call up to the name. Tools that are not strict take any object.
     """
     _check_guidable(options, "tools", served)
     begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
-    alternatives = tuple(
-        msgspec.structs.replace(
-            each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT
-        )
-        for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
-    )
+    alternatives = []
+    formats = _alternatives(tools, begun, options, served)
+    for tool, output_format in zip(tools, formats, strict=True):
+        if tool.name not in options.strict_tools:
+            output_format = msgspec.structs.replace(output_format, json_schema=ANY_OBJECT)
+        alternatives.append(output_format)
     return StructuredOutput(
-        alternatives=alternatives,
+        alternatives=tuple(alternatives),
         trigger=served.renderer.decode(begun),
         trigger_ids=begun,
     )
@@ -522,7 +523,8 @@ def _formatted_answer(
     """
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
-    stops, forms = served.renderer.stop_token_ids, [output_format]
+    stops = served.renderer.stop_token_ids
+    forms = [output_format]
     if tools and served.renderer.call_header(None) is not None:
         stops = tuple(stop for stop in stops if stop not in served.renderer.call_stop_token_ids)
     elif tools:
@@ -531,7 +533,8 @@ def _formatted_answer(
         # The last token is forced: models also write "final <|constrain|>json", which would bypass
         # the trigger.
         last = served.renderer.decode(ids[-1:])
-        header, ids = header.removesuffix(last), ids[:-1]
+        header = header.removesuffix(last)
+        ids = ids[:-1]
         forms[0] = msgspec.structs.replace(output_format, prefix=last)
     return StructuredOutput(
         alternatives=tuple(forms),
@@ -549,27 +552,23 @@ def _calls_as_text(
     if opening is None:
         name = options.name("response_format")
         reject(name, served.card, "its output format cannot combine it with tool calls")
-    return [
-        OutputFormat(prefix=opening, json_schema=json.dumps(_call_schema(tool))) for tool in tools
-    ]
+    schemas = [json.dumps(_call_schema(tool)) for tool in tools]
+    return [OutputFormat(prefix=opening, json_schema=schema) for schema in schemas]
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a call as an object with name and arguments."""
     properties = {"name": {"const": tool.name}, "arguments": json.loads(_schema(tool))}
-    required = list(properties)
     return {
         "type": "object",
         "properties": properties,
-        "required": required,
+        "required": list(properties),
         "additionalProperties": False,
     }
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
-    """Reject guided output if the engine lacks it, or if a sampling field demands tokens after its
-    end.
-    """
+    """Reject guided output if the engine lacks it, or if a field demands tokens after its end."""
     name = options.name(field)
     if "guided" in served.card.unsupported_features:
         reject(name, served.card, "its engine does not support guided decoding")

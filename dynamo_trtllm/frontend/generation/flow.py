@@ -66,7 +66,7 @@ class _Attempt:
     request: GenerateRequest  # the decode call, once there is one
     tried: frozenset[int]  # decode instances
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # of a suspect, until this attempt has returned as many: see `suspects`; else 0
+    # Tokens after which the call of a suspect has settled (see `suspects`); 0 once it has.
     num_unsettled_tokens: int
     passes_tokens: bool = False  # it has begun and settled, so its tokens only have to be passed on
     reservation_id: str | None = None  # of a decode slot that may be reserved
@@ -76,7 +76,8 @@ class _Attempt:
 
     @property
     def pair(self) -> Pair:
-        return (None if self.prefill is None else self.prefill.id), self.decode.id
+        prefill_id = None if self.prefill is None else self.prefill.id
+        return prefill_id, self.decode.id
 
 
 class GenerationFlow:
@@ -88,10 +89,9 @@ class GenerationFlow:
     WAITING    other workers, or its limit    the first one of an attempt
     RESERVING  a decode slot                  PREFILL
     PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
-    DECODE     tokens                         ENDED with the last one; DECODE if the worker does not
-    take the call and
-                                              another one can fetch the KV; CHECKING if it could not
-                                              fetch the KV
+    DECODE     tokens                         ENDED with the last one; DECODE if the worker does
+                                              not take the call and another one can fetch the
+                                              KV; CHECKING if it could not fetch the KV
     CHECKING   whether the prefill worker     as after an error of the worker that failed
                has died
     ENDED      nothing
@@ -138,9 +138,9 @@ class GenerationFlow:
         self._num_transfer_failures = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._has_waited = False  # the time limit of the wait for other workers has passed
-        # see `suspects`: the last call had hardly begun when its worker died
+        # The last call had hardly begun when its worker died: see `suspects`.
         self.is_prime_suspect = False
-        # as a prime suspect, it waits for workers that run no other suspect
+        # As a prime suspect, it waits for workers that run no other suspect.
         self.awaits_turn = False
 
     def on(self, event: FlowEvent) -> StreamEvent | None:
@@ -234,26 +234,32 @@ class GenerationFlow:
         All instances may have failed because of the network. Each pause before they are tried again
         is twice the one before; their sum is `hold_s`.
         """
-        retries, hold_s = self._options.retries, self._options.hold_s
+        retries = self._options.retries
+        hold_s = self._options.hold_s
         if self.awaits_turn:
             return hold_s
         if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
         if not self._excluded:
             return hold_s
-        return (
-            None if self._num_rounds >= retries else hold_s * 2**self._num_rounds / (2**retries - 1)
-        )
+        if self._num_rounds >= retries:
+            return None
+        pause_s: float = hold_s * 2**self._num_rounds / (2**retries - 1)
+        return pause_s
 
     # --- calls ------------------------------------------------------------------------------------
 
     def _begin_attempt(self, selection: WorkerSelection) -> None:
-        prefill, decode, request = selection.prefill, selection.decode, self._remaining()
+        prefill = selection.prefill
+        decode = selection.decode
+        request = self._remaining()
         self._num_attempts += 1
         self._has_waited = False
-        self._trace.prefill_instance = self._trace.decode_instance = None
-        self._trace.prefill_stats = self._trace.decode_stats = None
-        attempt = self._attempt = _Attempt(
+        self._trace.prefill_instance = None
+        self._trace.decode_instance = None
+        self._trace.prefill_stats = None
+        self._trace.decode_stats = None
+        attempt = _Attempt(
             prefill,
             decode,
             worker=decode,
@@ -262,6 +268,7 @@ class GenerationFlow:
             num_sent_before=len(self._sent_ids),
             num_unsettled_tokens=self._trace.suspicion.num_unsettled_tokens(),
         )
+        self._attempt = attempt
         if prefill is None:
             self._call_decode(attempt)
         elif decode.strategy != "decode_first":
@@ -273,10 +280,12 @@ class GenerationFlow:
 
     def _remaining(self) -> GenerateRequest:
         """Return the request of the next attempt, without the tokens that were sent."""
-        sampling, num_sent = self.request.sampling, len(self._sent_ids)
+        sampling = self.request.sampling
+        num_sent = len(self._sent_ids)
         if num_sent == 0:
             return self.request
-        most, least = sampling.max_tokens - num_sent, max(0, sampling.min_tokens - num_sent)
+        most = sampling.max_tokens - num_sent
+        least = max(0, sampling.min_tokens - num_sent)
         rest = msgspec.structs.replace(
             sampling, max_tokens=most, min_tokens=least, prompt_logprobs=None
         )
@@ -291,14 +300,15 @@ class GenerationFlow:
         attempt = self._attempt
         assert attempt is not None
         assert attempt.prefill is not None
-        self.state, attempt.worker = State.PREFILL, attempt.prefill
+        self.state = State.PREFILL
+        attempt.worker = attempt.prefill
         self._trace.prefill_instance = attempt.prefill.id
-        self._driver.call_worker(
-            attempt.prefill, msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)
-        )
+        request = msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)
+        self._driver.call_worker(attempt.prefill, request)
 
     def _call_decode(self, attempt: _Attempt) -> None:
-        self.state, attempt.worker = State.DECODE, attempt.decode
+        self.state = State.DECODE
+        attempt.worker = attempt.decode
         self._trace.decode_instance = attempt.decode.id
         self._driver.call_worker(attempt.decode, attempt.request)
 
@@ -325,7 +335,9 @@ class GenerationFlow:
         if chunk.finish_reason is None:
             return None
         attempt.params = chunk.kv_params
-        if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
+        announces_kv = chunk.finish_reason is FinishReason.KV_TRANSFER
+        has_kv = chunk.kv_params is not None
+        if announces_kv != has_kv:
             text = (
                 f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters;"
                 " restart it"
@@ -372,7 +384,8 @@ class GenerationFlow:
         # The other instance fetches the same KV, without a slot.
         self._driver.record_failure(attempt.decode, error, f"using {other.id:x}")
         self._free_slot(attempt)
-        attempt.decode, attempt.tried = other, attempt.tried | {other.id}
+        attempt.decode = other
+        attempt.tried = attempt.tried | {other.id}
         attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
         self._call_decode(attempt)
         return None
@@ -403,7 +416,7 @@ class GenerationFlow:
             self._avoid = self._trace.prefill_instance
         else:
             self._excluded.add(attempt.worker.id)
-        # only the end of the stream was lost
+        # If all tokens were sent, only the end of the stream was lost.
         if len(self._sent_ids) >= self.request.sampling.max_tokens:
             return self._end(Chunk(finish_reason=FinishReason.LENGTH))
         return self._select()
@@ -432,19 +445,20 @@ class GenerationFlow:
             return error
         counts = not is_not_accepted(error)
         if not self._sent_ids:
-            self._trace.retries += counts
-            self._num_transfer_failures += isinstance(error, errors.KvTransferError)
-            return (
-                error
-                if self._trace.retries > self._options.retries or self._num_transfer_failures > 1
-                else None
-            )
+            if counts:
+                self._trace.retries += 1
+            if isinstance(error, errors.KvTransferError):
+                self._num_transfer_failures += 1
+            if self._trace.retries > self._options.retries or self._num_transfer_failures > 1:
+                return error
+            return None
         history = _token_dependence(self.request.sampling)
         if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
             return _migration_failed(
                 error, f"its engine cannot resume {history}; retry, or send the request without"
             )
-        self._trace.migrations += counts
+        if counts:
+            self._trace.migrations += 1
         return error if self._trace.migrations > self._options.migrations else None
 
     def _start_kv_collection(self) -> bool:
@@ -476,19 +490,23 @@ class GenerationFlow:
             self._free_kv(attempt, ReleaseOutcome.ABORTED)  # the call may never have arrived
 
     def _free_slot(self, attempt: _Attempt) -> None:
-        reservation_id, attempt.reservation_id = attempt.reservation_id, None
+        reservation_id = attempt.reservation_id
+        attempt.reservation_id = None
         if reservation_id is not None:
             self._driver.send_control(attempt.decode, ReleaseSlot(reservation_id))
 
     def _free_kv(self, attempt: _Attempt, outcome: ReleaseOutcome) -> None:
-        params, attempt.params = attempt.params, None
+        params = attempt.params
+        attempt.params = None
         if attempt.prefill is not None and params is not None:
             self._driver.send_control(attempt.prefill, ReleaseKv(params.transfer_id, outcome))
 
     def _end(self, event: StreamEvent | None = None) -> StreamEvent | None:
         # The driver refers to this flow, and an error to frames. If the flow referred to them, the
         # cycle would keep the request.
-        self.state, self._attempt, self._error = State.ENDED, None, None
+        self.state = State.ENDED
+        self._attempt = None
+        self._error = None
         del self._driver
         return event
 
@@ -499,14 +517,17 @@ def is_not_accepted(error: DynamoError) -> bool:
 
 
 def _token_dependence(sampling: Sampling) -> str | None:
-    """Return which sampling field needs state beyond the tokens so far, as text for people; None if
-    no field does.
+    """Return which sampling field needs state beyond the tokens so far; None if none does.
+
+    It is a text for people.
     """
     if sampling.guided is not None:
         return "structured output"
     if sampling.frequency_penalty or sampling.presence_penalty:
         return "penalties of output tokens"
-    return "seeded sampling" if sampling.seed is not None and sampling.temperature > 0 else None
+    if sampling.seed is not None and sampling.temperature > 0:
+        return "seeded sampling"
+    return None
 
 
 def _migration_failed(error: DynamoError, why: str) -> errors.MigrationFailed:

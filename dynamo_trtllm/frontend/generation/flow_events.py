@@ -1,6 +1,4 @@
-"""Define the events of `flow.GenerationFlow`, the driver that it calls, and the values that both
-sides share.
-"""
+"""Define the events of `flow.GenerationFlow`, its driver, and the values that both share."""
 
 from __future__ import annotations
 
@@ -66,8 +64,9 @@ class FlowDriver(Protocol):
         """Return another decode instance for the same KV; None if there is none."""
 
     def wait_for_workers(self, limit_s: float) -> None:
-        """Wait for a change of the workers, at most `limit_s` seconds after the first selection of
-        the attempt.
+        """Wait for a change of the workers.
+
+        The wait ends at most `limit_s` seconds after the first selection of the attempt.
         """
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
@@ -80,8 +79,7 @@ class FlowDriver(Protocol):
         """Start a call."""
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
-        """Have the KV of a cancelled request fetched after the flow has ended: nothing else frees
-        it.
+        """Have the KV of a cancelled request fetched after the end: nothing else frees it.
 
         Args:
             prefill: the worker that holds it, or may hold it soon.
@@ -106,9 +104,7 @@ class FlowDriver(Protocol):
         """
 
     def record_settled(self) -> None:
-        """Record that the call of a suspect returned enough tokens for other suspects to be tried
-        on its worker.
-        """
+        """Record that a suspect has settled: others may be tried on its worker."""
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         """Record that a call failed.
@@ -137,7 +133,7 @@ class RouteTrace:
     first_s: float | None = None  # when the first tokens arrived, of `time.monotonic()`
     last_s: float = 0.0  # when the newest ones arrived
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
-    # when the last attempt began, and the time to its first tokens
+    # When the last attempt began, and the expected time to its first tokens.
     expected: tuple[float, Prediction] | None = None
 
 
@@ -148,12 +144,12 @@ class PipelineOptions:
     Calls that a worker did not accept do not count as retries or migrations.
     """
 
-    # of a request before its first token was sent; also how often all workers are tried again
+    # Of a request before its first token was sent; also how often all workers are tried again.
     retries: int = 3
     migrations: int = 3  # of a request after its first token was sent
     hold_s: float = 0.0  # longest wait for a role that has no instance
     selects_at_random: bool = False  # instead of round robin, if nothing else selects
-    # without a prefill worker, decode workers run aggregated requests
+    # Without a prefill worker, decode workers run aggregated requests.
     decode_fallback: bool = False
     # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when
     # the breaker's open time is over.

@@ -1,5 +1,6 @@
-"""Find the groups of nodes of a directed graph that refer to each other, without recursion and in
-linear time.
+"""Find the groups of nodes of a directed graph that refer to each other.
+
+All functions take linear time and no recursion.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ Graph: TypeAlias = Mapping[Any, Sequence[Any]]
 
 
 def components(graph: Graph) -> Iterator[list[Any]]:
-    """Yield the strongly connected components of a graph, each after those that it refers to
-    (Tarjan's algorithm).
+    """Yield the strongly connected components of a graph (Tarjan's algorithm).
+
+    A component comes after those that it refers to.
     """
     number: dict[Any, int] = {}  # of each node that was reached, in this order
     lowest: dict[Any, int] = {}  # by node: the smallest number of the pending nodes that it reaches
@@ -79,18 +81,20 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
         component_of |= dict.fromkeys(component, number)
     descents: dict[Any, int] = {}  # by node: the most nodes on a descent within its component
     for node in reversed(list(children)):
-        inner = [
-            descents[child] for child in children[node] if component_of[child] == component_of[node]
-        ]
+        own = component_of[node]
+        inner = [descents[child] for child in children[node] if component_of[child] == own]
         descents[node] = 1 + max(inner, default=0)
     beginnings = set(references.values())
     lengths: list[int] = []  # of the longest path from each component
     for number, component in enumerate(ordered):
-        others = {component_of[other] for node in component for other in graph[node]} - {number}
+        others: set[int] = set()
+        for node in component:
+            others.update(component_of[other] for other in graph[node])
+        others.discard(number)
         below = max((lengths[other] for other in others), default=0)
+        inside = sum(descents[node] for node in component if node in beginnings)
         # Without a cycle, a component is one node.
-        inside = sum(descents[node] for node in component if node in beginnings) or 1
-        lengths.append(below + inside)
+        lengths.append(below + max(1, inside))
     return max(lengths, default=0)
 
 

@@ -245,15 +245,17 @@ def _multiple(node: Mapping[str, Any]) -> Fraction | None:
 
 
 def _resolved(schema: Any, reference: str) -> Any:
-    """Return the value to which a JSON pointer refers; None if there is none, which the engine
-    rejects.
+    """Return the value to which a JSON pointer refers.
+
+    Return None if there is none, which the engine rejects.
     """
     if not reference.startswith("#"):
         return None
     value = schema
     for part in reference[1:].split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and key.isdecimal() and len(key) < 6 and int(key) < len(value):
+        is_index = key.isdecimal() and len(key) < 6
+        if isinstance(value, list) and is_index and int(key) < len(value):
             value = value[int(key)]
         elif isinstance(value, dict):
             value = value.get(key)

@@ -1,5 +1,6 @@
-"""Count what regular expressions and grammars use of the limits, in linear time and without
-recursion.
+"""Count what regular expressions and grammars use of the limits.
+
+All functions take linear time and no recursion.
 
 Syntax errors are left to the engine. If the syntax is not valid, the counts have no meaning.
 Reading a grammar ends where its groups are nested more deeply than a format may nest them.
@@ -23,7 +24,7 @@ class RegexSyntax(NamedTuple):
     depth: int  # of nested groups
     size: int  # number of characters and classes after repetitions are written out
     quantifiers: int
-    # blanks and comments have no meaning, and what is in them is counted all the same
+    # Blanks and comments have no meaning, and what is in them is counted all the same.
     is_verbose: bool
 
 
@@ -31,9 +32,9 @@ class RuleSyntax:
     """The right sides of a rule, over all its definitions."""
 
     def __init__(self) -> None:
-        # size of texts, classes and regular expressions after repetitions are written out
+        # Size of texts, classes and regular expressions after repetitions are written out.
         self.size = 0
-        # names of rules, each with the number of times that it is used
+        # Names of rules with the number of times that they are used.
         self.uses: dict[str, int] = {}
 
 
@@ -72,7 +73,8 @@ def read_regex(text: str) -> RegexSyntax:
     """Return what a regular expression uses of the limits."""
     sizes = [0]  # of the open groups
     last = 0  # size of the last atom, which a quantifier repeats
-    depth = quantifiers = 0
+    depth = 0
+    quantifiers = 0
     is_class = False
     for token in _REGEX_TOKEN.finditer(text):
         char = token.group()
@@ -90,7 +92,8 @@ def read_regex(text: str) -> RegexSyntax:
             last = sizes.pop()
             sizes[-1] += last
         elif char in ("*", "+", "?", "|"):
-            quantifiers += char != "|"
+            if char != "|":
+                quantifiers += 1
         elif token.lastgroup == "repeat":
             quantifiers += 1
             times = max(_number(token["least"]), _number(token["most"]))
@@ -136,12 +139,15 @@ _RULE_NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def grammar_modes(text: str) -> tuple[Mode, ...]:
-    """Return the syntaxes in which an engine may read a grammar. llguidance and vLLM use different
-    rules for that.
+    """Return the syntaxes in which an engine may read a grammar.
+
+    llguidance and vLLM use different rules for that.
     """
     if "::=" not in text:
         return (Mode.LARK,)
-    return (Mode.EBNF, Mode.LARK) if _IS_LARK.search(text) else (Mode.EBNF,)
+    if _IS_LARK.search(text):
+        return (Mode.EBNF, Mode.LARK)
+    return (Mode.EBNF,)
 
 
 class _Atom:
@@ -167,7 +173,10 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
     braces = 0  # number of open braces, which may contain rules
     position = 0
     tokens = _TOKENS[mode]
-    while grammar.depth <= MOST_GROUPS and (token := tokens.search(text, position)):
+    while grammar.depth <= MOST_GROUPS:
+        token = tokens.search(text, position)
+        if token is None:
+            break
         position = token.end()
         kind = token.lastgroup
         found = token.group()
@@ -196,7 +205,10 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
             groups[-1].add(last, max(0, times - 1))
             last = _Atom()
         elif kind in ("text", "set", "regex", "name"):
-            last = _Atom(name=found) if kind == "name" else _Atom(size=_size(kind, found, grammar))
+            if kind == "name":
+                last = _Atom(name=found)
+            else:
+                last = _Atom(size=_size(kind, found, grammar))
             groups[-1].add(last)
     _end_rule(rule, groups)
     return grammar

@@ -187,11 +187,12 @@ class KvCollection:
 
     def _fetch(self, kv_params: KvTransferParams) -> None:
         """Call the decode worker only for the fetch, after all requests if it knows priorities."""
+        knows_priorities = "priority" in self._decode.supported_features
         call = collecting_call(
             self._request,
             kv_params,
             deadline=time.time() + COLLECTION_S,
-            priority=_LAST if "priority" in self._decode.supported_features else 0,
+            priority=_LAST if knows_priorities else 0,
         )
         plane = self._collector.plane
         self._kv_params = kv_params

@@ -68,7 +68,7 @@ from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, un
 log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
-# expiry of a slot, in case this frontend dies; a decode call without a slot is queued
+# Expiry of a slot, in case this frontend dies. A decode call without a slot is queued.
 _RESERVED_S = 60.0
 # Overloaded workers can make thousands of calls fail in a second. So many lines are written in each
 # period, in seconds; the others are counted.
@@ -134,11 +134,9 @@ class Pipeline:
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one, or a random number."""
-        return (
-            random.getrandbits(30)
-            if self.options.selects_at_random
-            else next(self._round_robin[model])
-        )
+        if self.options.selects_at_random:
+            return random.getrandbits(30)
+        return next(self._round_robin[model])
 
     def select(
         self,
@@ -172,8 +170,8 @@ class Pipeline:
         round_robin_index: int,
         avoid: int | None,
     ) -> WorkerSelection:
-        model, breakers, fallback = request.model, self.breakers, self.options.decode_fallback
-        view = self.view.model(model).excluding(ids)
+        breakers = self.breakers
+        view = self.view.model(request.model).excluding(ids)
         if self.placement is not None:
             best = self.placement.select(
                 view, PromptHashes(request), breakers, time.monotonic(), avoid=avoid
@@ -181,7 +179,12 @@ class Pipeline:
             if best is not None:
                 return best
         return select(
-            view, model, round_robin_index, breakers, avoid=avoid, decode_fallback=fallback
+            view,
+            request.model,
+            round_robin_index,
+            breakers,
+            avoid=avoid,
+            decode_fallback=self.options.decode_fallback,
         )
 
     def is_usable(
@@ -203,22 +206,24 @@ class Pipeline:
     def select_other_decode(
         self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
     ) -> Instance | None:
-        """Return an untried decode instance that can fetch this prefill instance's KV; None if
-        there is none.
+        """Return an untried decode instance that can fetch the KV of a prefill instance.
+
+        Return None if there is none.
         """
         self.update_breakers()
-        model, tried = (
-            prefill.card.name,
-            tried | incapable(self.view.model(prefill.card.name), request),
-        )
-        view = self.view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried)
+        model = prefill.card.name
+        unusable = tried | incapable(self.view.model(model), request)
+        unusable |= self._cooldown.ids(time.monotonic())
+        view = self.view.model(model).excluding(unusable)
         candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
         decodes = tuple(
-            each for each in candidates if not self.breakers.is_open((prefill.id, each.id))
+            decode for decode in candidates if not self.breakers.is_open((prefill.id, decode.id))
         )
         if self.placement is not None:
             return self.placement.select_decode(decodes, request)
-        return decodes[self.new_round_robin_index(model) % len(decodes)] if decodes else None
+        if not decodes:
+            return None
+        return decodes[self.new_round_robin_index(model) % len(decodes)]
 
     def update_breakers(self) -> None:
         """Update which pairs get no requests. Called before a pair is selected or probed."""
@@ -227,13 +232,13 @@ class Pipeline:
         while self._changes:
             change = self._changes.popleft()
             if change.is_added:
-                self.breakers.withhold(
-                    new_pairs(self.view.model(change.instance.card.name), change)
-                )
+                view = self.view.model(change.instance.card.name)
+                self.breakers.withhold(new_pairs(view, change))
 
     def record_unreachable(self, instance_id: int, error: DynamoError) -> None:
-        """Avoid an instance for a while if it did not accept a call, and mark its pairs as not
-        working.
+        """Avoid an instance for a while if it did not accept a call.
+
+        Its pairs count as not working.
         """
         now = time.monotonic()
         if is_not_accepted(error) or isinstance(error, WorkerDied):
@@ -303,16 +308,18 @@ class _RunningRequest(Stream):
         selection: WorkerSelection | None,
     ) -> None:
         super().__init__(on_event)
-        self._pipeline, self._trace = pipeline, trace
+        self._pipeline = pipeline
+        self._trace = trace
         self._flow = GenerationFlow(self, request, trace, pipeline.options, selection)
-        # of log lines: events come in the context of a transport
+        # The context of log lines: events come in the context of a transport.
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
         self._tracked = Call(trace.suspicion, self._flow.progress)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next three belong
         self._attempt_span = 0  # the index of its first span
-        self._begun_s, self._round_robin_index = 0.0, 0
+        self._begun_s = 0.0
+        self._round_robin_index = 0
         self._placed: PlacedRequest | None = None  # counts the request in the loads of its workers
         asyncio.get_running_loop().call_soon(self._on, Signal.START)
 
@@ -348,9 +355,11 @@ class _RunningRequest(Stream):
     def select(
         self, attempt: int, excluded: frozenset[int], avoid: int | None, is_last_resort: bool
     ) -> WorkerSelection | DynamoError:
-        request, placement = self._flow.request, self._pipeline.placement
+        request = self._flow.request
+        placement = self._pipeline.placement
         if attempt != self._attempt:
-            self._attempt, self._begun_s = attempt, time.monotonic()
+            self._attempt = attempt
+            self._begun_s = time.monotonic()
             self._enter_attempt()
             self._round_robin_index = self._pipeline.new_round_robin_index(request.model)
         self._end_placed()
@@ -362,23 +371,29 @@ class _RunningRequest(Stream):
                 self._pipeline.breakers.admit(self._pipeline.view.model(request.model))
             selection = self._select_workers(excluded, avoid)
         except DynamoError as exc:
-            # its frames refer to this stream, and the flow may keep the error
+            # Its frames refer to this stream, and the flow may keep the error.
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, time.monotonic())
-            expected = self._trace.expected = self._placed.expected
+            expected = self._placed.expected
+            self._trace.expected = expected
             if isinstance(selection, CostSelection):
-                values = *selection.recorded(), 0 if expected is None else expected[1].packed()
+                predicted = 0 if expected is None else expected[1].packed()
                 RECORDER.record(
-                    request.request_id, Recorded.PLACED_BY_COST, *values, reason=placement.mode
+                    request.request_id,
+                    Recorded.PLACED_BY_COST,
+                    *selection.recorded(),
+                    predicted,
+                    reason=placement.mode,
                 )
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
         RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
         return selection
 
     def _select_workers(self, excluded: frozenset[int], avoid: int | None) -> WorkerSelection:
-        """Select the workers of an attempt: those of the prompt's other choices if possible, or by
-        the router mode.
+        """Select the workers of an attempt.
+
+        They are those of the prompt's other choices if possible, else those of the router mode.
         """
         pipeline = self._pipeline
         suspicion = self._trace.suspicion
@@ -401,13 +416,17 @@ class _RunningRequest(Stream):
         return self._pipeline.select_other_decode(self._flow.request, prefill, tried)
 
     def wait_for_workers(self, limit_s: float) -> None:
-        pipeline, request = self._pipeline, self._flow.request
+        pipeline = self._pipeline
+        request = self._flow.request
         left_s = min(self._begun_s + limit_s - time.monotonic(), request.deadline - time.time())
         if left_s <= 0:
             asyncio.get_running_loop().call_soon(self._on, Signal.WAIT_TIMED_OUT)
             return
         pair = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
-        RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS, pair[0] or 0, pair[1])
+        prefill_id, decode_id = pair
+        RECORDER.record(
+            request.request_id, Recorded.WAITING_FOR_WORKERS, prefill_id or 0, decode_id
+        )
         self._run(_wait(pipeline.view.changed, left_s))
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
@@ -434,7 +453,8 @@ class _RunningRequest(Stream):
         self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
-        call, self._call = self._call, None
+        call = self._call
+        self._call = None
         self._pipeline.kv_collector.collect(call, prefill, decode, request)
 
     def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
@@ -532,7 +552,8 @@ class _RunningRequest(Stream):
         self._on(answer)
 
     async def _reserve(self, decode: Instance, reservation_id: str) -> Signal:
-        deadline, now = self._flow.request.deadline, time.time()
+        deadline = self._flow.request.deadline
+        now = time.time()
         if deadline <= now:
             raise DeadlineExceeded(
                 "the request's deadline passed before a decode slot was reserved"

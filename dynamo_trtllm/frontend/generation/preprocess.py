@@ -43,9 +43,9 @@ from dynamo_trtllm.tokenization.base import (
 B = TypeVar("B", bound=SamplingFields)
 
 MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
-# of all choices together: with n = 128, a response could be 128 times its request
+# Of all choices together: with n = 128, a response could be 128 times its request.
 _MAX_ECHO_CHARS = 8 << 20
-# of all choices together: the response has several numbers and texts per token
+# Of all choices together: the response has several numbers and texts per token.
 _MAX_SCORED_TOKENS = 64 << 10
 _SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
@@ -67,25 +67,27 @@ class ChoiceRequest:
     echo_logprobs: int | None = None
     # alternatives of the prompt's tokens in a field of their own; None: no field
     prompt_logprobs: int | None = None
-    # the client wants no generated token, but the engine generates one
+    # The client wants no generated token, but the engine generates one.
     is_prompt_only: bool = False
     # internal field name to the API's name, for errors
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
-        """True if a chunk without a finish reason needs nothing but parsing: its text never ends
-        the choice.
+        """True if a chunk without a finish reason needs nothing but parsing.
+
+        Its text never ends the choice.
         """
-        options, sampling = self.options, self.request.sampling
-        is_bounded = options.stop or not options.parallel_tool_calls or self.is_prompt_only
-        is_special = (
-            options.returns_token_ids
-            or not options.shows_reasoning
-            or sampling.logprobs is not None
+        options = self.options
+        may_end_early = bool(options.stop) or not options.parallel_tool_calls
+        has_logprobs = (
+            self.request.sampling.logprobs is not None or self.prompt_logprobs is not None
         )
-        is_special = is_special or options.output_format is not None
-        return not (is_bounded or is_special or self.prompt_logprobs is not None)
+        is_changed = options.returns_token_ids or not options.shows_reasoning
+        is_formatted = options.output_format is not None
+        return not (
+            may_end_early or self.is_prompt_only or has_logprobs or is_changed or is_formatted
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +112,17 @@ def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) 
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
     """
-    conversation, options = chat_conversation(body), chat_options(body, served.card)
+    conversation = chat_conversation(body)
+    options = chat_options(body, served.card)
     plan = prepare_conversation(conversation, options, served, call)
-    ignored = [
-        body.template_arg_path(name)
-        for name in body.template_args
-        if name not in served.renderer.variables
-    ]
+    known = served.renderer.variables
+    ignored = [body.template_arg_path(name) for name in body.template_args if name not in known]
     if not body.skip_special_tokens and served.card.renderer == "harmony":
-        # the format uses all its special tokens as markers, none is text
+        # The format uses all its special tokens as markers, none is text.
         ignored.append("skip_special_tokens")
-    return replace(plan, ignored=(*plan.ignored, *ignored)) if ignored else plan
+    if not ignored:
+        return plan
+    return replace(plan, ignored=(*plan.ignored, *ignored))
 
 
 def prepare_conversation(
@@ -133,10 +135,12 @@ def prepare_conversation(
 
     `conversation.tools` are all tools of the request. Raises as `prepare_chat`.
     """
-    renderer, requested = served.renderer, options.sampling
+    renderer = served.renderer
+    requested = options.sampling
     reject_unsupported(options, call.cache_salt, served.card)
     prompt = conversation_prompt(conversation, options, served)
-    ids, (forced_ids, guided, guided_by, ignored) = prompt.ids, prompt.constraints
+    ids = prompt.ids
+    constraints = prompt.constraints
     if not ids:
         raise InvalidRequest(
             "the model's chat template makes an empty prompt of the messages; send text",
@@ -144,23 +148,25 @@ def prepare_conversation(
         )
     if requested.prompt_logprobs is not None:
         _check_scored(len(ids), requested.prompt_logprobs, "prompt_logprobs")
-    sampling = _sampling(
-        requested,
-        _output_budget(requested.max_tokens or None, len(ids), served, options),
-        served,
-        options,
-    )
-    stops = () if requested.ignore_eos else renderer.stop_token_ids
+    # A limit of 0 means as many tokens as the context allows.
+    wanted = requested.max_tokens if requested.max_tokens else None
+    budget = _output_budget(wanted, len(ids), served, options)
+    stops = dict.fromkeys(requested.stop_token_ids)
+    if not requested.ignore_eos:
+        stops |= dict.fromkeys(renderer.stop_token_ids)
     sampling = msgspec.structs.replace(
-        sampling,
-        guided=guided,
-        stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *stops))),
+        _sampling(requested, budget, served, options),
+        guided=constraints.guided,
+        stop_token_ids=tuple(stops),
     )
-    # all choices have the same prompt
+    # All choices have the same prompt, so the first one alone has its log-probabilities.
     unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
-    calls = [(ids, sampling), *[(ids, unscored)] * (options.n - 1)]
+    calls = [(ids, sampling)]
+    calls += [(ids, unscored)] * (options.n - 1)
     hidden = _no_text_ids(sampling, served, options)
-    make_parser = functools.partial(renderer.chat_parser, forced_ids=forced_ids, hidden=hidden)
+    make_parser = functools.partial(
+        renderer.chat_parser, forced_ids=constraints.forced_ids, hidden=hidden
+    )
     choices = tuple(
         ChoiceRequest(
             request=request,
@@ -169,24 +175,23 @@ def prepare_conversation(
             options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,
-            names={**options.names, "guided": guided_by},
+            names={**options.names, "guided": constraints.field},
             prompt_logprobs=request.sampling.prompt_logprobs,
         )
         for request in _requests(calls, call)
     )
+    ignored = constraints.ignored
     if prompt.drops_names:
         ignored = (*ignored, "name")
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n, ignored=ignored)
 
 
 class ConversationPrompt(NamedTuple):
-    """The prompt of a conversation, how its output is constrained, and whether names have no place
-    in it.
-    """
+    """The prompt of a conversation, and how its output is constrained."""
 
     ids: TokenIds
     constraints: Constraints
-    drops_names: bool
+    drops_names: bool  # the prompt would be the same without the name of a message
 
 
 def conversation_prompt(
@@ -197,8 +202,9 @@ def conversation_prompt(
     The beginning of the output, if it is forced, is a part of the prompt. Raises as `prepare_chat`.
     """
     tools = visible_tools(conversation.tools, options)
-    schema = options.output_format.json_schema if options.output_format is not None else ""
-    schema = schema if schema != ANY_OBJECT else ""
+    schema = ""
+    if options.output_format is not None and options.output_format.json_schema != ANY_OBJECT:
+        schema = options.output_format.json_schema
     shown = msgspec.structs.replace(conversation, tools=tools, answer_schema=schema)
     prompt = render_prompt(shown, served, options)
     constraints = constraints_of(tools, options, served)
@@ -212,30 +218,11 @@ def prepare_text(
     body: CompletionRequest, served: ServedModel, call: GenerateRequest
 ) -> GenerationPlan:
     """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
-    requested, renderer = (
-        sampling_of(body, served.card, body.max_tokens, body.logprobs),
-        served.renderer,
-    )
-    formats = body.output_formats()
-    options = GenerationOptions(
-        sampling=requested,
-        stop=tuple(body.stop),
-        output_format=next(iter(formats.values()), None),
-        returns_token_ids=body.return_token_ids,
-        names={"messages": "prompt"} | format_names(formats),
-        skip_special_tokens=body.skip_special_tokens,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-    )
+    requested = sampling_of(body, served.card, body.max_tokens, body.logprobs)
+    options = _text_options(body, requested)
     reject_unsupported(options, call.cache_salt, served.card)
-    selects_best = body.candidates > body.n
-    if selects_best and "logprobs" in served.card.unsupported_features:
-        reject(
-            "best_of",
-            served.card,
-            "its engine does not return the log-probabilities that best_of needs",
-        )
-    if selects_best and requested.logprobs is None:
-        requested = msgspec.structs.replace(requested, logprobs=0)
+    if body.candidates > body.n:
+        requested = _scored(requested, served)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     whole = [_prompt_ids(prompt, served) for prompt in body.prompt]
     prompts = [_truncated(ids, wanted, served, options) for ids in whole]
@@ -246,29 +233,19 @@ def prepare_text(
     )
     calls = []
     for ids in prompts:
-        most = (
-            wanted
-            if body.max_tokens is not None
-            else max(1, min(wanted, served.card.context_length - len(ids)))
-        )
+        most = wanted
+        if body.max_tokens is None:
+            # The default is lowered to what the prompt leaves of the context.
+            most = max(1, min(wanted, served.card.context_length - len(ids)))
         budget = _output_budget(most, len(ids), served, options)
         calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
-    texts = [""] * len(prompts)
-    if body.echo:
-        texts = [_echo(*each, served) for each in zip(body.prompt, whole, prompts, strict=True)]
-    if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
-        raise InvalidRequest(
-            f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are"
-            " allowed, lower n",
-            field="echo",
-        )
+    echoes = _echoes(body, whole, prompts, served)
     hidden = _no_text_ids(requested, served, options)
-    echoes = [text for text in texts for _ in range(body.candidates)]
     choices = tuple(
         ChoiceRequest(
             request=request,
-            renderer=renderer,
-            make_parser=functools.partial(renderer.text_parser, hidden),
+            renderer=served.renderer,
+            make_parser=functools.partial(served.renderer.text_parser, hidden),
             options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=False,
@@ -284,6 +261,65 @@ def prepare_text(
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
 
+def _text_options(body: CompletionRequest, requested: Sampling) -> GenerationOptions:
+    formats = body.output_formats()
+    return GenerationOptions(
+        sampling=requested,
+        stop=tuple(body.stop),
+        output_format=next(iter(formats.values()), None),
+        returns_token_ids=body.return_token_ids,
+        names={"messages": "prompt"} | format_names(formats),
+        skip_special_tokens=body.skip_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+
+
+def _scored(requested: Sampling, served: ServedModel) -> Sampling:
+    """Return the sampling with log-probabilities, by which `best_of` ranks the candidates.
+
+    Raises UnsupportedParameter if the engine does not return them.
+    """
+    if "logprobs" in served.card.unsupported_features:
+        reject(
+            "best_of",
+            served.card,
+            "its engine does not return the log-probabilities that best_of needs",
+        )
+    if requested.logprobs is not None:
+        return requested
+    return msgspec.structs.replace(requested, logprobs=0)
+
+
+def _echoes(
+    body: CompletionRequest,
+    whole: Sequence[TokenIds],
+    prompts: Sequence[TokenIds],
+    served: ServedModel,
+) -> list[str]:
+    """Return the text with which the output of each choice begins.
+
+    `prompts` are the parts of the `whole` prompts that are sent to the engine.
+    Raises InvalidRequest if the texts are too long together.
+    """
+    if not body.echo:
+        return [""] * (len(prompts) * body.candidates)
+    texts = [
+        _echo(prompt, whole_ids, ids, served)
+        for prompt, whole_ids, ids in zip(body.prompt, whole, prompts, strict=True)
+    ]
+    size = sum(map(len, texts)) * body.n
+    if size > _MAX_ECHO_CHARS:
+        raise InvalidRequest(
+            f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are"
+            " allowed, lower n",
+            field="echo",
+        )
+    echoes = []
+    for text in texts:
+        echoes += [text] * body.candidates
+    return echoes
+
+
 def _prompt_logprobs(
     body: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel
 ) -> int | None:
@@ -291,8 +327,11 @@ def _prompt_logprobs(
 
     None: no log-probabilities.
     """
-    fields = {"prompt_logprobs": body.prompt_logprobs, "echo": body.logprobs if body.echo else None}
-    wanted = {name: count for name, count in fields.items() if count is not None}
+    wanted = {}
+    if body.prompt_logprobs is not None:
+        wanted["prompt_logprobs"] = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        wanted["echo"] = body.logprobs
     if not wanted:
         return None
     name, most = max(wanted.items(), key=itemgetter(1))
@@ -328,11 +367,10 @@ def _truncated(
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
-    ids = (
-        served.renderer.encode(prompt)
-        if isinstance(prompt, str)
-        else checked_ids(prompt, served, "prompt")
-    )
+    if isinstance(prompt, str):
+        ids = served.renderer.encode(prompt)
+    else:
+        ids = checked_ids(prompt, served, "prompt")
     if not ids:
         raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
     return ids
@@ -340,11 +378,9 @@ def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
 
 def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: ServedModel) -> str:
     """Return the text of a prompt. `ids` is the part of the `whole` that is sent to the engine."""
-    return (
-        prompt
-        if isinstance(prompt, str) and len(ids) == len(whole)
-        else served.renderer.decode(ids)
-    )
+    if isinstance(prompt, str) and len(ids) == len(whole):
+        return prompt
+    return served.renderer.decode(ids)
 
 
 def _requests(
@@ -354,30 +390,30 @@ def _requests(
 
     Choice i uses seed + i, because equal seeds give equal choices.
     """
-    if (tokens := sum(len(ids) for ids, _ in calls)) > MAX_PROMPT_TOKENS:
+    tokens = sum(len(ids) for ids, _ in calls)
+    if tokens > MAX_PROMPT_TOKENS:
         raise InvalidRequest(
             f"the prompts of {len(calls)} choices have {tokens} tokens together; at most"
             f" {MAX_PROMPT_TOKENS} are allowed: lower n, or send several requests",
             field="n",
         )
-    return [
-        msgspec.structs.replace(
-            call,
-            request_id=call.request_id if len(calls) == 1 else f"{call.request_id}-{index}",
-            token_ids=ids,
-            sampling=(
-                sampling if sampling.seed is None else _with_seed(sampling, sampling.seed + index)
-            ),
+    requests = []
+    for index, (ids, sampling) in enumerate(calls):
+        request_id = call.request_id
+        if len(calls) > 1:
+            request_id = f"{call.request_id}-{index}"
+        if sampling.seed is not None:
+            sampling = _with_seed(sampling, sampling.seed + index)
+        requests.append(
+            msgspec.structs.replace(call, request_id=request_id, token_ids=ids, sampling=sampling)
         )
-        for index, (ids, sampling) in enumerate(calls)
-    ]
+    return requests
 
 
 def _with_seed(sampling: Sampling, seed: int) -> Sampling:
     """Return the sampling with a seed, wrapped to 64 signed bits, the type on the wire."""
-    return msgspec.structs.replace(
-        sampling, seed=(seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
-    )
+    wrapped = (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+    return msgspec.structs.replace(sampling, seed=wrapped)
 
 
 def _output_budget(
@@ -392,17 +428,19 @@ def _output_budget(
             f" {1 - available} tokens",
             field=options.name("messages"),
         )
-    if wanted is not None and wanted > available and options.fits_context:
+    if wanted is None:
         return available
-    if wanted is not None and wanted > available:
-        name = options.name("max_tokens")
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and {name} is {wanted},"
-            f" {prompt_tokens + wanted} together; the context length of {served.card.name} is"
-            f" {context} tokens: set {name} to at most {available}",
-            field=name,
-        )
-    return available if wanted is None else wanted
+    if wanted <= available:
+        return wanted
+    if options.fits_context:
+        return available
+    name = options.name("max_tokens")
+    raise ContextTooLong(
+        f"the prompt has {prompt_tokens} tokens and {name} is {wanted},"
+        f" {prompt_tokens + wanted} together; the context length of {served.card.name} is"
+        f" {context} tokens: set {name} to at most {available}",
+        field=name,
+    )
 
 
 def _sampling(
@@ -417,12 +455,13 @@ def _sampling(
         )
     checked_ids(requested.stop_token_ids, served, "stop_token_ids")
     checked_ids([token_id for token_id, _ in requested.logit_bias], served, "logit_bias")
+    is_greedy = requested.temperature < _LEAST_TEMPERATURE
     return msgspec.structs.replace(
         requested,
         max_tokens=max_tokens,
-        # engines' integers may be smaller than the client's
+        # Engines' integers may be smaller than the client's.
         top_k=min(requested.top_k, served.card.vocab_size),
-        temperature=requested.temperature if requested.temperature >= _LEAST_TEMPERATURE else 0.0,
+        temperature=0.0 if is_greedy else requested.temperature,
     )
 
 
@@ -443,16 +482,16 @@ def checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds
 def _no_text_ids(
     sampling: Sampling, served: ServedModel, options: GenerationOptions
 ) -> frozenset[int] | None:
-    """Return the only ids that are no text if the client wants special tokens: those that end the
-    output, as in vLLM.
+    """Return the only ids that are no text; None: all special tokens.
 
-    None: all special tokens are no text.
+    If the client wants special tokens, they are those that end the output, as in vLLM.
     """
     if options.skip_special_tokens:
         return None
-    return frozenset(sampling.stop_token_ids) | frozenset(
-        () if sampling.ignore_eos else served.card.eos_token_ids
-    )
+    ends = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        ends.update(served.card.eos_token_ids)
+    return frozenset(ends)
 
 
 def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:

@@ -45,7 +45,7 @@ MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its re
 # A request whose prompt, format or first steps end workers does so before it has this many tokens.
 # Until then, other suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
-# a suspect that failed later settles now, so that others need not wait for seconds
+# A suspect that failed later settles now, so that others need not wait for seconds.
 MOST_UNSETTLED_TOKENS: Final = 64
 # Long enough to restart workers with a large model before a repeated query of death ends two more
 # of them. Not longer, because the refused request may be innocent.
@@ -60,12 +60,10 @@ V = TypeVar("V")
 
 
 class RequestProgress(NamedTuple):
-    """How far a request is: tokens that its call has returned, and tokens of its answer by all
-    calls.
-    """
+    """How far a request is, in tokens."""
 
-    call: int
-    answer: int
+    call: int  # returned by its call
+    answer: int  # of its answer, by all calls
 
 
 class Suspicion:
@@ -94,10 +92,9 @@ class Suspicion:
     def is_at_earlier_death(self, now: RequestProgress) -> bool:
         """Return whether the request is at the point at which it failed before."""
         for before in self.deaths.values():
-            if (
-                abs(now.call - before.call) <= _LOST_TOKENS
-                or abs(now.answer - before.answer) <= _LOST_TOKENS
-            ):
+            is_same_call = abs(now.call - before.call) <= _LOST_TOKENS
+            is_same_answer = abs(now.answer - before.answer) <= _LOST_TOKENS
+            if is_same_call or is_same_answer:
                 return True
         return False
 
@@ -135,7 +132,7 @@ class Call:
         self.instance_id: int | None = None  # the worker that runs it
         self.kv_holder: int | None = None  # the prefill worker from which that worker reads the KV
         self.is_after_death = False  # the call began after a death of this worker was recorded
-        # the workers on which a suspect is tried, until it has settled
+        # The workers on which a suspect is tried, until it has settled.
         self.tried_on: tuple[int, ...] = ()
         self.is_prime = False  # the trial is that of a prime suspect
 
@@ -149,8 +146,7 @@ class Call:
 
 
 class Suspects:
-    """The calls that run on each worker, the deaths with which requests are charged, and the
-    refused requests.
+    """The running calls, the deaths with which requests are charged, and the refused requests.
 
     Args:
         count: called with the outcome of a query of death: "given_up" or "refused".
@@ -165,17 +161,16 @@ class Suspects:
         self._count = count
         self._clock = clock
         self._running: set[Call] = set()  # of all workers: it is searched only when one dies
-        # These dictionaries have instance ids as keys. Those about deaths have the latest death
-        # last.
-        # suspects that have not settled
+        # The next four have instance ids as keys, and those about deaths the latest death last.
+        # Suspects that have not settled.
         self._trials: defaultdict[int, set[Call]] = defaultdict(set)
         self._dead: dict[int, None] = {}
-        # calls to which the death is charged and that have not failed yet
+        # Calls to which the death is charged and that have not failed yet.
         self._charged: dict[int, set[Call]] = {}
         self._is_certain: dict[int, bool] = {}  # the death is charged to one request
-        # Times at which these entries expire, the latest last.
+        # The times at which refusals expire, the latest last.
         self._refused: dict[Key, float] = {}
-        # if a request is given up again before, it is refused
+        # The times until which a request that is given up again is refused, the latest last.
         self._given_up: dict[Key, float] = {}
 
     # --- running calls ----------------------------------------------------------------------------
@@ -210,9 +205,7 @@ class Suspects:
         call.kv_holder = None
 
     def _forget_charge(self, call: Call, instance_id: int | None) -> None:
-        """Forget that the death of an instance is charged to a call, which has failed with it or
-        ended otherwise.
-        """
+        """Forget that the death of an instance is charged to a call: the call has ended."""
         if instance_id is not None:
             _discard(self._charged, instance_id, call)
 
@@ -311,9 +304,7 @@ class Suspects:
     def _note_given_up(
         self, request: GenerateRequest, instances: list[int], *, is_certain: bool
     ) -> None:
-        """Record that a request is given up, and refuse similar ones if it is probably the
-        cause.
-        """
+        """Record that a request is given up. Refuse similar ones if it is probably the cause."""
         key = _key(request)
         now = self._clock()
         is_refused = is_certain or self._given_up.get(key, now) > now
@@ -336,9 +327,7 @@ class Suspects:
         _drop_oldest(expiry_of, MOST_REFUSED)
 
     def completed(self, request: GenerateRequest) -> None:
-        """Note that a request was completed: those like it that were given up are probably
-        innocent.
-        """
+        """Note that a request was completed: those like it are probably innocent."""
         if self._given_up:  # else no digest is computed
             self._given_up.pop(_key(request), None)
 
@@ -367,18 +356,14 @@ def _names(instances: Iterable[int]) -> str:
 
 
 def _key(request: GenerateRequest) -> Key:
-    """Return the key of all requests with the same model, prompt and output format, whatever their
-    other options.
-    """
+    """Return the key of all requests with the same model, prompt and output format."""
     digest = hashlib.blake2b(request.token_ids.tobytes(), digest_size=16)
     digest.update(encode(request.sampling.guided))
     return request.model, digest.digest()
 
 
 def _discard(calls_of: dict[int, set[Call]], instance_id: int, call: Call) -> None:
-    """Remove a call from those of an instance, if it is there, and the entry of an instance without
-    calls.
-    """
+    """Remove a call from those of an instance, if it is there. Drop an entry without calls."""
     calls = calls_of.get(instance_id)
     if calls is None:
         return

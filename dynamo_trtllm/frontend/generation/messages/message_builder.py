@@ -6,6 +6,7 @@ Events that occur per token are formatted from a template.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,9 +118,11 @@ class _ToolUseBlock(_TextBlock):
 
     def add(self, text: str) -> bytes:
         self._texts.append(text)
-        if self._is_object is None and (begun := text.lstrip(_BLANKS)):
-            self._is_object = begun[0] == "{"
-            text = begun
+        if self._is_object is None:
+            begun = text.lstrip(_BLANKS)
+            if begun:
+                self._is_object = begun[0] == "{"
+                text = begun
         return self._delta(text) if self._is_object else b""
 
     def finish(self) -> bytes:
@@ -218,18 +221,20 @@ class MessageBuilder:
     def delta(self, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta, b"" for an empty one."""
         events: list[bytes] = []
-        for each in delta.deltas:
-            block, is_new_call = self._open, each.name is not None
-            if block is None or is_new_call or block.channel is not each.channel:
-                if not (each.text or is_new_call):
+        for part in delta.deltas:
+            block = self._open
+            is_new_call = part.name is not None
+            if block is None or is_new_call or block.channel is not part.channel:
+                if not (part.text or is_new_call):
                     continue
                 events.append(self._close())
-                block = self._begin(each)
+                block = self._begin(part)
                 events.append(block.start())
-            if each.text:
-                events.append(block.add(each.text))
+            if part.text:
+                events.append(block.add(part.text))
         if delta.finish is not None:
-            self._finish, self._stop = delta.finish, delta.stop
+            self._finish = delta.finish
+            self._stop = delta.stop
         return b"".join(events)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
@@ -258,7 +263,8 @@ class MessageBuilder:
 
     def _close(self) -> bytes:
         """Close the open block. Return its events."""
-        block, self._open = self._open, None
+        block = self._open
+        self._open = None
         return b"" if block is None else block.finish()
 
 
@@ -291,7 +297,7 @@ class MessagesAdapter:
         call: GenerateRequest,
     ) -> tuple[Callable[[], GenerationPlan], int]:
         """Return the work that plans the request, which refers to nothing stored."""
-        return lambda: prepare_messages(body, served, call), 0
+        return functools.partial(prepare_messages, body, served, call), 0
 
     def builder(
         self,
@@ -317,7 +323,9 @@ def prepare_messages(
     """
     conversation, options, ignored = messages_input(body, served)
     plan = prepare_conversation(conversation, options, served, call)
-    return replace(plan, ignored=(*plan.ignored, *ignored)) if ignored else plan
+    if not ignored:
+        return plan
+    return replace(plan, ignored=(*plan.ignored, *ignored))
 
 
 def messages_prompt(body: CountTokensRequest, served: ServedModel) -> TokenIds:

@@ -30,10 +30,8 @@ _NAMES: Final = {
     "stop": "stop_sequences",
 }
 _EFFORT: Final = "reasoning_effort"
-_SWITCHES: Final = (
-    "enable_thinking",
-    "thinking",
-)  # variables of templates that turn reasoning on and off
+# Variables of templates that turn reasoning on and off.
+_SWITCHES: Final = ("enable_thinking", "thinking")
 _LOW_BUDGET: Final = 4096  # tokens
 _MEDIUM_BUDGET: Final = 16384
 _HIGHEST_OF_HARMONY: Final = {"xhigh": "high", "max": "high"}
@@ -59,17 +57,19 @@ def messages_of(
     Raises:
         InvalidRequest: a tool result without an earlier call.
     """
-    instructions = "\n".join(text for block in system if (text := _without_billing(block.text)))
-    messages = [Message(role="system", content=instructions)] if instructions else []
+    messages = []
+    instructions = _instructions(block.text for block in system)
+    if instructions:
+        messages.append(Message(role="system", content=instructions))
     called: set[str] = set()
-    for role, run in _runs(turns, system_is_first=system_is_first):
+    for role, turns_of_role in _runs(turns, system_is_first=system_is_first):
         if role == "assistant":
-            messages += _answer(run, called)
+            messages += _answer(turns_of_role, called)
         elif role == "user":
-            messages += _question(run, called)
+            messages += _question(turns_of_role, called)
         else:
-            texts = [text for given in _texts(run) if (text := _without_billing(given))]
-            messages.append(Message(role="system", content="\n".join(texts)))
+            content = _instructions(_texts(turns_of_role))
+            messages.append(Message(role="system", content=content))
     return tuple(messages)
 
 
@@ -80,17 +80,30 @@ class _Placed(NamedTuple):
     turn: Turn
 
 
-def _runs(turns: Sequence[Turn], *, system_is_first: bool) -> Iterable[tuple[str, list[_Placed]]]:
+class _Run(NamedTuple):
+    """Consecutive turns of one role."""
+
+    role: str
+    turns: list[_Placed]
+
+
+def _runs(turns: Sequence[Turn], *, system_is_first: bool) -> list[_Run]:
     """Return runs of turns with one role."""
-    runs: list[tuple[str, list[_Placed]]] = []
+    runs: list[_Run] = []
     for index, turn in enumerate(turns):
         role: str = turn.role
         if role == "system" and system_is_first:
             role = "user"
-        if not runs or runs[-1][0] != role:
-            runs.append((role, []))
-        runs[-1][1].append(_Placed(index, turn))
+        if not runs or runs[-1].role != role:
+            runs.append(_Run(role, []))
+        runs[-1].turns.append(_Placed(index, turn))
     return runs
+
+
+def _instructions(texts: Iterable[str]) -> str:
+    """Return the text of a system message, without billing lines and empty texts."""
+    kept = [_without_billing(text) for text in texts]
+    return "\n".join(text for text in kept if text)
 
 
 def _without_billing(text: str) -> str:
@@ -113,7 +126,9 @@ def _answer(run: Iterable[_Placed], called: set[str]) -> list[Message]:
 
     A turn without text, reasoning and calls has none.
     """
-    reasoning, texts, calls = [], [], []
+    reasoning = []
+    texts = []
+    calls = []
     for placed in run:
         for block in placed.turn.content:
             match block:
@@ -143,17 +158,18 @@ def _question(run: Sequence[_Placed], called: set[str]) -> list[Message]:
     """Return the messages of a user's turn: results, which follow their calls, then text."""
     messages = []
     for place, turn in run:
-        for at, block in enumerate(turn.content):
+        for index, block in enumerate(turn.content):
             if not isinstance(block, ToolResult):
                 continue
             if block.tool_use_id not in called:
-                field = f"messages[{place}].content[{at}].tool_use_id"
+                field = f"messages[{place}].content[{index}].tool_use_id"
                 raise InvalidRequest(
                     f"{field} is {block.tool_use_id!r}, but no earlier tool_use block has this id",
                     field=field,
                 )
             text = _result(block.content)
-            text = f"Error: {text}" if block.is_error else text
+            if block.is_error:
+                text = f"Error: {text}"
             messages.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
     texts = _texts(run)
     if texts or not messages:
@@ -232,7 +248,9 @@ def _effort(body: CountTokensRequest, served: ServedModel) -> tuple[str | None, 
     The model's default is used if the request has no effort.
     An effort is a hint: Harmony's highest one replaces higher ones.
     """
-    thinking, effort, field = body.thinking, body.output_config.effort, "output_config.effort"
+    thinking = body.thinking
+    effort = body.output_config.effort
+    field = "output_config.effort"
     chosen: str | None = effort
     if effort is None and thinking is not None:
         field = "thinking.budget_tokens"
@@ -242,7 +260,8 @@ def _effort(body: CountTokensRequest, served: ServedModel) -> tuple[str | None, 
             chosen = _effort_of(thinking.budget_tokens)
     if chosen is not None and _EFFORT not in served.renderer.variables:
         is_turned_off = effort is None and thinking is not None and thinking.type == "disabled"
-        return None, () if is_turned_off else (field,)
+        ignored = () if is_turned_off else (field,)
+        return None, ignored
     if chosen is not None and served.card.renderer == "harmony":
         chosen = _HIGHEST_OF_HARMONY.get(chosen, chosen)
     return chosen, ()

@@ -1,3 +1,1 @@
-"""Implement `/v1/responses`: input items to a conversation, deltas to output items and events,
-stored responses.
-"""
+"""Implement `/v1/responses`: its input items, output items, events and stored responses."""

@@ -54,15 +54,14 @@ _CallItem: TypeAlias = FunctionCallItem | CustomCallItem | LocalShellCallItem
 def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> Item:
     """Return the item as it is stored and listed. `named` adds an id if it has none."""
     if isinstance(item, MessageItem):
-        part = (
-            {"type": "output_text", "annotations": []}
-            if item.role == "assistant"
-            else {"type": "input_text"}
-        )
+        head: Item = {"id": item.id, "type": "message", "role": item.role}
+        part: Item = {"type": "input_text"}
+        if item.role == "assistant":
+            part = {"type": "output_text", "annotations": []}
+            if item.phase is not None:
+                head["phase"] = item.phase
         content = [{**part, "text": text} for text in item.content]
-        head = {"id": item.id, "type": "message", "role": item.role}
-        phase = {"phase": item.phase} if item.phase is not None and item.role == "assistant" else {}
-        return {**head, **phase, "status": "completed", "content": content}
+        return {**head, "status": "completed", "content": content}
     fields = item.model_dump() | {"status": item.status or "completed"}
     if isinstance(item, LocalShellOutputItem):
         fields["call_id"] = item.call_id or item.id
@@ -75,26 +74,24 @@ def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> I
 
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
     """Return the items with an id each. Ids from clients are not changed."""
-    return [
-        (
-            item
-            if item["id"]
-            else item | {"id": item_id(_PREFIXES[item["type"]], response_id, "i", index)}
-        )
-        for index, item in enumerate(items)
-    ]
+    found = []
+    for index, item in enumerate(items):
+        if not item["id"]:
+            item = item | {"id": item_id(_PREFIXES[item["type"]], response_id, "i", index)}
+        found.append(item)
+    return found
 
 
 def characters(items: Iterable[Item]) -> int:
     """Return the number of characters of the items' texts."""
-    return sum(
-        len(item.get("output", ""))
-        + len(item.get("arguments", ""))
-        + len(item.get("input", ""))
-        + sum(map(len, item.get("action", {}).get("command", ())))
-        + sum(len(part["text"]) for name in ("content", "summary") for part in item.get(name, ()))
-        for item in items
-    )
+    count = 0
+    for item in items:
+        for field in ("output", "arguments", "input"):
+            count += len(item.get(field, ""))
+        count += sum(map(len, item.get("action", {}).get("command", ())))
+        for field in ("content", "summary"):
+            count += sum(len(part["text"]) for part in item.get(field, ()))
+    return count
 
 
 def messages_of(items: Iterable[Item]) -> list[Message]:
@@ -120,7 +117,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
         else:
             messages.append(_result(item, called))
         if is_call:
-            called[item["call_id"]] = called[item["id"] or ""] = item["call_id"]
+            called[item["call_id"]] = item["call_id"]
+            called[item["id"] or ""] = item["call_id"]
     return messages + _assistant(turn)
 
 
@@ -142,8 +140,12 @@ def _assistant(turn: Iterable[Item]) -> list[Message]:
     """Return the message of an assistant's turn. Reasoning without text or calls is dropped."""
     by_type: defaultdict[str, list[Item]] = defaultdict(list)
     for item in turn:
-        kind = "call" if item["type"] in CALLS else item["type"]
-        by_type[COMMENTARY if item.get("phase") == COMMENTARY else kind].append(item)
+        kind = item["type"]
+        if item.get("phase") == COMMENTARY:
+            kind = COMMENTARY
+        elif kind in CALLS:
+            kind = "call"
+        by_type[kind].append(item)
     preamble = "\n".join(_said(item["content"]) for item in by_type[COMMENTARY])
     content = "\n".join(_said(item["content"]) for item in by_type["message"])
     reasoning = "\n".join(
@@ -193,7 +195,8 @@ class TextDelta(NamedTuple):
 
 def _text_delta(event: Event) -> TextDelta:
     """Return the constant part of an item's text deltas."""
-    return TextDelta(event, formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":')
+    open_object = orjson.dumps(event)[:-1]  # without its last brace
+    return TextDelta(event, formatted_head(event) + open_object + b',"delta":')
 
 
 def formatted_head(event: Event) -> bytes:
@@ -209,7 +212,7 @@ class _Kind(NamedTuple):
 
     head: Mapping[str, Any]  # the fields between the item's id and status
     event: str  # the name of the events of its text
-    # the content part that has the text; None: the text is a call's arguments
+    # The content part that has the text; None: the text is a call's arguments.
     part: Mapping[str, Any] | None = None
 
 
@@ -241,7 +244,8 @@ class _Item:
 
     def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
         self.kind = kind
-        self._id = item_id(_PREFIXES[call.get("type", kind.head["type"])], response_id, "o", index)
+        item_type = call.get("type", kind.head["type"])
+        self._id = item_id(_PREFIXES[item_type], response_id, "o", index)
         self._index = index
         self._call = call
         self._texts: list[str] = []
@@ -250,11 +254,10 @@ class _Item:
 
     def item(self, status: str) -> Item:
         text = "".join(self._texts)
-        body = (
-            {**self._call, "arguments": text}
-            if self.kind.part is None
-            else {"content": [self._part(text)]}
-        )
+        if self.kind.part is None:
+            body = {**self._call, "arguments": text}
+        else:
+            body = {"content": [self._part(text)]}
         return {"id": self._id, **self.kind.head, "status": status, **body}
 
     def start(self) -> Iterator[Event]:
@@ -275,12 +278,9 @@ class _Item:
 
     def finish(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
-        field = {"arguments" if self.kind.part is None else "text": text}
-        yield self._event(
-            f"{self.kind.event}.done",
-            **field,
-            **self._with_logprobs(_without_bytes(self._logprobs)),
-        )
+        field = "arguments" if self.kind.part is None else "text"
+        fields = {field: text, **self._with_logprobs(_without_bytes(self._logprobs))}
+        yield self._event(f"{self.kind.event}.done", **fields)
         if self.kind.part is not None:
             yield self._event("content_part.done", part=self._part(text))
         yield _event("output_item.done", self._index, item=self.item(status))
@@ -307,11 +307,12 @@ class _WholeCall(_Item):
         return None
 
     def item(self, status: str) -> Item:
-        arguments = "".join(self._texts)
+        is_complete = status != "in_progress"
+        arguments = "".join(self._texts) if is_complete else ""
         if self._call["type"] == "custom_tool_call":
-            body: Item = {"input": "" if status == "in_progress" else input_of(arguments)}
+            body: Item = {"input": input_of(arguments) if is_complete else ""}
         else:
-            body = {"action": shell_action("" if status == "in_progress" else arguments)}
+            body = {"action": shell_action(arguments)}
         return {"id": self._id, "status": status, **self._call, **body}
 
     def finish(self, status: str) -> Iterator[Event]:
@@ -347,18 +348,18 @@ class OutputBuilder:
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
         """Add the output of a step. Return its events."""
         events: list[OutputEvent] = []
-        for each in delta.deltas:
-            kind = _KINDS[each.channel]
-            if each.text or each.name is not None:
-                item = self._item(kind, each, events)
-                if each.text:
-                    event = item.text(each.text, self._take_logprobs(kind, each.logprobs))
+        for part in delta.deltas:
+            kind = _KINDS[part.channel]
+            if part.text or part.name is not None:
+                item = self._item(kind, part, events)
+                if part.text:
+                    event = item.text(part.text, self._take_logprobs(kind, part.logprobs))
                     if event is not None:
                         events.append(event)
-            elif each.logprobs:
+            elif part.logprobs:
                 if self._scored_kind is not kind:
                     self._logprobs.clear()
-                self._logprobs.extend(each.logprobs)
+                self._logprobs.extend(part.logprobs)
                 self._scored_kind = kind
         return events
 
@@ -368,8 +369,10 @@ class OutputBuilder:
             return []
         events: list[OutputEvent] = []
         logprobs = self._take_logprobs(self._open.kind)
-        if logprobs and (event := self._open.text("", logprobs)) is not None:
-            events.append(event)
+        if logprobs:
+            event = self._open.text("", logprobs)
+            if event is not None:
+                events.append(event)
         finish_events = list(self._open.finish(status))
         events += finish_events
         self._done.append(finish_events[-1]["item"])
@@ -378,9 +381,9 @@ class OutputBuilder:
 
     def items(self, status: str) -> list[Item]:
         """Return all items so far. An open item gets `status`."""
-        return (
-            [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
-        )
+        if self._open is None:
+            return list(self._done)
+        return [*self._done, self._open.item(status)]
 
     def _item(self, kind: _Kind, delta: Delta, events: list[OutputEvent]) -> _Item:
         """Return the item of a delta. Add the events that close another item and open this one."""
@@ -413,8 +416,8 @@ class OutputBuilder:
             return []
         tokens: list[Item] = chat_logprobs([*waiting, *more], self._renderer)["content"]
         for token in tokens:
-            for each in (token, *token["top_logprobs"]):
-                each["bytes"] = each["bytes"] or []
+            for scored in (token, *token["top_logprobs"]):
+                scored["bytes"] = scored["bytes"] or []
         self._logprobs.clear()
         return tokens
 
@@ -425,13 +428,11 @@ def _event(kind: str, index: int, **fields: Any) -> Event:
 
 def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return log-probabilities without bytes, for events. The finished text has the bytes."""
-    return [
-        {
-            "token": each["token"],
-            "logprob": each["logprob"],
-            "top_logprobs": [
-                {"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]
-            ],
-        }
-        for each in logprobs
-    ]
+    shown = []
+    for scored in logprobs:
+        top = [
+            {"token": alternative["token"], "logprob": alternative["logprob"]}
+            for alternative in scored["top_logprobs"]
+        ]
+        shown.append({"token": scored["token"], "logprob": scored["logprob"], "top_logprobs": top})
+    return shown

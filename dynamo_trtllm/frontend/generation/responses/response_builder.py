@@ -1,6 +1,4 @@
-"""Adapt `/v1/responses`: resolve references to stored responses, build a response from deltas, and
-store it.
-"""
+"""Adapt `/v1/responses`: resolve references, build a response from deltas, and store it."""
 
 from __future__ import annotations
 
@@ -64,17 +62,18 @@ def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
     `instructions` apply to this turn only and become the first message.
     """
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
+    tools = tuple(
+        Tool(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            is_text=tool.is_text,
+        )
+        for tool in body.served_tools
+    )
     return Conversation(
         messages=(*system, *messages_of(items)),
-        tools=tuple(
-            Tool(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                is_text=tool.is_text,
-            )
-            for tool in body.served_tools
-        ),
+        tools=tools,
         reasoning_effort=body.reasoning.effort or "medium",
     )
 
@@ -103,8 +102,9 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 
 
 class ResponseBuilder:
-    """One response in progress: the encoder of its numbered events if it is streamed, otherwise its
-    aggregator.
+    """One response in progress.
+
+    It is the encoder of its numbered events if it is streamed, otherwise its aggregator.
     """
 
     def __init__(
@@ -161,13 +161,19 @@ class ResponseBuilder:
 
     def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         """Return the complete response. Called once, after the last delta."""
-        self._output.finish(self._final_status)
-        is_incomplete = self._final_status == "incomplete"
+        status = self._final_status
+        self._output.finish(status)
+        completed_at = None
+        incomplete_details = None
+        if status == "incomplete":
+            incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            completed_at = int(time.time())
         final = self._response(
-            self._final_status,
+            status,
             "completed",
-            completed_at=None if is_incomplete else int(time.time()),
-            incomplete_details={"reason": "max_output_tokens"} if is_incomplete else None,
+            completed_at=completed_at,
+            incomplete_details=incomplete_details,
             usage={
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {
@@ -211,14 +217,14 @@ class ResponseBuilder:
 
         If the error came before the first delta, the events of the start precede them.
         """
-        return (b"" if self._next else self.start()) + self._last_events(error)
+        begun = b"" if self._next else self.start()
+        return begun + self._last_events(error)
 
     def _last_events(self, error: DynamoError) -> bytes:
         events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
-            return self._encoded(
-                *events, {"type": "response.incomplete", "response": self.cancelled()}
-            )
+            last = {"type": "response.incomplete", "response": self.cancelled()}
+            return self._encoded(*events, last)
         reason = {"code": _error_code(error), "message": error.message}
         failed = self._response("failed", "incomplete", error=reason)
         return self._encoded(
@@ -231,9 +237,8 @@ class ResponseBuilder:
         data = b""
         for number, event in enumerate(events, self._next):
             if isinstance(event, TextDelta):
-                data += (
-                    event.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
-                )
+                end = b',"sequence_number":%d}\n\n' % number
+                data += event.prefix + orjson.dumps(event.text) + end
             else:
                 event["sequence_number"] = number
                 data += formatted_head(event) + orjson.dumps(event) + b"\n\n"
@@ -331,7 +336,8 @@ class ResponsesAdapter:
             )
 
         def prepare() -> GenerationPlan:
-            conversation, options = _conversation(body, items), _options(body, served.card)
+            conversation = _conversation(body, items)
+            options = _options(body, served.card)
             plan = prepare_conversation(conversation, options, served, call)
             return replace(plan, items=tuple(items))
 
@@ -352,7 +358,8 @@ class ResponsesAdapter:
         items, size = await self._items(body)
 
         def prepare() -> TokenIds:
-            conversation, options = _conversation(body, items), _options(body, served.card)
+            conversation = _conversation(body, items)
+            options = _options(body, served.card)
             return conversation_prompt(conversation, options, served).ids
 
         return prepare, size
@@ -387,11 +394,10 @@ class ResponsesAdapter:
 
 async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
     """Return the request's items with references resolved."""
-    return [
-        (
-            await references.item(item.id, f"input[{index}].id")
-            if isinstance(item, ItemReference)
-            else normalized(item)
-        )
-        for index, item in enumerate(given)
-    ]
+    items = []
+    for index, item in enumerate(given):
+        if isinstance(item, ItemReference):
+            items.append(await references.item(item.id, f"input[{index}].id"))
+        else:
+            items.append(normalized(item))
+    return items

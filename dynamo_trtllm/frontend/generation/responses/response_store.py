@@ -1,5 +1,4 @@
-"""Store responses by id, each with all items of its conversation, and build the ids of responses
-and items.
+"""Store responses by id, each with all items of its conversation, and build ids.
 
 Deleting or evicting a response therefore does not break later responses of the same conversation.
 """
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 30.0  # longest write of one response
 _CLOSE_S: Final = 5.0  # longest wait for pending writes when the frontend exits
-# limit of pending writes; beyond it, a response waits for its own write
+# Limit of pending writes. Beyond it, a response waits for its own write.
 _PENDING_BYTES: Final = 64 << 20
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
 MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
@@ -120,7 +119,8 @@ class ResponseStore:
         task = asyncio.create_task(
             self._write(response_id, data, owner, before), name=f"write of {response_id}"
         )
-        write = self._writes[response_id] = _Write(data, task)
+        write = _Write(data, task)
+        self._writes[response_id] = write
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._written(response_id, write))
         self._pending_bytes += len(data)
@@ -146,31 +146,38 @@ class ResponseStore:
         self._pending_bytes -= len(write.data)
         if self._writes.get(response_id) is write:
             del self._writes[response_id]
+        error: BaseException | None
         if write.task.cancelled():
-            error: BaseException | None = DeadlineExceeded(
-                "the frontend exited before the write ended"
-            )
-        elif isinstance(error := write.task.exception(), TimeoutError):
-            error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
+            error = DeadlineExceeded("the frontend exited before the write ended")
+        else:
+            error = write.task.exception()
+            if isinstance(error, TimeoutError):
+                error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
         if error is None:
             return
-        code, traceback_of = (
-            (error.code, None) if isinstance(error, DynamoError) else (InternalError.code, error)
-        )
+        code = InternalError.code
+        traceback_of: BaseException | None = error
+        if isinstance(error, DynamoError):
+            code = error.code
+            traceback_of = None
         log.warning("%s was not stored (%s): %s", response_id, code, error, exc_info=traceback_of)
         self.on_write_failed(code)
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
         """Return a serialized response. Raises as `get`."""
-        if (write := self._writes.get(response_id)) is not None:
+        write = self._writes.get(response_id)
+        if write is not None:
             return write.data
         if is_response_id(response_id):
-            # Another frontend may still be writing a response that its client has received.
-            is_others = self.shared and frontend_id_of(response_id) != self._frontend_id
-            for pause_s in (0.0, *_PAUSES_S) if is_others else (0.0,):
+            pauses_s = [0.0]
+            if self.shared and frontend_id_of(response_id) != self._frontend_id:
+                # Another frontend may still be writing a response that its client has received.
+                pauses_s += _PAUSES_S
+            for pause_s in pauses_s:
                 if pause_s:
                     await asyncio.sleep(pause_s)
-                if (data := await self.store.get(response_id)) is not None:
+                data = await self.store.get(response_id)
+                if data is not None:
                     return data
         raise self._missing(response_id, field)
 
@@ -185,15 +192,14 @@ class ResponseStore:
 
     async def delete(self, response_id: str) -> None:
         """Delete a stored response. Raises as `get`."""
-        if (write := self._writes.get(response_id)) is not None:
+        write = self._writes.get(response_id)
+        if write is not None:
             await asyncio.wait({write.task})  # a write that ends later would restore it
         await self.get(response_id)
         await self.store.delete(response_id)
 
     def _missing(self, response_id: str, field: str | None) -> ResponseNotFound:
-        """Return the error for a response that is not stored, with possible reasons and what to
-        do.
-        """
+        """Return the error for a response that is not stored, with reasons and what to do."""
         is_own = frontend_id_of(response_id) == self._frontend_id
         if not is_response_id(response_id):
             reason = "it is not a response id of this server"
@@ -209,6 +215,13 @@ class ResponseStore:
         return ResponseNotFound(f"response {response_id!r} not found: {reason}", field=field)
 
 
+class _ReadResponse(NamedTuple):
+    """All items of a response's conversation."""
+
+    items: list[dict[str, Any]]
+    by_id: dict[str, dict[str, Any]]  # the first one of each id: clients may repeat ids
+
+
 class References:
     """The stored responses to which one request refers.
 
@@ -219,9 +232,7 @@ class References:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        # The items by the response's id, and in each response the first item of each id: clients
-        # may repeat ids.
-        self._read: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]] = {}
+        self._read: dict[str, _ReadResponse] = {}  # by the response's id
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
@@ -241,8 +252,9 @@ class References:
                     field=field,
                 )
             items = decode(data, StoredResponse).conversation
-            self._read[response_id] = items, {item["id"]: item for item in reversed(items)}
-        return self._read[response_id][0]
+            by_id = {item["id"]: item for item in reversed(items)}
+            self._read[response_id] = _ReadResponse(items, by_id)
+        return self._read[response_id].items
 
     async def item(self, item_id: str, field: str) -> dict[str, Any]:
         """Return an item of a stored response's input or output. Raises as `conversation`."""
@@ -253,7 +265,7 @@ class References:
             )
         response_id = PREFIX + match.group(1)
         await self.conversation(response_id, field)
-        item = self._read[response_id][1].get(item_id)
+        item = self._read[response_id].by_id.get(item_id)
         if item is None:
             raise ResponseNotFound(
                 f"{response_id} has no item {item_id!r}; send the item itself", field=field

@@ -35,9 +35,8 @@ def tool_call(item: Item) -> ToolCall:
     """Return the call of a function that an item stands for."""
     match item["type"]:
         case "custom_tool_call":
-            return ToolCall(
-                id=item["call_id"], name=_name(item), arguments=arguments_of(item["input"])
-            )
+            arguments = arguments_of(item["input"])
+            return ToolCall(id=item["call_id"], name=_name(item), arguments=arguments)
         case "local_shell_call":
             action = {
                 name: value
@@ -72,7 +71,8 @@ def shell_action(arguments: str) -> Item:
     """Return the action of a shell call. A text that is no action is a command of one word."""
     given = _object(arguments)
     command = given.get("command")
-    if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
+    is_valid = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    if not is_valid:
         command = [arguments] if arguments else []
     action: Item = {"type": "exec", "command": command, "env": {}}
     for name, kind in (("timeout_ms", int), ("working_directory", str)):
