@@ -1,6 +1,4 @@
-"""Admit requests: read their bodies, and plan and start their generations, within limits of size
-and time.
-"""
+"""Admit requests: read, plan and start them within limits of size and time."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ T = TypeVar("T")
 _BODY_WAIT_S = 5.0
 EVICTION_AGE_S = 1.0  # no younger body is evicted
 SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-# after so many bytes were in use, their memory is returned to the system
+# After so many bytes were in use, their memory is returned to the system.
 _RETURNED_BYTES = 64 << 20
 _RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
@@ -72,7 +70,7 @@ class BodyBudget:
         self._arriving: dict[BodyBytes, None] = {}
         self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
         self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
-        # body to bytes wanted, unordered
+        # By body, unordered: the bytes that it wants, and what is done when it has them.
         self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}
         self._favored: BodyBytes | None = None  # may have the quarter more
 
@@ -119,7 +117,7 @@ class BodyBudget:
             return
         begun_s = self._clock()
         granted = asyncio.get_running_loop().create_future()
-        self._waiting[body] = count, granted
+        self._waiting[body] = (count, granted)
         self._grant()
         if self._eviction is None:
             self._evict()
@@ -169,11 +167,9 @@ class BodyBudget:
             count, granted = self._waiting[body]
             size = body.in_use + count
             max_bytes = self._max_bytes(size)
-            if (
-                size > SMALL_BODY_BYTES
-                and self.in_use + count > max_bytes
-                and self._favored in (None, body)
-            ):
+            is_large = size > SMALL_BODY_BYTES
+            is_full = self.in_use + count > max_bytes
+            if is_large and is_full and self._favored in (None, body):
                 self._favored = body
                 max_bytes = self.limit // 4 * 3
             if self.in_use + count <= max_bytes and not granted.done():
@@ -199,9 +195,7 @@ class BodyBudget:
         return self.in_use + wanted - least
 
     def _evict_slow(self, lacking: int) -> None:
-        """End slow bodies until `lacking` bytes are free, or will be when these bodies are
-        released.
-        """
+        """End slow bodies until their release frees `lacking` bytes."""
         if lacking <= 0:
             return
         by_client: Counter[str] = Counter()
@@ -219,16 +213,12 @@ class BodyBudget:
             body.arrival.reschedule(0.0)
 
     def _is_slow(self, body: BodyBytes) -> bool:
-        if (
-            not body.in_use
-            or body in self._waiting
-            or body.arrival is None
-            or body.arrival.expired()
-        ):
+        if not body.in_use or body in self._waiting:
             return False
-        return (
-            self._clock() - body.since_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
-        )
+        if body.arrival is None or body.arrival.expired():
+            return False
+        age_s = self._clock() - body.since_s
+        return age_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
 
     def _rate(self, body: BodyBytes) -> float:
         """Return the bytes per second at which a body has arrived."""
@@ -236,13 +226,12 @@ class BodyBudget:
 
 
 class IterationTime:
-    """A limit on the time that one iteration of the event loop spends on one kind of work, such as
-    planning bodies.
+    """A limit on the time that an iteration of the event loop spends on one kind of work.
 
-    Other streams are delayed by no more. Bodies that arrive together are planned together until the
-    limit, further ones in the next iterations, in order of arrival. If each had an iteration of its
-    own, their tokens would come in messages of their own with an engine that takes no time: 40%
-    more CPU time per request, and twice as much in workers.
+    Such a kind is the planning of bodies. Other streams are delayed by no more. Bodies that arrive
+    together are planned together until the limit, further ones in the next iterations, in order of
+    arrival. If each had an iteration of its own, their tokens would come in messages of their own
+    with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -252,7 +241,8 @@ class IterationTime:
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[None, None]:
         """Wait until this iteration has time left, and count the time of the block."""
-        while self._used_s >= WORK_S:  # noqa: ASYNC110 - in order: those that wait look before those that arrive
+        # In order of arrival: those that wait look again before those that arrive.
+        while self._used_s >= WORK_S:  # noqa: ASYNC110
             await asyncio.sleep(0)
         begun_s = self._clock()
         try:
@@ -267,8 +257,7 @@ class IterationTime:
 
 
 class ChoiceTurns:
-    """A limit on the choices that are started, or that are canceled, in one iteration of the event
-    loop.
+    """A limit on the choices that one iteration of the event loop starts, or cancels.
 
     Requests with several choices handle them in groups, and the groups of all requests take turns.
     Otherwise, all other streams would wait for hundreds of choices. A request with one choice takes
@@ -293,7 +282,8 @@ class ChoiceTurns:
 
     async def _take(self, count: int) -> None:
         """Wait until `count` more choices fit into the iteration, and count them."""
-        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110 - in order, as for `IterationTime`
+        # In order of arrival, as for `IterationTime`.
+        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110
             await asyncio.sleep(0)
         if not self._used:
             asyncio.get_running_loop().call_soon(self._begin_iteration)
@@ -348,7 +338,8 @@ async def read_body(
 async def _receive_body(
     request: HttpRequest, max_bytes: int, budget: BodyBudget, body: BodyBytes
 ) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     while part := await request.receive():
         size += len(part)
         if size > max_bytes:

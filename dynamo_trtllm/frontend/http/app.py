@@ -90,8 +90,9 @@ class StatusRoutes:
             response.send_json(200, model_object(self._models.get(name).card, self._created))
 
     async def ready(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer 200 when the model can be served now, 503 with the reason when not, 404 for an
-        unknown model.
+        """Answer 200 when the model can be served now, otherwise 503 with the reason.
+
+        The answer for an unknown model is 404.
         """
         name = request.path_params["name"]
         try:
@@ -114,32 +115,33 @@ class StatusRoutes:
         limit = _limit(request, LISTED, MAX_LISTED)
         instances = self._models.instances()
         shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
-        endpoints = {(each.namespace, each.component, each.endpoint): each for each in instances}
+        endpoints = {
+            (instance.namespace, instance.component, instance.endpoint): instance
+            for instance in instances
+        }
+        num_by_role = Counter(instance.role for instance in instances)
         names = self._models.names()
-        not_ready_reason = [
-            reason for name in names if (reason := self._models.not_ready_reason(name))
-        ]
+        found = [self._models.not_ready_reason(name) for name in names]
+        reasons = [reason for reason in found if reason]
         if not names:
-            not_ready_reason = [NO_WORKER]
+            reasons = [NO_WORKER]
         body: dict[str, Any] = {
-            "status": "not_ready" if not_ready_reason else "healthy",
+            "status": "not_ready" if reasons else "healthy",
             "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),
-            "num_instances": {
-                str(role): count for role, count in Counter(each.role for each in instances).items()
-            },
+            "num_instances": {str(role): count for role, count in num_by_role.items()},
             "instances": [_instance(instance) for instance in shown],
             **self._models.readiness(limit),
         }
-        response.send_json(
-            200, body | {"message": "; ".join(not_ready_reason)} if not_ready_reason else body
-        )
+        if reasons:
+            body["message"] = "; ".join(reasons)
+        response.send_json(200, body)
 
     async def frontend_ready(self, _: HttpRequest, response: HttpResponse) -> None:
         """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
-        if not_ready_reason := self._not_ready_reason():
-            response.send_json(
-                503, {"status": "not_ready", "reason": not_ready_reason}, retry_headers(503)
-            )
+        reason = self._not_ready_reason()
+        if reason:
+            body = {"status": "not_ready", "reason": reason}
+            response.send_json(503, body, retry_headers(503))
         else:
             response.send_json(200, {"status": "ready", "reason": ""})
 
@@ -204,11 +206,13 @@ class ResponseRoutes:
             raise UnsupportedParameter(
                 "stream is not supported for an existing response; leave it out", field="stream"
             )
-        response.send_json(200, (await self._stored(request)).response)
+        stored = await self._stored(request)
+        response.send_json(200, stored.response)
 
     async def input_items(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "limit", "order", "after", "include", "include[]")
-        response.send_json(200, _page((await self._stored(request)).items, request))
+        stored = await self._stored(request)
+        response.send_json(200, _page(stored.items, request))
 
     async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
         response_id = request.path_params["id"]
@@ -224,20 +228,20 @@ class ResponseRoutes:
         """
         builder = self._running_builder(request)
         if builder is None:
-            response.send_json(200, (await self._store.get(request.path_params["id"])).response)
+            stored = await self._store.get(request.path_params["id"])
+            response.send_json(200, stored.response)
             return
         context, task = self._running[builder.id]
         context.is_cancelled = True
         task.cancel()
         cancelled = builder.cancelled()
-        if (packed := builder.pack(cancelled)) is not None:
+        packed = builder.pack(cancelled)
+        if packed is not None:
             await self._store.put(builder.id, packed, context.client)
         response.send_json(200, cancelled)
 
     async def _stored(self, request: HttpRequest) -> StoredResponse:
-        """Return a response as it is stored, or as it is now if it is in progress and will be
-        stored.
-        """
+        """Return a stored response, or one in progress that will be stored as it is now."""
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
@@ -246,8 +250,10 @@ class ResponseRoutes:
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
         """Return the builder of a response in progress."""
         running = self._running.get(request.path_params["id"])
-        builder = None if running is None else running[0].builder
-        return builder if isinstance(builder, ResponseBuilder) else None
+        if running is None:
+            return None
+        context, _ = running
+        return context.builder if isinstance(context.builder, ResponseBuilder) else None
 
 
 def _last(request: HttpRequest, name: str, default: str) -> str:
@@ -258,7 +264,8 @@ def _last(request: HttpRequest, name: str, default: str) -> str:
 def _limit(request: HttpRequest, default: int, most: int) -> int:
     """Return the query parameter `limit`. Raise InvalidRequest if it is out of range."""
     limit = _last(request, "limit", str(default))
-    if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
+    is_number = limit.isdecimal() and len(limit) <= len(str(most))
+    if not is_number or not 1 <= int(limit) <= most:
         raise InvalidRequest(
             f"limit must be a number from 1 to {most}, not {limit!r}", field="limit"
         )
@@ -281,13 +288,15 @@ def _check_query(request: HttpRequest, *known: str) -> None:
 
 def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, Any]:
     """Return the page of items that the query selects. The default order is newest first."""
-    order, limit = _last(request, "order", "desc"), _limit(request, DEFAULT_LIMIT, MAX_LIMIT)
+    order = _last(request, "order", "desc")
+    limit = _limit(request, DEFAULT_LIMIT, MAX_LIMIT)
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
     listed = list(items)
     if order == "desc":
         listed.reverse()
-    if after := request.query().get("after"):
+    after = request.query().get("after")
+    if after:
         places = [index for index, item in enumerate(listed) if item["id"] == after[-1]]
         if not places:
             raise ResponseNotFound(
@@ -375,12 +384,10 @@ def build_app(
 
 def _watch(state: AppState) -> None:
     """Let the metrics read the values of their gauges."""
-    metrics, limiter, budget, placement = (
-        state.metrics,
-        state.limiter,
-        state.body_budget,
-        state.pipeline.placement,
-    )
+    metrics = state.metrics
+    limiter = state.limiter
+    budget = state.body_budget
+    placement = state.pipeline.placement
     metrics.watch(
         choices=lambda: limiter.in_use,
         queued=lambda: limiter.queued,

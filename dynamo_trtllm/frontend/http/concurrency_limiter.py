@@ -38,7 +38,7 @@ class FairQueue:
     def __init__(self) -> None:
         self.num_choices = 0
         self._requests = ByNetwork[_Waiting]()
-        # choices by network; the first one has the turn
+        # Choices by network. The first network has the turn.
         self._gained: OrderedDict[str, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -80,10 +80,10 @@ class FairQueue:
         self.remove(first)
 
     def displaced_by(self, network: str) -> _Waiting | None:
-        """Return the request that gives its place to one more of this network: the newest of the
-        network with the most.
+        """Return the request that gives its place to one more of this network.
 
-        Return None if that network would then have fewer requests than this one.
+        It is the newest of the network with the most. Return None if that network would then have
+        fewer requests than this one.
         """
         largest = self._requests.largest()
         if largest is None or self._requests.count(network) + 1 >= self._requests.count(largest):
@@ -110,8 +110,9 @@ class ConcurrencyLimiter:
         self._clock = clock
         self._queue = FairQueue()
         self._idle_since_s = clock()  # valid while no permit is in use
-        # choices that have ended; their rate is that of the load
-        self._finished, self._counted_since_s = 0.0, clock()
+        # Choices that have ended. Their rate is that of the load.
+        self._finished = 0.0
+        self._counted_since_s = clock()
 
     @property
     def queued(self) -> int:
@@ -141,11 +142,11 @@ class ConcurrencyLimiter:
         """
         if not self._queue and self.in_use + count <= self.limit:
             now_s = self._clock()
-            if not self.in_use and (
-                not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S
-            ):
-                # idle time says nothing about the load
-                self._finished, self._counted_since_s = 0.0, now_s
+            is_stale = not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S
+            if not self.in_use and is_stale:
+                # Idle time says nothing about the load.
+                self._finished = 0.0
+                self._counted_since_s = now_s
             self.in_use += count
             return
         if len(self._queue) >= self._max_queued:
@@ -183,14 +184,15 @@ class ConcurrencyLimiter:
         self._free(count)
 
     def retry_after_s(self) -> int:
-        """Estimate, in whole seconds, how long one more choice would wait at the recent rate of
-        finished choices.
+        """Estimate, in whole seconds, how long one more choice would wait.
+
+        The rate of finished choices stays the recent one.
         """
-        # the first ones alone would give too high a rate
+        # The first choices alone would give too high a rate.
         counted_s = max(self._clock() - self._counted_since_s, 1.0)
-        wait_s = (
-            (self._queue.num_choices + 1) * counted_s / self._finished if self._finished else 1.0
-        )
+        wait_s = 1.0
+        if self._finished:
+            wait_s = (self._queue.num_choices + 1) * counted_s / self._finished
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _free(self, count: int) -> None:
@@ -219,9 +221,7 @@ class ConcurrencyLimiter:
             displaced.decided.set_result(None)
 
     def _withdraw(self, waiting: _Waiting) -> None:
-        """Remove a request from the queue, or return its permits if they were granted at the same
-        moment.
-        """
+        """Remove a request from the queue, or return permits that were granted just now."""
         if waiting.has_permits:
             self._free(waiting.count)
         elif waiting in self._queue:

@@ -25,37 +25,35 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=RequestModel)
 V = TypeVar("V")
 
-# messages, tools and parts of them; each takes as long as half a kilobyte of text
+# Messages, tools and parts of them. Each takes as long as half a kilobyte of text.
 _MANY_OBJECTS = 500
-# code in a message has braces, too: there, a quotation mark is escaped
+# Code in a message has braces, too: there, a quotation mark is escaped.
 _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
-# the time is limited for which the event loop plans larger bodies before it does other work
+# The time is limited for which the event loop plans larger bodies before it does other work.
 _TURN_BYTES = 16 << 10
 _FEW_CHOICES = 4  # requests with more of them are planned within the same limit
-# of text without words, which takes up to twenty times as long to tokenize
+# Of text without words, which takes up to twenty times as long to tokenize.
 _WORDLESS_BYTES = 48 << 10
 _SAMPLED = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
 def is_large_body(raw_body: bytes) -> bool:
-    """Return whether the body is parsed and rendered in a thread, because it would delay other
-    streams.
-    """
+    """Return whether the body is parsed and rendered in a thread: it would delay other streams."""
     size = len(raw_body)
     if size > INLINE_BYTES:
         return True
-    if (
-        size > _WORDLESS_BYTES
-        and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size
-    ):
-        return True
+    if size > _WORDLESS_BYTES:
+        num_blanks = raw_body[::_SAMPLED].count(b" ") * _SAMPLED
+        if num_blanks * _BYTES_PER_BLANK < size:
+            return True
     if size <= _TURN_BYTES:
         return False
-    at = -1
-    for _ in range(_MANY_OBJECTS):  # `find` skips text ten times as fast as `count` and the pattern
-        at = raw_body.find(b"{", at + 1)
-        if at < 0:
+    # Most bodies have few braces. `find` skips text ten times as fast as `count` and the pattern.
+    position = -1
+    for _ in range(_MANY_OBJECTS):
+        position = raw_body.find(b"{", position + 1)
+        if position < 0:
             return False
     return len(_OBJECT.findall(raw_body)) > _MANY_OBJECTS
 
@@ -95,15 +93,16 @@ class Endpoint(ABC):
             )
             await self._fail(outcome, response, context)
         except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
-            outcome = (
-                error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
-            )
+            if isinstance(error, DynamoError):
+                outcome = error
+            else:
+                outcome = unexpected_error(error, context.id)
             async with self._app_state.ending_time.turn():  # thousands of requests may fail at once
                 await self._fail(outcome, response, context)
         finally:
             if context.keep_alive is not None:
                 context.keep_alive.stop()
-                # it refers to the context: a cycle that would keep the body in memory
+                # It refers to the context: a cycle that would keep the body in memory.
                 context.keep_alive = None
             context.end(outcome, response.status)
             # An error refers to this frame. If the frame also referred to it, the cycle would keep
@@ -123,10 +122,10 @@ class Endpoint(ABC):
         self, error: DynamoError, response: HttpResponse, context: RequestContext
     ) -> None:
         """Send the error."""
-        is_overloaded = isinstance(error, Overloaded)
-        response.send_error(
-            error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S
-        )
+        retry_after_s = RETRY_AFTER_S
+        if isinstance(error, Overloaded):
+            retry_after_s = self._app_state.limiter.retry_after_s()
+        response.send_error(error, retry_after_s)
 
     def _slot(self, *, is_large: bool) -> AbstractAsyncContextManager[None]:
         """Return the slot in which a body is processed. Only large bodies wait for theirs."""
@@ -177,12 +176,15 @@ class Endpoint(ABC):
 
         Requests with few choices need not wait.
         """
-        return self._app_state.planning_time.turn() if num_choices > _FEW_CHOICES else nullcontext()
+        if num_choices <= _FEW_CHOICES:
+            return nullcontext()
+        return self._app_state.planning_time.turn()
 
     @asynccontextmanager
     async def _large_body_slot(self) -> AsyncGenerator[None, None]:
-        """Limit how many large bodies are processed at once, because each takes several times its
-        size in memory.
+        """Limit how many large bodies are processed at once.
+
+        Each takes several times its size in memory.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.

@@ -1,6 +1,4 @@
-"""Build `/openapi.json`: the paths with every status that they can return, request models and
-response schemas.
-"""
+"""Build `/openapi.json`: paths with every status, request models and response schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
 ANY_ERROR: Final = frozenset(STATUS.values())  # a generation may return any error
-# a store may be unreachable or contain unreadable data
+# A store may be unreachable or contain unreadable data.
 LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})
 MEANINGS: Final = {
     200: "success",
@@ -52,7 +50,7 @@ class Operation(NamedTuple):
     about: str
     answer: str  # schema of the 200 response; "": text
     body: str | None = None  # schema of the request
-    # schema of one event of the stream. It generates: any error may be returned
+    # Schema of one event of the stream. The operation generates: any error may be returned.
     event: str | None = None
     errors: frozenset[int] = frozenset()
     query: Mapping[str, Schema] = {}
@@ -70,13 +68,12 @@ _GENERATION_HEADERS: Final = {
     "x-dynamo-stats": "1: the response contains its workers and timings.",
     "x-session-id": "Up to 256 characters: the conversation, unless the body names one.",
 }
-_CHAT, _TEXT, _RESPONSES, _RESPONSE = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/responses/{id}",
-)
-_MODEL, _MESSAGES = "/v1/models/{id}", "/v1/messages"
+_CHAT = "/v1/chat/completions"
+_TEXT = "/v1/completions"
+_RESPONSES = "/v1/responses"
+_RESPONSE = "/v1/responses/{id}"
+_MODEL = "/v1/models/{id}"
+_MESSAGES = "/v1/messages"
 _PAGE: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -101,123 +98,190 @@ _CREATE_MESSAGE = "Create the next message of a conversation, as Anthropic's API
 _COUNT_MESSAGES = "Count the tokens of the prompt that a request for a message would have."
 _COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
 _NOT_FOUND: Final = frozenset({404})
-# of a body that is tokenized
+# Of a body that is tokenized.
 _RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})
 
 OPERATIONS: Final = (
     Operation(
-        "post",
-        _CHAT,
-        "createChatCompletion",
-        _CREATE_CHAT,
-        "ChatCompletion",
-        "ChatRequest",
-        "ChatCompletionChunk",
+        method="post",
+        path=_CHAT,
+        id="createChatCompletion",
+        about=_CREATE_CHAT,
+        answer="ChatCompletion",
+        body="ChatRequest",
+        event="ChatCompletionChunk",
     ),
     Operation(
-        "post",
-        _TEXT,
-        "createCompletion",
-        _CREATE_TEXT,
-        "TextCompletion",
-        "CompletionRequest",
-        "TextCompletion",
+        method="post",
+        path=_TEXT,
+        id="createCompletion",
+        about=_CREATE_TEXT,
+        answer="TextCompletion",
+        body="CompletionRequest",
+        event="TextCompletion",
     ),
     Operation(
-        "post",
-        _RESPONSES,
-        "createResponse",
-        _CREATE_RESPONSE,
-        "Response",
-        "ResponseRequest",
-        "ResponseEvent",
+        method="post",
+        path=_RESPONSES,
+        id="createResponse",
+        about=_CREATE_RESPONSE,
+        answer="Response",
+        body="ResponseRequest",
+        event="ResponseEvent",
     ),
     Operation(
-        *("post", f"{_RESPONSES}/input_tokens", "countInputTokens", _COUNT_INPUT),
-        "InputTokens",
-        "ResponseRequest",
+        method="post",
+        path=f"{_RESPONSES}/input_tokens",
+        id="countInputTokens",
+        about=_COUNT_INPUT,
+        answer="InputTokens",
+        body="ResponseRequest",
         errors=_RECEIVED | LOOKED_UP,
     ),
     Operation(
-        "get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", errors=LOOKED_UP
-    ),
-    Operation(
-        "delete",
-        _RESPONSE,
-        "deleteResponse",
-        "Delete a stored response.",
-        "ResponseDeleted",
+        method="get",
+        path=_RESPONSE,
+        id="retrieveResponse",
+        about="Get a stored response.",
+        answer="Response",
         errors=LOOKED_UP,
     ),
     Operation(
-        "post", f"{_RESPONSE}/cancel", "cancelResponse", _CANCEL, "Response", errors=LOOKED_UP
+        method="delete",
+        path=_RESPONSE,
+        id="deleteResponse",
+        about="Delete a stored response.",
+        answer="ResponseDeleted",
+        errors=LOOKED_UP,
     ),
     Operation(
-        "get",
-        f"{_RESPONSE}/input_items",
-        "listInputItems",
-        _LIST_ITEMS,
-        "ResponseItems",
+        method="post",
+        path=f"{_RESPONSE}/cancel",
+        id="cancelResponse",
+        about=_CANCEL,
+        answer="Response",
+        errors=LOOKED_UP,
+    ),
+    Operation(
+        method="get",
+        path=f"{_RESPONSE}/input_items",
+        id="listInputItems",
+        about=_LIST_ITEMS,
+        answer="ResponseItems",
         errors=LOOKED_UP,
         query=_PAGE,
     ),
     Operation(
-        *("post", _MESSAGES, "createMessage", _CREATE_MESSAGE, "Message", "MessagesRequest"),
-        "MessageEvent",
+        method="post",
+        path=_MESSAGES,
+        id="createMessage",
+        about=_CREATE_MESSAGE,
+        answer="Message",
+        body="MessagesRequest",
+        event="MessageEvent",
         error="MessagesError",
     ),
     Operation(
-        *("post", f"{_MESSAGES}/count_tokens", "countMessageTokens", _COUNT_MESSAGES),
-        *("MessageTokens", "CountTokensRequest"),
+        method="post",
+        path=f"{_MESSAGES}/count_tokens",
+        id="countMessageTokens",
+        about=_COUNT_MESSAGES,
+        answer="MessageTokens",
+        body="CountTokensRequest",
         errors=_RECEIVED,
         error="MessagesError",
     ),
     Operation(
-        "post",
-        "/tokenize",
-        "tokenize",
-        _TOKENIZE,
-        "Tokenization",
-        "TokenizeRequest",
+        method="post",
+        path="/tokenize",
+        id="tokenize",
+        about=_TOKENIZE,
+        answer="Tokenization",
+        body="TokenizeRequest",
         errors=_RECEIVED,
     ),
     Operation(
-        *("post", "/detokenize", "detokenize", _DETOKENIZE),
-        "Detokenization",
-        "DetokenizeRequest",
+        method="post",
+        path="/detokenize",
+        id="detokenize",
+        about=_DETOKENIZE,
+        answer="Detokenization",
+        body="DetokenizeRequest",
         errors=_RECEIVED,
     ),
-    Operation("get", "/version", "version", "Get the version of this server.", "Version"),
-    Operation("get", "/v1/models", "listModels", "List the available models.", "ModelList"),
     Operation(
-        "get",
-        _MODEL,
-        "retrieveModel",
-        "Get one model. Its id may contain slashes.",
-        "Model",
+        method="get",
+        path="/version",
+        id="version",
+        about="Get the version of this server.",
+        answer="Version",
+    ),
+    Operation(
+        method="get",
+        path="/v1/models",
+        id="listModels",
+        about="List the available models.",
+        answer="ModelList",
+    ),
+    Operation(
+        method="get",
+        path=_MODEL,
+        id="retrieveModel",
+        about="Get one model. Its id may contain slashes.",
+        answer="Model",
         errors=_NOT_FOUND,
     ),
     Operation(
-        "get",
-        f"{_MODEL}/ready",
-        "modelReady",
-        _MODEL_READY,
-        "Ready",
+        method="get",
+        path=f"{_MODEL}/ready",
+        id="modelReady",
+        about=_MODEL_READY,
+        answer="Ready",
         errors=_NOT_FOUND,
         is_503_answer=True,
     ),
     Operation(
-        "get", "/health", "health", _HEALTH, "Health", errors=frozenset({400}), query=_LISTED
+        method="get",
+        path="/health",
+        id="health",
+        about=_HEALTH,
+        answer="Health",
+        errors=frozenset({400}),
+        query=_LISTED,
     ),
-    Operation("get", "/ready", "ready", _READY, "FrontendReady", is_503_answer=True),
-    Operation("get", "/live", "live", "Check that this process responds.", "Live"),
-    Operation("get", "/metrics", "metrics", "Get Prometheus metrics.", ""),
+    Operation(
+        method="get",
+        path="/ready",
+        id="ready",
+        about=_READY,
+        answer="FrontendReady",
+        is_503_answer=True,
+    ),
+    Operation(
+        method="get",
+        path="/live",
+        id="live",
+        about="Check that this process responds.",
+        answer="Live",
+    ),
+    Operation(
+        method="get",
+        path="/metrics",
+        id="metrics",
+        about="Get Prometheus metrics.",
+        answer="",
+    ),
 )
 
 
 _REQUESTS: Final = (
-    *(ChatRequest, CompletionRequest, ResponseRequest),
-    *(TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest),
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    CountTokensRequest,
 )
 
 
@@ -283,13 +347,15 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     answer = ref(operation.answer)
-    content: dict[str, Any] = (
-        {JSON: {"schema": answer}} if operation.answer else {"text/plain": {"schema": TEXT}}
-    )
+    content: dict[str, Any] = {"text/plain": {"schema": TEXT}}
+    if operation.answer:
+        content = {JSON: {"schema": answer}}
+    statuses = operation.errors | {500}
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation)}
+        statuses |= ANY_ERROR
     answers = {200: _answer(200, content)}
-    for status in {*operation.errors, *(ANY_ERROR if operation.event else ()), 500}:
+    for status in statuses:
         answers[status] = _answer(status, {JSON: {"schema": ref(operation.error)}})
     if operation.is_503_answer:
         answers[503] = _answer(503, {JSON: {"schema": answer}})
@@ -305,13 +371,14 @@ def _event(operation: Operation) -> Schema:
     The last event may not be JSON.
     """
     kinds = [ref(name) for name in (operation.event, operation.error) if name is not None]
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
-    ends = operation.event not in ("ResponseEvent", "MessageEvent")
-    return {
-        "type": "object",
-        "properties": {"event": TEXT, "data": {"anyOf": [data, {"const": DONE}]} if ends else data},
-        "required": ["data"],
+    data: Schema = {
+        "type": "string",
+        "contentMediaType": JSON,
+        "contentSchema": {"anyOf": kinds},
     }
+    if operation.event not in ("ResponseEvent", "MessageEvent"):
+        data = {"anyOf": [data, {"const": DONE}]}
+    return {"type": "object", "properties": {"event": TEXT, "data": data}, "required": ["data"]}
 
 
 def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # of all requests
-# memory of one token: its text in a list. A delta takes as much in addition
+# Memory of one token: its text in a list. A delta takes as much in addition.
 TOKEN_BYTES: Final = 64
-# smaller changes of a request's output are not counted, to save CPU time
+# Smaller changes of a request's output are not counted, to save CPU time.
 COUNTED_TOKENS: Final = 256
-# memory of one log-probability: that of the token, or of one alternative
+# Memory of one log-probability: that of the token, or of one alternative.
 _LOGPROB_BYTES: Final = 120
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
 
@@ -44,11 +44,10 @@ def scored_tokens(delta: ChoiceDelta) -> int:
 
 
 def check_answer(plan: GenerationPlan) -> None:
-    """Check that an answer that is not streamed stays within the limit even with `max_tokens`
-    tokens in each choice.
+    """Check that an answer that is not streamed stays within the limit.
 
-    A request without `max_tokens` passes: nearly all answers end long before the context does, and
-    their output is counted as it grows.
+    Each choice may have `max_tokens` tokens. A request without `max_tokens` passes: nearly all
+    answers end long before the context does, and their output is counted as it grows.
 
     Raises:
         PayloadTooLarge: the answer could exceed the limit; `field` is the API's name of
@@ -114,7 +113,7 @@ class Output:
         """Stop to count this request."""
         if self.in_use:
             self.set(0)
-        # the function before refers to this object, which would be a reference cycle
+        # The function before refers to this object, which would be a reference cycle.
         self._end = _do_nothing
         self._budget.outputs.discard(self)
 

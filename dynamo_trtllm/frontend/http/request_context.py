@@ -1,6 +1,4 @@
-"""Hold what one request takes and measures, from its arrival to its log line: permits, bytes,
-times, metrics.
-"""
+"""Hold what one request takes and measures, from its arrival to its log line."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats
+from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats, WorkerIds
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
@@ -70,11 +68,10 @@ class AppState:
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     # Ignored fields that were logged, as (client, name), newest last.
     logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
-    # of bodies that are planned on the event loop
+    # The time for bodies that are planned on the event loop.
     planning_time: IterationTime = field(default_factory=IterationTime)
-    ending_time: IterationTime = field(
-        default_factory=IterationTime
-    )  # of requests whose last choice has ended, or failed
+    # The time for requests whose last choice has ended, or that failed.
+    ending_time: IterationTime = field(default_factory=IterationTime)
     starts: ChoiceTurns = field(default_factory=ChoiceTurns)  # of new choices
     cancels: ChoiceTurns = field(default_factory=ChoiceTurns)  # of running choices
     output_budget: OutputBudget = field(default_factory=OutputBudget)
@@ -85,25 +82,28 @@ class AppState:
 
 
 def program_of(request: HttpRequest) -> str:
-    """Return the name and version of the client's program, from the header User-Agent; without it,
-    the address.
+    """Return the name and version of the client's program; if unknown, its address.
+
+    They are in the header User-Agent.
     """
     named = (request.header(b"user-agent") or "").split(maxsplit=1)
-    return _NO_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS]) if named else request.client
+    if not named:
+        return request.client
+    return _NO_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS])
 
 
 class RequestContext:
-    """One request, from its arrival to its log line: its id, deadline, permits, bytes, times and
-    metrics.
+    """One request, from its arrival to its log line.
 
-    Its choices hold what belongs to one choice. Times count from the end of the request's head.
-    Each delta costs one clock reading.
+    It holds the id, deadline, permits, bytes, times and metrics. Its choices hold what belongs to
+    one choice. Times count from the end of the request's head. Each delta costs one clock reading.
     """
 
     def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
         self._unique = secrets.token_hex(8)  # clients may repeat their ids
         self.id = f"{request.id}-{self._unique}" if request.id else self._unique
-        RECORDER.record(self.id, RecordedEvent.RECEIVED, id_hash(request.id) if request.id else 0)
+        client_id_hash = id_hash(request.id) if request.id else 0
+        RECORDER.record(self.id, RecordedEvent.RECEIVED, client_id_hash)
         self.client = network_of(request.client)
         self.deadline = 0.0  # seconds since the epoch; known with the body
         self._ignored = ""  # names of ignored fields, for the response header
@@ -127,8 +127,8 @@ class RequestContext:
         # None: it is missing or not valid
         self.traceparent = valid_traceparent(request.header(b"traceparent"))
         self._arrived_at = time.time()
-        # `received_s`: when the whole body was there
-        self._begun_s = self.received_s = request.arrived_s
+        self._begun_s = request.arrived_s
+        self.received_s = request.arrived_s  # later, when the whole body was there
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
         self._model = ""
         self._candidates = 1
@@ -158,14 +158,15 @@ class RequestContext:
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Set the deadline from the client's wish, which the server caps."""
-        max_s = self._app_state.config.request_timeout_s
-        self.deadline = self._arrived_at + (max_s if timeout_s is None else min(timeout_s, max_s))
+        seconds = self._app_state.config.request_timeout_s
+        if timeout_s is not None:
+            seconds = min(timeout_s, seconds)
+        self.deadline = self._arrived_at + seconds
 
     def report_ignored(self, names: Iterable[str], request: HttpRequest) -> None:
-        """Report ignored fields in a response header, in metrics, and once per field and client in
-        the log.
+        """Report ignored fields in a response header, in metrics and in the log.
 
-        A client is the program that its header User-Agent names.
+        The log names each once per client: a program that a header User-Agent names.
         """
         ignored = IgnoredFields()
         ignored.add(names)
@@ -173,8 +174,10 @@ class RequestContext:
             return
         safe = [_NO_NAME.sub("?", name) for name in ignored]
         self._ignored = ", ".join(safe)
-        logged, client = self._app_state.logged_fields, program_of(request)
-        if new := [name for name in safe if (client, name) not in logged]:
+        logged = self._app_state.logged_fields
+        client = program_of(request)
+        new = [name for name in safe if (client, name) not in logged]
+        if new:
             log.warning("request fields are ignored: %s (client %s)", ", ".join(new), client)
         for name in safe:
             self._app_state.metrics.field_ignored(name)
@@ -184,14 +187,17 @@ class RequestContext:
             del logged[next(iter(logged))]
 
     def accept(self, plan: GenerationPlan, id_prefix: str) -> None:
-        """Check and record the plan of the request, and create the id of the response, which begins
-        with `id_prefix`.
+        """Check and record the plan of the request, and create the id of the response.
+
+        It begins with `id_prefix`.
 
         Raises:
             InvalidRequest: it has more choices than the limit.
         """
-        count, limit = len(plan.choices), self._app_state.limiter.limit
-        self._model, self._candidates = plan.choices[0].request.model, plan.candidates
+        count = len(plan.choices)
+        limit = self._app_state.limiter.limit
+        self._model = plan.choices[0].request.model
+        self._candidates = plan.candidates
         self._num_choices = count
         sampling = plan.choices[0].request.sampling
         self.is_scored = sampling.logprobs is not None or sampling.prompt_logprobs is not None
@@ -202,7 +208,7 @@ class RequestContext:
                 f"the request has {count} choices; this server runs at most {limit} at once,"
                 " lower n"
             )
-        # `explain` finds the request by it
+        # `explain` finds the request by this id.
         self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"
 
     def create_choices(self, plan: GenerationPlan) -> None:
@@ -225,11 +231,9 @@ class RequestContext:
         Raises:
             Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
         """
-        metrics, limiter, count = (
-            self._app_state.metrics,
-            self._app_state.limiter,
-            self._num_choices,
-        )
+        metrics = self._app_state.metrics
+        limiter = self._app_state.limiter
+        count = self._num_choices
         self.enter("frontend_queue")
         try:
             await limiter.acquire(count, self.client, self.deadline - time.time())
@@ -243,10 +247,11 @@ class RequestContext:
 
         TTFT counts once per request, inter-token latency in each choice.
         """
-        trace, now = self.choices[delta.index].trace, time.monotonic()
+        trace = self.choices[delta.index].trace
+        now = time.monotonic()
         if delta.tokens:
             if trace.first_s is not None:
-                # tokens that arrived together
+                # Tokens that arrived together share the time.
                 self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)
             else:
                 if self._first_s() is None:
@@ -287,12 +292,14 @@ class RequestContext:
         """Start the streams of all choices, in turns with other requests."""
         pipeline = self._app_state.pipeline
         if len(self.choices) == 1:
-            # reading its body takes longer, so it takes no turn
+            # Reading its body takes longer, so it takes no turn.
             self.choices[0].start(pipeline, on_delta)
             return
-        await self._app_state.starts.run(
-            self.choices, lambda choice: choice.start(pipeline, on_delta)
-        )
+
+        def start(choice: ChoiceState) -> None:
+            choice.start(pipeline, on_delta)
+
+        await self._app_state.starts.run(self.choices, start)
 
     async def end_choices(self) -> None:
         """End the streams of all choices that still run, in turns with other requests."""
@@ -310,19 +317,17 @@ class RequestContext:
         """
         if len(self.choices) == 1:
             return self.choices[0].usage()
-        each = [choice.usage() for choice in self.choices]
-        prompts = each[:: self._candidates]
+        by_choice = [choice.usage() for choice in self.choices]
+        by_prompt = by_choice[:: self._candidates]
         return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
-            completion_tokens=sum(usage.completion_tokens for usage in each),
-            cached_tokens=sum(usage.cached_tokens for usage in prompts),
-            reasoning_tokens=sum(usage.reasoning_tokens for usage in each),
+            prompt_tokens=sum(usage.prompt_tokens for usage in by_prompt),
+            completion_tokens=sum(usage.completion_tokens for usage in by_choice),
+            cached_tokens=sum(usage.cached_tokens for usage in by_prompt),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in by_choice),
         )
 
     def served_by(self) -> dict[str, str]:
-        """Return response headers with the instances that are known by now, and with the ignored
-        fields.
-        """
+        """Return response headers with the instances known by now and the ignored fields."""
         headers = {
             "x-prefill-instance": self._prefill_ids(),
             "x-decode-instance": self._decode_ids(),
@@ -334,24 +339,26 @@ class RequestContext:
         """Return what the client asked for beside the fields of the API."""
         extras: Extras = {}
         if self._wants_stats:
-            stats = extras["dynamo_trtllm"] = self._stats_of(self.choices)
+            stats = self._stats_of(self.choices)
             if len(self.choices) > 1:
                 stats["choices"] = [self._stats_of([choice]) for choice in self.choices]
+            extras["dynamo_trtllm"] = stats
         if self.extra_fields:
-            nvext = extras["nvext"] = {}
+            extras["nvext"] = {}
             if "worker_id" in self.extra_fields:
-                trace = self.choices[0].trace
-                known = [
-                    each
-                    for each in (trace.prefill_instance, trace.decode_instance)
-                    if each is not None
-                ]
-                nvext["worker_id"] = (
-                    {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
-                )
+                extras["nvext"]["worker_id"] = self._worker_ids()
             if "timing" in self.extra_fields:
-                nvext["timing"] = self._timing()
+                extras["nvext"]["timing"] = self._timing()
         return extras
+
+    def _worker_ids(self) -> WorkerIds:
+        """Return the workers of the first choice. An aggregated worker has both roles."""
+        trace = self.choices[0].trace
+        ids = (trace.prefill_instance, trace.decode_instance)
+        known = [instance_id for instance_id in ids if instance_id is not None]
+        if not known:
+            return {}
+        return {"prefill_worker_id": known[0], "decode_worker_id": known[-1]}
 
     def _timing(self) -> NvTiming:
         usage = self.usage()
@@ -361,12 +368,9 @@ class RequestContext:
             "kv_hit_rate": usage.cached_tokens / max(1, usage.prompt_tokens),
         }
         first_s = self._first_s()
-        called_s = (
-            span.begin_s
-            for choice in self.choices
-            for span in choice.trace.spans
-            if span.phase in _CALLS
-        )
+        called_s: list[float] = []
+        for choice in self.choices:
+            called_s += [span.begin_s for span in choice.trace.spans if span.phase in _CALLS]
         call_s = min(called_s, default=None)
         if first_s is not None and call_s is not None:
             timing["prefill_wait_time_ms"] = (call_s - self._begun_s) * 1e3
@@ -379,19 +383,23 @@ class RequestContext:
 
         They run in parallel; the phases are those of the last one.
         """
-        transfers, last = [choice.transfer for choice in choices], _last_of(choices)
-        first_s = min(
-            (choice.trace.first_s or choice.trace.last_s for choice in choices), default=0.0
-        )
+        transfers = [choice.transfer for choice in choices]
+        _, transport = transfers[0]
+        last = _last_of(choices)
+        begins_s = []
+        for choice in choices:
+            first_s = choice.trace.first_s
+            begins_s.append(choice.trace.last_s if first_s is None else first_s)
+        begin_s = min(begins_s, default=0.0)
         end_s = time.monotonic() if len(choices) == len(self.choices) else last.trace.last_s
         phases = _by_name(self._phases(last, end_s))
         return {
             "prefill_instance": _joined(choice.trace.prefill_instance for choice in choices),
             "decode_instance": _joined(choice.trace.decode_instance for choice in choices),
             "kv_bytes": sum(kv_bytes for kv_bytes, _ in transfers),
-            "transport": transfers[0][1],
+            "transport": transport,
             "queued_s": phases.get("frontend_queue", 0.0),
-            "ttft_s": first_s - self._begun_s,
+            "ttft_s": begin_s - self._begun_s,
             "tokens_per_s": _tokens_per_s(choices),
             "total_s": end_s - self._begun_s,
             "phase_s": phases | {name: phases.get(name, 0.0) for name in _ALWAYS_SHOWN},
@@ -419,10 +427,11 @@ class RequestContext:
         self._app_state.limiter.release(self._num_permits)
         if self._output is not None:
             self._output.close()
-            # it refers to frames of the handler, which would be a reference cycle
+            # It refers to frames of the handler, which would be a reference cycle.
             self._output = None
         code = outcome if isinstance(outcome, str) else outcome.code
-        metrics, end_s = self._app_state.metrics, time.monotonic()
+        metrics = self._app_state.metrics
+        end_s = time.monotonic()
         metrics.request_finished(
             model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s
         )
@@ -436,11 +445,14 @@ class RequestContext:
             if trace.retries or trace.migrations:
                 metrics.child("retries_total", self._model).inc(trace.retries)
                 metrics.child("migrations_total", self._model).inc(trace.migrations)
-            if (stats := trace.decode_stats) is not None and stats.kv_transfer_s > 0:
+            stats = trace.decode_stats
+            if stats is not None and stats.kv_transfer_s > 0:
                 metrics.child("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
         phases = self._phases(_last_of(self.choices), end_s) if self.choices else {}
         metrics.observe_phases(model=self._model, phases=phases)
-        reason = (self._finishes() or code) if outcome == "ok" else code
+        reason = code
+        if outcome == "ok":
+            reason = self._finishes() or code
         RECORDER.record(
             self.id, RecordedEvent.FINISHED, status, usage.completion_tokens, reason=reason
         )
@@ -454,21 +466,27 @@ class RequestContext:
 
         Unlike `log.info`, this does not look for the line of code, which takes CPU time.
         """
-        args = self._unique[:8], summary
-        log.handle(
-            log.makeRecord(log.name, logging.INFO, __file__, 0, "request %s ended: %s", args, None)
-        )
+        args = (self._unique[:8], summary)
+        text = "request %s ended: %s"
+        log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, args, None))
 
     def _ended(self, code: str, status: int, usage: Usage, end_s: float) -> EndedRequest:
         """Return what the request's trace is made of."""
-        last = _last_of(self.choices) if self.choices else None
+        spans = self._spans
+        prefill = None
+        decode = None
+        if self.choices:
+            last = _last_of(self.choices)
+            spans = self._spans_with(last)
+            prefill = last.trace.prefill_stats
+            decode = last.trace.decode_stats
         return EndedRequest(
             endpoint=f"POST {self._path}",
             traceparent=self.traceparent,
-            spans=self._spans if last is None else self._spans_with(last),
+            spans=spans,
             end_s=end_s,
-            prefill=None if last is None else last.trace.prefill_stats,
-            decode=None if last is None else last.trace.decode_stats,
+            prefill=prefill,
+            decode=decode,
             attributes={
                 "http.response.status_code": status or None,
                 "gen_ai.request.model": self._model or None,
@@ -486,16 +504,11 @@ class RequestContext:
         self, outcome: str | DynamoError, status: int, usage: Usage, phases: Mapping[str, float]
     ) -> str:
         """Return the known facts of the request as name=value, without empty values."""
-        first_s, rate = self._first_s(), _tokens_per_s(self.choices)
-        if isinstance(outcome, DynamoError):  # its message may quote the client
-            param = (
-                f" param={outcome.field}"
-                if isinstance(outcome, RequestError) and outcome.field
-                else ""
-            )
-            finish = f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
-        else:
-            finish = (self._finishes() or "ok") if outcome == "ok" else outcome
+        first_s = self._first_s()
+        rate = _tokens_per_s(self.choices)
+        shown = [
+            f"{name}:{seconds:.4f}s" for name, seconds in phases.items() if seconds >= _SHOWN_S
+        ]
         known = {
             "status": status,
             "path": self._path,
@@ -509,19 +522,30 @@ class RequestContext:
             "queued": _seconds(phases.get("frontend_queue", 0.0)),
             "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
             "tpot": _seconds(len(self.choices) / rate) if rate else None,
-            "phases": ",".join([f"{name}:{s:.4f}s" for name, s in phases.items() if s >= _SHOWN_S]),
-            "finish": finish,
+            "phases": ",".join(shown),
+            "finish": self._finish_text(outcome),
         }
         return " ".join(f"{name}={value}" for name, value in known.items() if value)
+
+    def _finish_text(self, outcome: str | DynamoError) -> str:
+        """Return how the request ended, for the log line."""
+        if isinstance(outcome, DynamoError):
+            param = ""
+            if isinstance(outcome, RequestError) and outcome.field:
+                param = f" param={outcome.field}"
+            # The message may quote the client, so it is shortened.
+            return f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
+        if outcome == "ok":
+            return self._finishes() or "ok"
+        return outcome
 
     def _first_s(self) -> float | None:
         traces = [choice.trace for choice in self.choices]
         return min((trace.first_s for trace in traces if trace.first_s is not None), default=None)
 
     def _finishes(self) -> str:
-        return ",".join(
-            dict.fromkeys(choice.finish for choice in self.choices if choice.finish is not None)
-        )
+        finishes = [choice.finish for choice in self.choices if choice.finish is not None]
+        return ",".join(dict.fromkeys(finishes))
 
     def _prefill_ids(self) -> str | None:
         return _joined(choice.trace.prefill_instance for choice in self.choices)
@@ -550,10 +574,8 @@ def _seconds(value: float) -> str | None:
 
 def _joined(instances: Iterable[int | None]) -> str | None:
     """Join distinct instance ids in hexadecimal; None if there are none."""
-    return (
-        ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None))
-        or None
-    )
+    ids = [f"{instance:x}" for instance in instances if instance is not None]
+    return ",".join(dict.fromkeys(ids)) or None
 
 
 def _tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:

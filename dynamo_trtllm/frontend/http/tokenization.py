@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -66,9 +67,11 @@ class TokenizationEndpoint(Endpoint, Generic[R]):
             served = self._app_state.models.get(body.model)
             prepare, stored_chars = await self._resolve(body, served)
             size = max(len(raw_body), stored_chars)
-            data = await self._tokenize(
-                context, served, lambda: orjson.dumps(prepare()), size, is_large=is_large
-            )
+
+            def encode() -> bytes:
+                return orjson.dumps(prepare())
+
+            data = await self._tokenize(context, served, encode, size, is_large=is_large)
         if ignored is not None and unknown_fields != "ignore":
             context.report_ignored(ignored, request)
         response.send(200, data, headers=context.served_by())
@@ -98,7 +101,7 @@ async def _tokenization(
     body: TokenizeRequest, served: ServedModel
 ) -> tuple[Callable[[], TokenizationObject], int]:
     """Return the work that answers `/tokenize`."""
-    return lambda: _tokenized(body, served), 0
+    return partial(_tokenized, body, served), 0
 
 
 def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
@@ -156,7 +159,11 @@ def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
         body: ResponseRequest, served: ServedModel
     ) -> tuple[Callable[[], InputTokensObject], int]:
         prompt, size = await adapter.resolve_prompt(body, served)
-        return lambda: {"object": "response.input_tokens", "input_tokens": len(prompt())}, size
+
+        def count() -> InputTokensObject:
+            return {"object": "response.input_tokens", "input_tokens": len(prompt())}
+
+        return count, size
 
     return resolve
 
@@ -165,4 +172,8 @@ async def _message_tokens(
     body: CountTokensRequest, served: ServedModel
 ) -> tuple[Callable[[], MessageTokensObject], int]:
     """Return the work that answers `/v1/messages/count_tokens`."""
-    return lambda: {"input_tokens": len(messages_prompt(body, served))}, 0
+
+    def count() -> MessageTokensObject:
+        return {"input_tokens": len(messages_prompt(body, served))}
+
+    return count, 0
