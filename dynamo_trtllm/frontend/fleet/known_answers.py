@@ -68,21 +68,22 @@ class KnownAnswers:
     async def get(
         self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall
     ) -> KnownAnswer | None:
-        """Return known answer `number` (from 0) for a pair; None if no worker of the model can give
-        one.
+        """Return known answer `number` (from 0) for a pair; None if no worker can give one.
 
         Raises what `ask` raises. A failure is shared with all pairs that waited for the same
         answer, so that the pairs of a worker that does not answer wait for one timeout together.
         """
         sources = _sources(selection, view)
-        # without salts, a prefix cache would hit on a prompt that was used before
+        # Without salts, a prefix cache would hit on a prompt that was used before.
         if not is_salted(selection):
             return await _make(selection, sources, ask)
-        answers, key = self._answers[selection.decode.id], (_prompt_tokens(selection), number)
+        answers = self._answers[selection.decode.id]
+        key = (_prompt_tokens(selection), number)
         making = answers.get(key)
         if making is None:
             task = asyncio.create_task(_make(selection, sources, ask), name="known answer")
-            making = answers[key] = _Making(task)
+            making = _Making(task)
+            answers[key] = making
         making.num_waiting += 1
         answer: KnownAnswer | None = None
         try:
@@ -97,8 +98,9 @@ class KnownAnswers:
         return answer
 
     def forget(self, decode: int) -> None:
-        """Drop the answers of a decode instance, so that new prompts are used: two tokens may be
-        equally likely.
+        """Drop the answers of a decode instance, so that new prompts are used.
+
+        In an answer, two tokens may be equally likely.
         """
         self._answers.pop(decode, None)
 
@@ -114,29 +116,32 @@ def random_prompt(selection: WorkerSelection) -> TokenIds:
     Control tokens and image placeholders are usually at the ends. Raises ValueError for a card
     without a vocabulary.
     """
-    begin, count = (size := selection.decode.card.vocab_size) // 4, size // 2
+    size = selection.decode.card.vocab_size
+    begin = size // 4
+    count = size // 2
     if count < 1:
         raise ValueError(
             f"the card of model {selection.decode.card.name} has a vocabulary of {size} tokens"
         )
     # One system call. One per token was half of the CPU time of a probe.
-    numbers = array("I", secrets.token_bytes(array("I").itemsize * _prompt_tokens(selection)))
+    num_bytes = array("I").itemsize * _prompt_tokens(selection)
+    numbers = array("I", secrets.token_bytes(num_bytes))
     return token_ids(begin + number % count for number in numbers)
 
 
 def _prompt_tokens(selection: WorkerSelection) -> int:
-    """Return the length of a probe's prompt: more than two KV blocks if both workers can hold that
-    many tokens.
-    """
+    """Return the length of a probe's prompt: more than two KV blocks if both workers hold them."""
     instances = _instances(selection)
     block = max(instance.layout.block_tokens for instance in instances)
     max_prompt = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
-    for limits in (instance.limits for instance in instances):
+    for instance in instances:
+        limits = instance.limits
         if limits.max_num_tokens:
             max_prompt = min(max_prompt, limits.max_num_tokens)
         if limits.kv_blocks:
             max_prompt = min(max_prompt, limits.kv_blocks * block // 2)
-    return max(1, min(max_prompt, max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)))
+    wanted = max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)
+    return max(1, min(max_prompt, wanted))
 
 
 def is_salted(selection: WorkerSelection) -> bool:
@@ -147,9 +152,9 @@ def is_salted(selection: WorkerSelection) -> bool:
 
 
 def _instances(selection: WorkerSelection) -> list[Instance]:
-    return (
-        [selection.decode] if selection.prefill is None else [selection.decode, selection.prefill]
-    )
+    if selection.prefill is None:
+        return [selection.decode]
+    return [selection.decode, selection.prefill]
 
 
 def _sources(selection: WorkerSelection, view: ModelView) -> list[Instance]:
@@ -172,16 +177,14 @@ async def _make(
     selection: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall
 ) -> KnownAnswer | None:
     for source in sources:
-        alone, prompt, other = (
-            WorkerSelection(None, source),
-            random_prompt(selection),
-            random_prompt(selection),
-        )
+        alone = WorkerSelection(None, source)
+        prompt = random_prompt(selection)
+        other = random_prompt(selection)
         try:
             tokens = await ask(alone, prompt, 0)
             follows = await ask(alone, other + token_ids(tokens[:1]), 1)
         except (DynamoError, TimeoutError) as exc:
-            # it does not support this request
+            # A worker that does not support this request says nothing about the pair: ask another.
             is_rejected = isinstance(exc, (RequestRejected, RequestError))
             if source in _instances(selection) and not is_rejected:
                 raise

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -35,7 +35,7 @@ from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 log = logging.getLogger(__name__)
 
-# limit of one card's files together; the size that a worker sends is not trusted
+# Limit of one card's files together. The size that a worker sends is not trusted.
 MOST_FILES_BYTES: Final = 256 << 20
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
@@ -50,7 +50,7 @@ class ModelRegistry:
     _discovery: Discovery
     _plane: Plane
     _namespace: str
-    # with them, a model is ready only after one of its pairs has worked
+    # With them, a model is ready only after one of its pairs has worked.
     _breakers: PairBreakers | None = None
 
     def __post_init__(self) -> None:
@@ -87,18 +87,19 @@ class ModelRegistry:
         """
 
         def preloaded(future: asyncio.Future[None]) -> None:
-            if not future.cancelled() and (error := future.exception()) is not None:
-                log.error(
-                    "the tokenizer of model %s cannot be preloaded: %s", name, error, exc_info=error
-                )
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                text = "the tokenizer of model %s cannot be preloaded: %s"
+                log.error(text, name, error, exc_info=error)
 
         timer = self._preload_timers.pop(name, None)
         if timer is not None:
             timer.cancel()
             # Not in one of the few threads for requests.
-            loading = asyncio.get_running_loop().run_in_executor(
-                None, self._served[name].renderer.preload
-            )
+            preload = self._served[name].renderer.preload
+            loading = asyncio.get_running_loop().run_in_executor(None, preload)
             loading.add_done_callback(preloaded)
 
     def names(self) -> list[str]:
@@ -118,29 +119,27 @@ class ModelRegistry:
         )
 
     def readiness(self, limit: int) -> ReadinessReport:
-        """Return the pairs of all models, the instances that match no other, and the rejected etcd
-        records.
+        """Return all pairs, the instances that match no other, and the rejected etcd records.
 
         Each list has at most `limit` entries, because thousands of workers have thousands of pairs.
         """
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
-        breakers, now = self._breakers or PairBreakers(), time.monotonic()
+        breakers = self._breakers or PairBreakers()
+        now = time.monotonic()
         quarantined = breakers.quarantined
         pairs = {name: pairs_of(view, quarantined) for name, view in views.items()}
-        every = ((name, pair) for name, each in pairs.items() for pair in each)
-        open_pairs = [
-            (name, pair)
-            for name, each in pairs.items()
-            if quarantined
-            for pair in each
-            if pair in quarantined
-        ]
-        shown = dict.fromkeys(islice(chain(open_pairs, every), limit + len(open_pairs)))
+        open_pairs = []
+        if quarantined:
+            open_pairs = [(name, pair) for name, pair in _with_models(pairs) if pair in quarantined]
+        # Quarantined pairs come first. The others follow, without a second row for the former.
+        first_pairs = islice(chain(open_pairs, _with_models(pairs)), limit + len(open_pairs))
+        shown = dict.fromkeys(first_pairs)
+        mismatched = chain.from_iterable(map(mismatches, views.values()))
         return ReadinessReport(
             num_pairs=sum(map(len, pairs.values())),
             num_quarantined=len(open_pairs),
             pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
-            mismatched=list(islice(chain.from_iterable(map(mismatches, views.values())), limit)),
+            mismatched=list(islice(mismatched, limit)),
             rejected_records=[
                 {"key": key, "reason": self._rejected[key]}
                 for key in sorted(self._rejected)[:limit]
@@ -180,7 +179,9 @@ class ModelRegistry:
     def _remove(self, instance_id: int) -> None:
         log.info("worker %x left", instance_id)
         self._view.remove(instance_id)
-        for name in [each for each in self._announced if not self._view.model(each).is_complete]:
+        for name in list(self._announced):
+            if self._view.model(name).is_complete:
+                continue
             self._announced.discard(name)
             reason = not_ready_reason(self._view.model(name), name, None)
             log.info("model %s is not available any more: %s", name, reason)
@@ -198,11 +199,10 @@ class ModelRegistry:
             log.info("model %s is ready", name)
 
     def _warn_of_another_card(self, instance: Instance) -> None:
-        """Warn if the instance's card differs from the card in use, which changes as workers come
-        and go.
+        """Warn if the instance's card differs from the card in use.
 
-        The context length of prefill workers may differ: they reject prompts that are too long for
-        them.
+        That one changes as workers come and go. The context length of prefill workers may differ:
+        they reject prompts that are too long for them.
         """
         card = self._view.model(instance.card.name).card or instance.card
         own = {"context_length"} if instance.role is Role.PREFILL else set()
@@ -223,11 +223,14 @@ class ModelRegistry:
                 self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
 
     def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
-        """Return the card in use of this model's instances; None if it is loaded or there are no
-        instances.
+        """Return the card in use of this model's instances.
+
+        Return None if it is loaded or there are no instances.
         """
-        card, served = self._view.model(name).card, self._served.get(name)
-        return None if served is not None and served.card == card else card
+        card = self._view.model(name).card
+        served = self._served.get(name)
+        is_loaded = served is not None and served.card == card
+        return None if is_loaded else card
 
     async def _load(self, name: str) -> None:
         """Load the renderer of the model's current card, retrying while the model has instances."""
@@ -296,7 +299,8 @@ class ModelRegistry:
             chunk = decode(reply, FileChunk)
             if total_bytes is None:
                 total_bytes = chunk.total_bytes
-            if wrong := _wrong_size(chunk, len(data), total_bytes, most_bytes):
+            wrong = _wrong_size(chunk, len(data), total_bytes, most_bytes)
+            if wrong:
                 raise BadFrame(f"instance {worker.id:x} sent file {sha256} {wrong}")
             data += chunk.data
         if hashlib.sha256(data).hexdigest() != sha256:
@@ -348,6 +352,13 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
     return ""
 
 
+def _with_models(pairs: Mapping[str, Iterable[Pair]]) -> Iterator[tuple[str, Pair]]:
+    """Yield all pairs, each with the name of its model."""
+    for name, pairs_of_model in pairs.items():
+        for pair in pairs_of_model:
+            yield name, pair
+
+
 _MOST_NAMED = 20  # pairs or instances in a message
 
 
@@ -356,43 +367,49 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
 
     With `breakers`, one pair must have worked.
     """
-    if missing := view.missing_roles():
-        return f"model {name} has no {' and no '.join(f'{role} worker' for role in missing)}"
+    missing = view.missing_roles()
+    if missing:
+        workers = " and no ".join(f"{role} worker" for role in missing)
+        return f"model {name} has no {workers}"
     pairs = pairs_of(view)
     if not pairs:
         differing = "; ".join(islice(mismatches(view), _MOST_NAMED))
         return f"no prefill worker of model {name} matches a decode worker: {differing}"
     if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
         return None
-    tried = [(pair, breakers.status(pair)) for pair in pairs[:_MOST_NAMED]]
-    each = "; ".join(
-        f"{format_pair(pair)} is {status.state}" + (f" ({status.reason})" if status.reason else "")
-        for pair, status in tried
-    )
-    return f"model {name}: KV transfer works for no pair now: {each}"
+    states = []
+    for pair in pairs[:_MOST_NAMED]:
+        status = breakers.status(pair)
+        reason = f" ({status.reason})" if status.reason else ""
+        states.append(f"{format_pair(pair)} is {status.state}{reason}")
+    return f"model {name}: KV transfer works for no pair now: {'; '.join(states)}"
 
 
 def mismatches(view: ModelView) -> Iterator[str]:
-    """Yield a line for each instance that matches no instance of the other role, with the fields
-    that differ.
+    """Yield a line for each instance that matches no instance of the other role.
+
+    It has the fields that differ.
     """
     for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
         keys = {view.keys[instance.id] for instance in other}
         for instance in one:
             if keys and view.keys[instance.id] not in keys:
-                yield (
-                    f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
-                )
+                differing = differences(instance, other[0])
+                yield f"instance {instance.id:x} ({instance.role}): {differing}"
 
 
 def pair_row(name: str, pair: Pair, breakers: PairBreakers, now: float) -> PairObject:
     """Return the state of a pair of this model. `now` is a time of the breakers' clock."""
-    status, (prefill, decode) = breakers.status(pair), pair
+    status = breakers.status(pair)
+    prefill, decode = pair
+    age_s = None
+    if status.state is not PairState.UNTRIED:
+        age_s = round(now - status.seen_at, 3)
     return {
         "model": name,
         "prefill": None if prefill is None else f"{prefill:x}",
         "decode": f"{decode:x}",
         "state": status.state,
         "reason": status.reason,
-        "age_s": None if status.state is PairState.UNTRIED else round(now - status.seen_at, 3),
+        "age_s": age_s,
     }

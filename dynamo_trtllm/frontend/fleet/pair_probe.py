@@ -1,10 +1,9 @@
-"""Probe every idle pair with requests whose answers are known, to prove readiness and to end
-quarantine.
+"""Probe every idle pair with requests whose answers are known.
 
-The known answer comes from one worker that runs the aggregated request. A pair with another answer
-transfers KV wrongly and gets no requests. The first probe of a pair also causes its handshake, so
-that no user's request waits for it. A worker is asked to restart when none of its pairs works any
-more while other pairs do.
+Probes prove that pairs are ready, and end quarantine. The known answer comes from one worker that
+runs the aggregated request. A pair with another answer transfers KV wrongly and gets no requests.
+The first probe of a pair also causes its handshake, so that no user's request waits for it. A
+worker is asked to restart when none of its pairs works any more while other pairs do.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.background import first_of
@@ -41,18 +41,26 @@ log = logging.getLogger(__name__)
 
 _CANCEL_S = 1.0  # for the cancel of a probe to arrive
 
-# probes per decode worker: one of them may wait for a prefill worker that hangs
+# Probes per decode worker: one of them may wait for a prefill worker that hangs.
 _MAX_CONCURRENT = 2
-# probes at the same time: thousands of them would be an overload that makes them fail
+# Probes at the same time: thousands of them would be an overload that makes them fail.
 _MAX_ALL = 128
 _UNAVAILABLE_S = 1.0  # until the request plane is checked again
-# a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
+# A pair is wrong if its answers to this many prompts all differ: rounding rarely causes that.
 _PROMPTS = 3
-# in a row, of the breakers of all pairs of an instance: it is asked to restart
+# An instance is asked to restart if the breakers of all its pairs opened so often in a row.
 _SUSPECT_OPENINGS = 3
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
+
+
+class _Due(NamedTuple):
+    """A pair in the queue of probes, ordered by time."""
+
+    due_at: float
+    number: int  # decides between equal times: pairs cannot be compared
+    pair: Pair
 
 
 @dataclass(eq=False)
@@ -72,7 +80,8 @@ class PairProbes:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self._view, self._breakers = self.pipeline.view, self.pipeline.breakers
+        self._view = self.pipeline.view
+        self._breakers = self.pipeline.breakers
         self._known_answers = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
@@ -81,7 +90,7 @@ class PairProbes:
         self._inconclusive: set[str] = set()  # models for which this was logged
         self._probing: set[Pair] = set()
         self._changes = self._view.subscribe()
-        self._queue: list[tuple[float, int, Pair]] = []  # a heap by the time at which a pair is due
+        self._queue: list[_Due] = []  # a heap
         self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
         self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, _MAX_CONCURRENT)
@@ -99,7 +108,7 @@ class PairProbes:
                 changed = self._view.changed
                 self._probed.clear()
                 self._schedule_changed()
-                # thousands of probes would fail per second
+                # Without the request plane, thousands of probes would fail per second.
                 if self.pipeline.plane.unavailable_reason() is not None:
                     await asyncio.sleep(_UNAVAILABLE_S)
                     continue
@@ -107,20 +116,21 @@ class PairProbes:
                 for pair, model in self._pop_due(now):
                     self._probing.add(pair)
                     group.create_task(self._probe_one(pair, model), name="pair probe")
-                timeout_s = max(0.0, self._queue[0][0] - now) if self._queue else None
+                timeout_s = None
+                if self._queue:
+                    timeout_s = max(0.0, self._queue[0].due_at - now)
                 await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
     @property
     def _idle_s(self) -> float:
-        """Time between probes of an idle pair: longer with many pairs, so that probes are never
-        most of the load.
+        """Time between probes of an idle pair.
+
+        It is longer with many pairs, so that probes are never most of the load.
         """
         return self.interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
 
     def _schedule_changed(self) -> None:
-        """Schedule the pairs that are new or may be due earlier than before, and drop instances
-        that are gone.
-        """
+        """Schedule pairs that are new or may be due earlier, and drop instances that are gone."""
         self.pipeline.update_breakers()  # new pairs get no requests before their probe
         if not all(change.is_added for change in self._changes):
             self._keep_only(self._view.ids())
@@ -135,7 +145,7 @@ class PairProbes:
         due_at = self._breakers.due_at(pair, self._idle_s)
         if pair not in self._probing and due_at < self._due_at.get(pair, math.inf):
             self._due_at[pair] = due_at
-            heapq.heappush(self._queue, (due_at, next(self._numbers), pair))
+            heapq.heappush(self._queue, _Due(due_at, next(self._numbers), pair))
 
     def _pop_due(self, now: float) -> Iterator[tuple[Pair, str]]:
         """Yield the pairs to probe now with their models.
@@ -143,9 +153,9 @@ class PairProbes:
         A pair that was seen since it was scheduled is due later. One that is not to be probed any
         more is dropped.
         """
-        while self._queue and self._queue[0][0] <= now:
-            at, _, pair = heapq.heappop(self._queue)
-            if self._due_at.get(pair) != at:
+        while self._queue and self._queue[0].due_at <= now:
+            due_at, _, pair = heapq.heappop(self._queue)
+            if self._due_at.get(pair) != due_at:
                 continue  # it was scheduled for an earlier time, too
             del self._due_at[pair]
             selection = self._selection(pair)
@@ -163,19 +173,20 @@ class PairProbes:
         self._known_answers.keep_only(ids)
         self._asked_to_restart &= set(ids)
         self._unexpected_failures = {
-            pair
-            for pair in self._unexpected_failures
-            if all(each is None or each in ids for each in pair)
+            (prefill, decode)
+            for prefill, decode in self._unexpected_failures
+            if decode in ids and (prefill is None or prefill in ids)
         }
         for decode in [decode for decode in self._slots if decode not in ids]:
             del self._slots[decode]
 
     async def _probe_one(self, pair: Pair, model: str) -> None:
+        _, decode_id = pair
         try:
-            async with self._slots[pair[1]], self._all_slots:
+            async with self._slots[decode_id], self._all_slots:
                 code = await self._probe_safely(pair)
             self.probe_finished(model=model, code=code)
-            # else it makes no instance a suspect
+            # A pair that failed less often makes no instance a suspect.
             if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:
                 await self._restart_suspects(pair)
         finally:
@@ -210,18 +221,21 @@ class PairProbes:
         try:
             code, text = await self._compare(selection, trace)
         except TimeoutError:
-            code, text = "canary", f"no answer to a probe within {self.timeout_s:g} s"
+            code = "canary"
+            text = f"no answer to a probe within {self.timeout_s:g} s"
         except (errors.TransferFailed, errors.TransferTimeout) as exc:
             return exc.code  # the pipeline has recorded it
         except errors.CapacityError as exc:  # a busy worker is not a broken pair
             self._breakers.defer(pair, time.monotonic())
             return exc.code
-        # an unreachable worker says nothing about KV transfer
+        # An unreachable worker says nothing about KV transfer.
         except (errors.Unreachable, errors.Disconnected) as exc:
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
-            at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
-            if at is not None:
-                self.pipeline.record_unreachable(at, exc)
+            called = trace.decode_instance
+            if called is None:
+                called = trace.prefill_instance
+            if called is not None:
+                self.pipeline.record_unreachable(called, exc)
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
@@ -249,7 +263,8 @@ class PairProbes:
         The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers
         differ, or if some differ and the others prove nothing.
         """
-        ask, view = partial(self._ask, trace), self._view.model(selection.decode.card.name)
+        ask = partial(self._ask, trace)
+        view = self._view.model(selection.decode.card.name)
         num_wrong = 0
         for number in range(_PROMPTS):
             known_answer = None
@@ -262,10 +277,8 @@ class PairProbes:
             if selection.prefill is None:
                 return _PASSED, ""
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
-                return (
-                    "canary",
-                    "the decode worker answered a probe without reading the prefill worker's KV",
-                )
+                text = "the decode worker answered a probe without reading the prefill worker's KV"
+                return "canary", text
             if known_answer is None and num_wrong:
                 text = (
                     "its answer to a probe is not the known one, and no worker gives another one to"
@@ -273,30 +286,25 @@ class PairProbes:
                 )
                 return "canary", text
             if known_answer is None:
-                return (
-                    _INCONCLUSIVE,
-                    (
-                        "no worker of the model can run aggregated requests: wrong KV would go"
-                        " unnoticed"
-                    ),
+                text = (
+                    "no worker of the model can run aggregated requests: wrong KV would go"
+                    " unnoticed"
                 )
+                return _INCONCLUSIVE, text
             if tokens == known_answer.tokens and known_answer.depends_on_kv:
                 return _PASSED, ""
-            num_wrong += tokens != known_answer.tokens
+            if tokens != known_answer.tokens:
+                num_wrong += 1
         if not num_wrong:
-            return (
-                _INCONCLUSIVE,
-                "the model answers all prompts alike: KV of another prompt would go unnoticed",
-            )
-        return (
-            "mismatch",
-            (
-                f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the"
-                " same requests alone: KV arrives changed, stale or not at all; check that both"
-                " workers have the same build, model files and KV settings, and check the"
-                " transport between them"
-            ),
+            text = "the model answers all prompts alike: KV of another prompt would go unnoticed"
+            return _INCONCLUSIVE, text
+        text = (
+            f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the"
+            " same requests alone: KV arrives changed, stale or not at all; check that both"
+            " workers have the same build, model files and KV settings, and check the"
+            " transport between them"
         )
+        return "mismatch", text
 
     async def _ask(
         self, trace: RouteTrace, selection: WorkerSelection, prompt: TokenIds, num_resumed: int
@@ -305,7 +313,9 @@ class PairProbes:
 
         Each request has its own salt: otherwise a prefix cache could replace the KV transfer.
         """
-        trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
+        trace.prefill_instance = None
+        trace.decode_instance = None
+        trace.decode_stats = None
         request = GenerateRequest(
             request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
@@ -325,15 +335,17 @@ class PairProbes:
             tokens.extend(chunk.token_ids)
             return True
 
+        generate = partial(self.pipeline.generate, request, trace, selection=selection)
         async with asyncio.timeout(self.timeout_s):
-            await run_stream(
-                partial(self.pipeline.generate, request, trace, selection=selection), collect
-            )
+            await run_stream(generate, collect)
         return tokens
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
-        prefill, decode = (None if each is None else self._view.instance(each) for each in pair)
-        if decode is None or (prefill is None and pair[0] is not None):
+        prefill_id, decode_id = pair
+        prefill = None if prefill_id is None else self._view.instance(prefill_id)
+        decode = self._view.instance(decode_id)
+        is_prefill_gone = prefill is None and prefill_id is not None
+        if decode is None or is_prefill_gone:
             return None
         return WorkerSelection(prefill, decode)
 
@@ -348,48 +360,41 @@ class PairProbes:
             instance = self._view.instance(instance_id)
             if instance is None:
                 continue
-            log.error(
-                "%s worker %x fails with every peer; requesting restart", instance.role, instance_id
-            )
+            text = "%s worker %x fails with every peer; requesting restart"
+            log.error(text, instance.role, instance_id)
+            message = Restart("KV transfer fails with every peer")
             try:
-                await self.pipeline.plane.control(
-                    instance.subject, Restart("KV transfer fails with every peer")
-                )
+                await self.pipeline.plane.control(instance.subject, message)
             except DynamoError as exc:
                 if isinstance(exc, errors.PlaneError):
-                    # it may not have received the request
+                    # The worker may not have received the request.
                     self._asked_to_restart.discard(instance_id)
-                log.warning(
-                    "restart request to worker %x failed; restart it (%s): %s",
-                    instance_id,
-                    exc.code,
-                    exc.message,
-                )
+                text = "restart request to worker %x failed; restart it (%s): %s"
+                log.warning(text, instance_id, exc.code, exc.message)
 
     def _suspects(self, pair: Pair) -> set[int]:
-        """Return the suspects, judged by the pairs of both instances and of all partners of the
-        decode instance.
+        """Return the suspects among the instances of a pair and their peers.
+
+        They are judged by the pairs of both instances and of all partners of the decode instance.
         """
         selection = self._selection(pair)
         if selection is None:
             return set()
         view = self._view.model(selection.decode.card.name)
         own = pairs_with(view, selection.decode)
-        prefills = [
-            instance
-            for prefill, _ in own
-            if (instance := self._view.instance(prefill or 0)) is not None
-        ]
-        others = [pair for prefill in prefills for pair in pairs_with(view, prefill)]
-        return suspects(self._breakers, {*own, *others})
+        judged = set(own)
+        for prefill_id, _ in own:
+            prefill = None if prefill_id is None else self._view.instance(prefill_id)
+            if prefill is not None:
+                judged.update(pairs_with(view, prefill))
+        return suspects(self._breakers, judged)
 
 
 def suspects(breakers: PairBreakers, pairs: Collection[Pair]) -> set[int]:
-    """Return the instances all of whose pairs' breakers opened at least _SUSPECT_OPENINGS times in
-    a row.
+    """Return the instances whose pairs all fail.
 
-    If this holds for both ends of a pair and the cause is unknown, only the prefill instance is
-    returned.
+    The breaker of each of their pairs opened at least _SUSPECT_OPENINGS times in a row. If this
+    holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
     """
     good = [pair for pair in pairs if breakers.status(pair).num_openings < _SUSPECT_OPENINGS]
     fetching = [(prefill, decode) for prefill, decode in pairs if prefill is not None]

@@ -1,8 +1,7 @@
-"""Keep the router's knowledge of prefix caches up to date: follow the instances and read their KV
-events.
+"""Keep the router's knowledge of prefix caches up to date.
 
-A frontend that is new, or that missed an update of a worker, asks the worker to publish everything
-again.
+It comes from the instances and their KV events. A frontend that is new, or that missed an update of
+a worker, asks the worker to publish everything again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-# after the first request for a snapshot; each one after it waits twice as long
+# After the first request for a snapshot. Each one after it waits twice as long.
 PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S = 30.0
 _TIMEOUT_S = 2.0
@@ -35,8 +34,9 @@ _UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
 
 @dataclass(eq=False)
 class PrefixFeed:
-    """Updates `known` from the instances of `view` and, if it reads events, from the KV events of
-    their namespace.
+    """Updates `known` from the instances of `view`.
+
+    If it reads events, those of the namespace update it, too.
     """
 
     known: KnownPrefixes
@@ -90,9 +90,8 @@ class PrefixFeed:
                 )
             return
         is_unsynced = update.instance_id in self.known.unsynced
-        self.metrics.child(
-            "kv_updates_total", "gap" if is_unsynced and not was_unsynced else "applied"
-        ).inc()
+        outcome = "gap" if is_unsynced and not was_unsynced else "applied"
+        self.metrics.child("kv_updates_total", outcome).inc()
         if is_unsynced != (update.instance_id in self._resyncs):
             self._wake.set()
 
@@ -102,17 +101,19 @@ class PrefixFeed:
         for instance_id in self._resyncs.keys() - unsynced:
             self._resyncs.pop(instance_id).cancel()
         for instance_id in unsynced - self._resyncs.keys():
-            if (instance := self.view.instance(instance_id)) is not None:
-                resync = self._resync(instance)
+            instance = self.view.instance(instance_id)
+            if instance is not None:
                 self._resyncs[instance_id] = group.create_task(
-                    resync, name=f"kv-resync-{instance_id:x}"
+                    self._resync(instance), name=f"kv-resync-{instance_id:x}"
                 )
 
     async def _resync(self, instance: Instance) -> None:
-        """Ask a worker for snapshots, with longer and longer pauses, until cancelled: when the
-        worker is in sync.
+        """Ask a worker for snapshots, with longer and longer pauses.
+
+        It is cancelled when the worker is in sync.
         """
-        pause_s, failure = self.pause_s, ""
+        pause_s = self.pause_s
+        failure = ""
         for count in itertools.count():
             async with self._slots:
                 if count == _UNANSWERED:
