@@ -24,10 +24,9 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """A request for a snapshot of the receiver's metrics, the reply to one, or neither: the sender
-    is ready.
+    """A request for a snapshot of the receiver's metrics, or the reply to one.
 
-    When the parent is ready, all processes are.
+    If it is neither, the sender is ready. When the parent is ready, all processes are.
     """
 
     request: Number = 0  # counts from 1

@@ -1,8 +1,8 @@
-"""Start a frontend that answers status requests at once, while the rest loads: `python -m
-dynamo_trtllm.frontend`.
+"""Start a frontend (`python -m dynamo_trtllm.frontend`).
 
-This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a
-thread. `python -m` of this module runs one of several frontend processes on a port.
+It answers status requests at once, while the rest loads. This module imports only what the first
+answer needs. `run_app` imports the rest and is loaded in a thread. `python -m` of this module runs
+one of several frontend processes on a port.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from dynamo_trtllm.observability.outputs import OUTPUTS
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+# The parameters of mallopt(3), from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 PROG = "python -m dynamo_trtllm.frontend"
 
-# it is __main__ in one of several processes
+# In one of several processes, the name of this module is __main__.
 log = logging.getLogger("dynamo_trtllm.frontend.process.main")
 
 _STARTING = "this frontend is starting"
@@ -112,11 +115,10 @@ def main(config: FrontendConfig) -> int:
 
 @command(FrontendProcessConfig, PROG)
 def process_main(config: FrontendProcessConfig) -> None:
-    """Run one of several frontend processes, which `process_group` starts with a socket pair as
-    standard input.
+    """Run one of several frontend processes.
 
-    It serves like a single frontend process, and exits with its parent. The exit statuses are those
-    of `main`.
+    `process_group` starts it with a socket pair as standard input. It serves like a single frontend
+    process, and exits with its parent. The exit statuses are those of `main`.
     """
     name = f"frontend-{config.number}"
     OUTPUTS.start(name, config.log_format)
@@ -127,10 +129,11 @@ def process_main(config: FrontendProcessConfig) -> None:
 async def _serve_with_parent(config: FrontendProcessConfig) -> None:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 
-    pipe = ControlPipe(
-        *await asyncio.open_unix_connection(sock=socket.socket(fileno=sys.stdin.fileno()))
-    )
-    await serve(config, listen(config.http_host, config.http_port, is_shared=True), pipe)
+    own_end = socket.socket(fileno=sys.stdin.fileno())
+    reader, writer = await asyncio.open_unix_connection(sock=own_end)
+    pipe = ControlPipe(reader, writer)
+    sock = listen(config.http_host, config.http_port, is_shared=True)
+    await serve(config, sock, pipe)
 
 
 def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
@@ -168,8 +171,9 @@ async def serve(
             await pipe.run()
             log.error("parent process exited; shutting down")
 
-        work = [asyncio.create_task(run())]
-        work[0].add_done_callback(lambda _: gate.close())
+        running = asyncio.create_task(run())
+        running.add_done_callback(lambda _: gate.close())
+        work = [running]
         if pipe is not None:
             work.append(asyncio.create_task(follow_parent(pipe)))
         for task in work:
@@ -196,12 +200,9 @@ def _tune_malloc() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
     if mallopt is not None:
-        for parameter, value in (
-            (_M_MMAP_THRESHOLD, 256 << 10),
-            (_M_TRIM_THRESHOLD, 1 << 20),
-            (_M_ARENA_MAX, 2),
-        ):
-            mallopt(parameter, value)
+        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 20)
+        mallopt(_M_ARENA_MAX, 2)
 
 
 if __name__ == "__main__":

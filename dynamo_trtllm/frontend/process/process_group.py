@@ -44,9 +44,10 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
         ConfigError: the port is in use, also if another frontend would share it; or the machine has
             too few cores.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     if config.workers > _PROCESSES_PER_CORE * cores:
         raise ConfigError(
             f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of"
@@ -73,14 +74,18 @@ def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[
 
 
 def combined_exit_status(statuses: Mapping[str, int]) -> int:
-    """Return one exit status for all processes: the largest, where death by signal N counts as 128
-    + N.
+    """Return one exit status for all processes: the largest.
 
-    SIGTERM counts as 0: it is sent to all at shutdown, and it kills a process that is just
-    starting.
+    Death by signal N counts as 128 + N. SIGTERM counts as 0: it is sent to all at shutdown, and it
+    kills a process that is just starting.
     """
-    counted = (0 if status == -signal.SIGTERM else status for status in statuses.values())
-    return max((status if status >= 0 else 128 - status for status in counted), default=0)
+    largest = 0
+    for status in statuses.values():
+        if status == -signal.SIGTERM:
+            continue
+        counted = status if status >= 0 else 128 - status
+        largest = max(largest, counted)
+    return largest
 
 
 class ProcessGroup:
@@ -111,18 +116,15 @@ class ProcessGroup:
     async def _start_all(self) -> None:
         for number in range(1, self._config.workers + 1):
             name = f"frontend-{number}"
-            self._supervisor.keep(
-                name, partial(self._running, name, process_argv(self._config, number, self._port))
-            )
+            argv = process_argv(self._config, number, self._port)
+            self._supervisor.keep(name, partial(self._running, name, argv))
 
     @asynccontextmanager
     async def _running(self, name: str, argv: Sequence[str]) -> AsyncIterator[Child]:
         """Start one process with a control pipe, and serve the pipe until the process ends."""
         own_end, child_end = socket.socketpair()
-        connected, on_ready = (
-            asyncio.open_unix_connection(sock=own_end),
-            partial(self._on_process_ready, name),
-        )
+        connected = asyncio.open_unix_connection(sock=own_end)
+        on_ready = partial(self._on_process_ready, name)
         with (
             child_end,
             closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe,

@@ -24,7 +24,7 @@ from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.generation.suspects import Suspects
-from dynamo_trtllm.frontend.http.app import build_app
+from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OTHERS_START = "other processes of this frontend are starting"
-# for the totals of all processes; the parent's wait per process is shorter
+# For the totals of all processes. The parent's wait per process is shorter.
 _METRICS_TIMEOUT_S = 5.0
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
-# longest wait for existing models before the first request is accepted: others may be ready
+# Longest wait for existing models before the first request is accepted: others may be ready.
 _SETTLE_S = 15.0
 
 
@@ -72,55 +72,37 @@ async def run_app(
             needs it.
     """
     async with AsyncExitStack() as stack:
-        view, breakers, metrics, tasks = (
-            ClusterView(),
-            PairBreakers(),
-            FrontendMetrics(),
-            BackgroundTasks(),
-        )
+        view = ClusterView()
+        breakers = PairBreakers()
+        metrics = FrontendMetrics()
+        tasks = BackgroundTasks()
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
-        # An overloaded process reads acknowledgments seconds late: with less, it would count
-        # workers as unreachable.
-        limits = PlaneLimits(
-            ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3
-        )
-        plane = await NatsPlane.connect(
-            config.nats_server, limits, tasks, metrics.message_unreadable
-        )
+        plane = await _connect_plane(config, tasks, metrics)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)
         if pipe is not None:
             _share_metrics(pipe, metrics)
-        has_probes = config.canary_interval_s > 0
-        models = ModelRegistry(
-            view, discovery, plane, config.namespace, breakers if has_probes else None
-        )
+        # Only probes prove that a pair works before it gets requests.
+        proofs = breakers if config.canary_interval_s > 0 else None
+        models = ModelRegistry(view, discovery, plane, config.namespace, proofs)
         stack.push_async_callback(models.aclose)
         pipeline = pipeline_of(config, view, plane, breakers, metrics)
         stack.push_async_callback(pipeline.aclose)
-        store = None  # the memory of this process
-        if config.shares_responses:
-            store = await JetStreamStore.connect(
-                config.nats_server, config.namespace, store_limits(config)
-            )
+        store = await _connect_store(config)
+        if store is not None:
             stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
-            return tasks.reason or (None if pipe is None or pipe.is_other_ready else _OTHERS_START)
+            if tasks.reason:
+                return tasks.reason
+            return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
-        work = {"recordings": answer_queries(plane, config.namespace)}
-        work |= routing_work(config.namespace, pipeline, metrics)
-        work["discovery-watch"] = models.watch()
-        if has_probes:
-            times = {"interval_s": config.canary_interval_s, "timeout_s": config.canary_timeout_s}
-            work["pair-probes"] = PairProbes(pipeline, metrics.probe_finished, **times).run()
-        work |= {} if app.traces is None else {"traces": app.traces.run()}
-        for name, coroutine in work.items():
+        for name, coroutine in _background_work(config, models, pipeline, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await first_of(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_SETTLE_S)
         tune_gc()
@@ -129,6 +111,48 @@ async def run_app(
         if pipe is not None:
             pipe.send_ready()
         await _until_failed(tasks, stop)
+
+
+async def _connect_plane(
+    config: FrontendConfig, tasks: BackgroundTasks, metrics: FrontendMetrics
+) -> NatsPlane:
+    # An overloaded process reads acknowledgments seconds late: with less, it would count
+    # workers as unreachable.
+    limits = PlaneLimits(
+        ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3
+    )
+    return await NatsPlane.connect(config.nats_server, limits, tasks, metrics.message_unreadable)
+
+
+async def _connect_store(config: FrontendConfig) -> JetStreamStore | None:
+    """Return the store of responses; None if each process keeps them in its memory."""
+    if not config.shares_responses:
+        return None
+    return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
+
+
+def _background_work(
+    config: FrontendConfig,
+    models: ModelRegistry,
+    pipeline: Pipeline,
+    metrics: FrontendMetrics,
+    app: FrontendApp,
+) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return all background work of a frontend, by the names of its tasks, in order of start."""
+    work = {"recordings": answer_queries(pipeline.plane, config.namespace)}
+    work |= routing_work(config.namespace, pipeline, metrics)
+    work["discovery-watch"] = models.watch()
+    if config.canary_interval_s > 0:
+        probes = PairProbes(
+            pipeline,
+            metrics.probe_finished,
+            interval_s=config.canary_interval_s,
+            timeout_s=config.canary_timeout_s,
+        )
+        work["pair-probes"] = probes.run()
+    if app.traces is not None:
+        work["traces"] = app.traces.run()
+    return work
 
 
 def _share_metrics(pipe: ControlPipe, metrics: FrontendMetrics) -> None:
@@ -168,27 +192,24 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
 def routing_work(
     namespace: str, pipeline: Pipeline, metrics: FrontendMetrics
 ) -> dict[str, Coroutine[Any, Any, None]]:
-    """Return the background work, by the names of its tasks, that keeps up to date what selections
-    read.
-    """
-    view, plane, placement = pipeline.view, pipeline.plane, pipeline.placement
+    """Return the background work that keeps up to date what selections read, by task names."""
+    view = pipeline.view
+    plane = pipeline.plane
+    placement = pipeline.placement
     work = {"pairs": prune_breakers(view, pipeline.breakers)}
     if placement is not None:
         work["loads"] = follow_loads(plane, namespace, view, placement.loads)
         if placement.prefixes is not None:
-            work["kv-events"] = PrefixFeed(
-                placement.prefixes, view, plane, namespace, metrics
-            ).run()
+            feed = PrefixFeed(placement.prefixes, view, plane, namespace, metrics)
+            work["kv-events"] = feed.run()
     return work
 
 
 async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: FleetLoad) -> None:
-    """Take the load that workers report, and drop that of workers that are gone, until
-    cancelled.
-    """
+    """Take the load that workers report, and drop that of gone workers, until cancelled."""
 
     def take(report: LoadReport) -> None:
-        # else it came late, or before the instance
+        # Without the instance, the report came late or too early.
         if view.instance(report.instance_id) is not None:
             loads.on_report(report, time.monotonic())
 
@@ -247,17 +268,22 @@ def placement_of(config: FrontendConfig) -> Placement | None:
     prefixes = None
     if config.router_mode == "kv":
         prefixes = KnownPrefixes(reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs)
-    credit, temperature = config.router_kv_overlap_score_credit, config.router_temperature
-    return Placement(config.router_mode, prefixes, overlap_credit=credit, temperature=temperature)
+    return Placement(
+        config.router_mode,
+        prefixes,
+        overlap_credit=config.router_kv_overlap_score_credit,
+        temperature=config.router_temperature,
+    )
 
 
-# per GC generation, in allocations or collections of the younger generation
+# Per GC generation, in allocations or collections of the younger generation.
 THRESHOLDS = (10_000, 50, 100)
 
 
 def tune_gc() -> None:
-    """Exclude all existing objects from garbage collection, which takes tens of ms, and collect
-    less often.
+    """Exclude all existing objects from garbage collection, and collect less often.
+
+    A collection of all objects takes tens of ms.
     """
     gc.collect()
     gc.freeze()
