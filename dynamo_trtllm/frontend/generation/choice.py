@@ -53,7 +53,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
     stop: str | None = None  # the stop string that ended the output, with `finish`
-    # in the first delta of a choice, if the client asked for them
+    # Only in the first delta of a choice, if the client asked for them.
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -75,7 +75,7 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
-        # per stop string: length of its prefix with which the text ends
+        # The length of each stop string's prefix with which the text ends.
         self._matched = [0] * len(stops)
         self._pending = ""
         first_chars = "".join({stop[0] for stop in stops})

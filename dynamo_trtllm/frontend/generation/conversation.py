@@ -51,7 +51,7 @@ _ANY_TEXT = r"(.|\n)+"  # as a regular expression
 class GenerationOptions:
     """The options of a generation beside its conversation."""
 
-    # as requested; max_tokens 0: as many as the context allows; `guided` is unset
+    # As requested, without `guided`. With max_tokens 0: as many as the context allows.
     sampling: Sampling
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -59,16 +59,16 @@ class GenerationOptions:
     custom_tools: frozenset[str] = frozenset()  # of chat: tools whose input is a text
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True  # False: the output ends before the second call
-    # that the output's text must follow; its prefix is empty
+    # The output's text must follow it. Its prefix is empty.
     output_format: OutputFormat | None = None
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
-    # keep the last ones; -1: as many as the context allows; None: all
+    # How many of the last ones stay; -1: as many as the context allows; None: all.
     truncate_prompt_tokens: int | None = None
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
-    # internal field name to the API's name, where they differ
+    # The API's names by internal field names, where they differ.
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, field: str) -> str:

@@ -63,13 +63,13 @@ class ChoiceRequest:
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: the engine computes them only for best_of
     echo: str = ""  # the text begins with this
-    # alternatives of the prompt's tokens in the choice's logprobs; None: none of them
+    # Alternatives of the prompt's tokens in the choice's logprobs; None: none of them.
     echo_logprobs: int | None = None
-    # alternatives of the prompt's tokens in a field of their own; None: no field
+    # Alternatives of the prompt's tokens in a field of their own; None: no field.
     prompt_logprobs: int | None = None
     # The client wants no generated token, but the engine generates one.
     is_prompt_only: bool = False
-    # internal field name to the API's name, for errors
+    # The API's names by internal field names, for errors.
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -102,7 +102,7 @@ class GenerationPlan:
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
-    # of `/v1/responses`: those of earlier turns, then those of the request
+    # Only for `/v1/responses`: those of earlier turns, then those of the request.
     items: tuple[dict[str, Any], ...] = ()
 
 

@@ -116,7 +116,7 @@ async def run_app(
 async def _connect_plane(
     config: FrontendConfig, tasks: BackgroundTasks, metrics: FrontendMetrics
 ) -> NatsPlane:
-    # An overloaded process reads acknowledgments seconds late: with less, it would count
+    # An overloaded process reads acknowledgments seconds late. With shorter limits, it would count
     # workers as unreachable.
     limits = PlaneLimits(
         ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3
