@@ -163,17 +163,16 @@ PLANTS = (
         "Statistics",
         "with attention DP a row has the KV blocks of all ranks",
         f"{_TRTLLM}.reports.statistics",
-        'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks //'
-        " len(rows)",
-        'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) // len(rows)',
+        "kv_blocks_total=total * num_ranks // len(rows)",
+        "kv_blocks_total=total // len(rows)",
         f"{_STATISTICS}_attention_is_data_parallel_then_the_kv_of_all_ranks_counts[1.2.1]",
     ),
     Plant(
         "Model defaults",
         "the KV blocks of an engine have the size that the arguments say",
         f"{_TRTLLM}.reports.kv_cache",
-        "assumed, actual = facts.block_tokens, reported.block_tokens",
-        "assumed = actual = facts.block_tokens",
+        "assumed = facts.block_tokens\n    actual = reported.block_tokens",
+        "assumed = facts.block_tokens\n    actual = assumed",
         "contract/test_engine_trtllm_kv_cache.py::"
         "test_start_when_the_model_chooses_the_block_size_then_the_card_and_all_accounting_have_it[1.3.0rc29]",
     ),

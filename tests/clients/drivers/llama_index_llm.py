@@ -18,7 +18,12 @@ class Ready(pydantic.BaseModel):
 def plain(base_url: str, model: str) -> str:
     # docs: llama-index
     options = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 8192}
-    llm = OpenAILike(model=model, api_base=f"{base_url}/v1", api_key="none", **options)
+    llm = OpenAILike(
+        model=model,
+        api_base=f"{base_url}/v1",
+        api_key="none",
+        **options,
+    )
     text = llm.complete("Hello").text
     # docs: end
     check(text)

@@ -96,13 +96,11 @@ def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
         rows: one per rank that reports.
         num_ranks: ranks that have KV blocks of their own.
     """
-    kv = [row.get("kvCacheStats") or {} for row in rows]
+    pools = [row.get("kvCacheStats") or {} for row in rows]
+    used = sum(int(pool.get("usedNumBlocks") or 0) for pool in pools)
+    total = sum(int(pool.get("maxNumBlocks") or 0) for pool in pools)
     return Counts(
         waiting=sum(int(row.get("numQueuedRequests") or 0) for row in rows),
-        kv_blocks_used=sum(int(pool.get("usedNumBlocks") or 0) for pool in kv)
-        * num_ranks
-        // len(rows),
-        kv_blocks_total=sum(int(pool.get("maxNumBlocks") or 0) for pool in kv)
-        * num_ranks
-        // len(rows),
+        kv_blocks_used=used * num_ranks // len(rows),
+        kv_blocks_total=total * num_ranks // len(rows),
     )
