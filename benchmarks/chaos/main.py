@@ -62,9 +62,12 @@ async def run_all(names: Sequence[str], options: Options, config: RunConfig) -> 
         for number, name in enumerate(names, start=1):
             _progress(f"{number}/{len(names)} {name}: {_description(name)}")
             if name == MIGRATION:
-                verdicts.append(await migration.run())
+                verdict = await migration.run()
             else:
-                verdicts.append(await runner.run(_faults()[name]))
+                verdict = await runner.run(_faults()[name])
+            verdicts.append(verdict)
+            # A run of all faults takes long. If it is interrupted, these lines remain.
+            sys.stderr.write(line(verdict) + "\n")
     finally:
         leftovers = runner.close()
     verdicts[-1].add_leaks(leftovers)
@@ -77,6 +80,14 @@ def is_good(verdict: Verdict) -> bool:
     return verdict.is_good and not (
         verdict.early_errors and fault is not None and fault.spares_requests
     )
+
+
+def line(verdict: Verdict) -> str:
+    """Return a verdict as one line of text."""
+    row = verdict.row()
+    counts = ", ".join(f"{name} {row[name]}" for name in _COLUMNS)
+    mark = "" if is_good(verdict) else ", BAD"
+    return f"{verdict.fault}: {counts}{mark}"
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

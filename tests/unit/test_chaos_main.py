@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.main import as_json, is_good, main, table
+from benchmarks.chaos.main import as_json, is_good, line, main, table
 from benchmarks.chaos.verdict import Outcome, Verdict
 
 
@@ -49,6 +49,7 @@ def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_
     verdict.counts[Outcome.NAMED_ERROR] = 1
     assert is_good(verdict) is good
     assert table([verdict]).rstrip().endswith("BAD") is not good
+    assert line(verdict).endswith("BAD") is not good
 
 
 def test_json_when_made_of_verdicts_then_a_row_per_fault_and_the_notes() -> None:
