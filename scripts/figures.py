@@ -73,6 +73,8 @@ TWO_GPUS = (
     OpenLoopRow("**the defaults with steps of 8,192**", "vllm026-steps-8192", "1P1D"),
     OpenLoopRow("the same with steps of 16,384", "vllm026-steps-16384", "1P1D"),
     OpenLoopRow("the same with steps of 8,192 and blocks of 16", "vllm026-block16", "1P1D"),
+    OpenLoopRow("**the defaults**", "vllm033", "1P1D"),
+    OpenLoopRow("the same with `UCX_CUDA_IPC_CACHE=n`", "vllm033-no-ipc-cache", "1P1D"),
 )
 BARS_OF_GOODPUT = {
     "2 aggregated": ("2A-and-vllm-router", "2A"),
