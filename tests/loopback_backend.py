@@ -11,14 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import (
-    Destination,
-    MemoryRegion,
-    TransferBackend,
-    decode_offer,
-    require_cpu,
-    require_sizes,
-)
+from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend, decode_offer
 from dynamo_trtllm.kv_transfer.checksums import (
     NOTHING,
     ChecksumMode,
@@ -28,6 +21,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     results,
 )
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes
 from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
 from dynamo_trtllm.messages import encode
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.messages import KvLayout
 from dynamo_trtllm.worker.worker import SWITCH_S

@@ -7,12 +7,10 @@ which deadline ends a fetch first.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.errors import (
     BadFrame,
@@ -23,6 +21,8 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
+from dynamo_trtllm.kv_transfer.checksums import Checksums
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.messages import (
     GenerateRequest,
     KvLayout,
@@ -32,18 +32,7 @@ from dynamo_trtllm.messages import (
     decode,
 )
 
-if TYPE_CHECKING:
-    from dynamo_trtllm.kv_transfer.checksums import Checksums
-
 T = TypeVar("T")
-
-
-class MemoryRegion(NamedTuple):
-    """Contiguous memory, which its owner keeps alive and unchanged while a backend uses it."""
-
-    address: int  # virtual address in this process
-    num_bytes: int
-    device: str = "cpu"  # or "cuda:N"
 
 
 class Destination(NamedTuple):
@@ -146,18 +135,6 @@ class TransferBackend(Protocol):
         """Unpublish all transfers and stop the backend."""
 
 
-def view(region: MemoryRegion) -> memoryview:
-    """Return the bytes of a region of host memory as a writable view, without a copy.
-
-    The caller keeps the memory alive while it uses the view.
-    """
-    # A view of no bytes can't be cast.
-    if region.num_bytes == 0:
-        return memoryview(bytearray())
-    chars = (ctypes.c_char * region.num_bytes).from_address(region.address)
-    return memoryview(chars).cast("B")
-
-
 def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) -> T:
     """Decode the offer of a transfer.
 
@@ -170,52 +147,6 @@ def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) ->
         raise TransferFailed(
             f"KV transfer {transfer_id}: the offer was not created by transfer backend {backend}"
         ) from exc
-
-
-def require_cpu(regions: Sequence[MemoryRegion], backend: str) -> None:
-    """Check that all regions are in host memory.
-
-    Raises:
-        TransferFailed: A region is on another device, which the error names.
-    """
-    for region in regions:
-        if region.device != "cpu":
-            raise TransferFailed(
-                f"transfer backend {backend} supports CPU memory only, not {region.device}; use"
-                " transfer backend nixl"
-            )
-
-
-def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[MemoryRegion]) -> None:
-    """Check that the destination regions have the published sizes, in the same order.
-
-    Args:
-        transfer_id: The id of the transfer.
-        theirs: The sizes of the published regions, in bytes.
-        regions: The destination.
-
-    Raises:
-        TransferFailed: They differ.
-    """
-    ours = [region.num_bytes for region in regions]
-    if len(ours) != len(theirs):
-        raise TransferFailed(
-            f"KV transfer {transfer_id}: {len(theirs)} regions at prefill, {len(ours)} at decode"
-        )
-    for index, (at_prefill, at_decode) in enumerate(zip(theirs, ours, strict=True)):
-        if at_prefill != at_decode:
-            raise TransferFailed(
-                f"KV transfer {transfer_id}: region {index} has {at_prefill} bytes at prefill,"
-                f" {at_decode} at decode"
-            )
-
-
-def address_of(buffer: mmap.mmap | bytearray) -> int:
-    """Return the address of a writable buffer.
-
-    The buffer must not be resized or freed while the address is used.
-    """
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def collecting_call(

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import xxhash
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
 
 log = logging.getLogger(__name__)
 

@@ -33,14 +33,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import (
-    Destination,
-    MemoryRegion,
-    decode_offer,
-    require_cpu,
-    require_sizes,
-    view,
-)
+from dynamo_trtllm.kv_transfer.base import Destination, decode_offer
 from dynamo_trtllm.kv_transfer.checksums import (
     NOTHING,
     Checksums,
@@ -50,6 +43,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     ended,
     results,
 )
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
 from dynamo_trtllm.messages import encode
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor

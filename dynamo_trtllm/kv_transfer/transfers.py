@@ -26,12 +26,12 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.kv_transfer.base import (
     TRANSFER_PARAMS_VERSION,
     Destination,
-    MemoryRegion,
     TransferBackend,
     TransferIdentity,
     check_params,
     first_deadline,
 )
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

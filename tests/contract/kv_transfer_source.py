@@ -11,7 +11,7 @@ import random
 import sys
 from collections import deque
 
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, address_of
 from tests.loopback_backend import named_backend
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
 from dynamo_trtllm.messages import Role, token_ids
 from tests.engines import (
     check_nothing_left,

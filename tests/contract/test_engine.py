@@ -25,7 +25,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferMismatch,
 )
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,

@@ -23,7 +23,7 @@ from dynamo_trtllm.errors import (
     RequestRejected,
     TransferFailed,
 )
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,

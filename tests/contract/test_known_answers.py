@@ -19,7 +19,7 @@ from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
-from dynamo_trtllm.kv_transfer.base import view as bytes_of
+from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics

@@ -32,8 +32,9 @@ from dynamo_trtllm.errors import (
     RequestRejected,
 )
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers, RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool, zeros
 from dynamo_trtllm.engines.torch.sampler import split_mix
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 
 _COLUMNS = 8192
 _ROWS_AT_ONCE = 512  # 16 MiB: these rows and their products fit into the L2 cache of a large GPU

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.errors import EngineFailed, TransferFailed
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, decode_offer, require_sizes
+from dynamo_trtllm.kv_transfer.base import Destination, decode_offer
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_sizes
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlBindings,
     NixlOffer,

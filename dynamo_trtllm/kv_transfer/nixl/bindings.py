@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo_trtllm.config.environ import export
 from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 from dynamo_trtllm.number_types import Count, Number, UInt64
 

@@ -18,7 +18,7 @@ import secrets
 from typing import NamedTuple
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import address_of
+from dynamo_trtllm.kv_transfer.memory import address_of
 
 NONCE_BYTES = 16
 COUNT_BYTES = 8

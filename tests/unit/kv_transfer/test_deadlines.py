@@ -19,7 +19,8 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, first_deadline
+from dynamo_trtllm.kv_transfer.base import Destination, first_deadline
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
 from tests.instances import make_transfer_params

@@ -10,7 +10,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl import fetch
 from dynamo_trtllm.kv_transfer.nixl.fetch import Fetch
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import (
+from dynamo_trtllm.kv_transfer.memory import (
     MemoryRegion,
     address_of,
     require_cpu,
