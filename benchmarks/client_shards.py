@@ -15,7 +15,7 @@ from multiprocessing.synchronize import Barrier
 
 import uvloop
 
-from .client import Load, ShardResult, run_shard, summarize_shards
+from .load_client import Load, ShardResult, run_shard, summarize_shards
 from .stream import RequestRecord
 from .summary import LoadSummary, ProcessMeter
 

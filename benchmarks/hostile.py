@@ -37,7 +37,7 @@ from dynamo_trtllm.network.addresses import LOOPBACK
 
 from .chaos.deployment import FRONTEND, Deployment, Options
 from .chaos.load import build_load
-from .client import Client
+from .load_client import Client
 
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"

@@ -29,7 +29,7 @@ from typing import TypeAlias
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
-from .client import WORDS
+from .load_client import WORDS
 from .plane.ours import Ours
 from .plane.points import Engines, Point, select
 from .plane.stack import MODEL, Stack

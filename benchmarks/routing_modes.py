@@ -11,8 +11,8 @@ from typing import Any
 
 import uvloop
 
-from .client import Load, measure_load
 from .deployment import NAME_VARIABLE, LaunchedDeployment
+from .load_client import Load, measure_load
 
 _DOCUMENT_BLOCKS = 33  # of 32 tokens
 _RUNNING_PROMPTS = 4  # for which a worker has space besides

@@ -28,7 +28,7 @@ from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses import spawn
 
 from .chaos.scrape import fetch, total
-from .client import Client, Load
+from .load_client import Client, Load
 from .plane import dynamo
 from .plane.measure import busy_seconds
 from .plane.ours import Ours

@@ -22,7 +22,7 @@ import msgspec
 
 from dynamo_trtllm.kv_events import prefix_hashes
 
-from .client import WORDS
+from .load_client import WORDS
 
 BLOCK_TOKENS: Final = 32
 SCALE: Final = 512 // BLOCK_TOKENS  # tokens of a trace per token sent

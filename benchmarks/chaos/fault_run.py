@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..client import Client
+from ..load_client import Client
 from ..stream import RequestRecord
 from .context import FaultContext
 from .deployment import STEP_S, Deployment, NotReady, Options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..client import Client, Load
+from ..load_client import Client, Load
 from ..stream import RequestRecord, StreamConnection
 from .deployment import Deployment, NotReady
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from ..client import Client
+from ..load_client import Client
 from ..stream import RequestRecord, StreamConnection
 from .deployment import Deployment, NotReady, Options
 from .fault_run import remaining_resources

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ..client import Client, Load
+from ..load_client import Client, Load
 from ..stream import RequestRecord, StreamConnection
 from ..summary import LoadSummary, summarize
 from .plan import MODEL_NAME

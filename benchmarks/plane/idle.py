@@ -14,7 +14,7 @@ import time
 import orjson
 import uvloop
 
-from ..client import Client, Load, ShardResult, summarize_shards
+from ..load_client import Client, Load, ShardResult, summarize_shards
 from ..stream import RequestRecord
 from ..summary import LoadSummary, ProcessMeter
 

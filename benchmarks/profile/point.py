@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .. import client_shards
-from ..client import Load
+from ..load_client import Load
 from ..stream import RequestRecord
 from . import PROG, phases
 from .result import Point

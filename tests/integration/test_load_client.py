@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import client_shards
-from benchmarks.client import Client, Load
+from benchmarks.load_client import Client, Load
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import summarize
 from tests.waiting import SOON_S

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.client import Load, ShardResult, summarize_shards
 from benchmarks.client_shards import split_load
+from benchmarks.load_client import Load, ShardResult, summarize_shards
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import BUSY_CORES, ProcessMeter, table
 

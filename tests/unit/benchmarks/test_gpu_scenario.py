@@ -10,13 +10,13 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.client import Load
 from benchmarks.gpu import main, overhead, tokens, topology_8gpu
 from benchmarks.gpu.deployment import phases
 from benchmarks.gpu.overhead import OURS, THEIRS, ArmResults
 from benchmarks.gpu.parity import Answers, Reference, common_prefix_share, differences, equal
 from benchmarks.gpu.parity import rows as parity_rows
 from benchmarks.gpu.scenario import parse_phases, shape_rows
+from benchmarks.load_client import Load
 
 
 def test_equal_when_one_is_an_error_then_it_equals_nothing() -> None:
