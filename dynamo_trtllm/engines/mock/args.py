@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,9 +13,6 @@ from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 from dynamo_trtllm.messages import KvLayout, Limits
 from dynamo_trtllm.number_types import MOST_COUNT
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.mock.engine import MockStream
 
 _UNSUPPORTED_FEATURES = (
     "guided",
@@ -91,17 +87,22 @@ class MockArgs(BaseModel):
         )
         return not any(extras)
 
-    def step_seconds(self, running: Iterable[MockStream]) -> float:
-        """Return how long a step with these calls takes."""
-        seconds = self.step_s
-        prefill_tokens = 0
-        for stream in running:
-            prefill_tokens += stream.prefill_left
-            is_decoding = stream.wanted > 0 and stream.prefill_left == 0
-            if is_decoding:
-                context = len(stream.request.token_ids) + stream.num_output
-                seconds += self.decode_request_s + self.context_token_s * context
-        seconds += self.prefill_token_s * min(prefill_tokens, self.prefill_tokens_per_step)
+    def step_seconds(self, *, num_decoding: int, context_tokens: int, prefill_tokens: int) -> float:
+        """Return how long a step takes, in seconds.
+
+        Args:
+            num_decoding: Requests that decode.
+            context_tokens: Tokens of their context, together.
+            prefill_tokens: Prompt tokens that are not computed yet; a step computes at most
+                `prefill_tokens_per_step`.
+        """
+        step_tokens = min(prefill_tokens, self.prefill_tokens_per_step)
+        seconds = (
+            self.step_s
+            + self.decode_request_s * num_decoding
+            + self.context_token_s * context_tokens
+            + self.prefill_token_s * step_tokens
+        )
         return seconds * max(0.0, random.gauss(1.0, self.step_noise))
 
     @property

@@ -353,7 +353,7 @@ class MockEngine(Engine):
                 if is_constant:
                     step_s = self._args.step_s
                 else:
-                    step_s = self._args.step_seconds(self._running)
+                    step_s = self._step_seconds()
                 await asyncio.sleep(begun_s + step_s - time.monotonic())
                 now = time.monotonic()
                 # Catch up on at most one missed step.
@@ -363,6 +363,20 @@ class MockEngine(Engine):
         finally:
             for stream in (*self._waiting, *self._running):
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
+
+    def _step_seconds(self) -> float:
+        """Return how long a step with the running calls takes."""
+        num_decoding = 0
+        context_tokens = 0
+        prefill_tokens = 0
+        for stream in self._running:
+            prefill_tokens += stream.prefill_left
+            if stream.wanted > 0 and stream.prefill_left == 0:
+                num_decoding += 1
+                context_tokens += len(stream.request.token_ids) + stream.num_output
+        return self._args.step_seconds(
+            num_decoding=num_decoding, context_tokens=context_tokens, prefill_tokens=prefill_tokens
+        )
 
     def _admit(self) -> None:
         lacking = ""
