@@ -18,8 +18,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts
-from dynamo_trtllm.engines.external.runner import ExternalCall
+from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.messages import (
     Chunk,
@@ -62,9 +61,9 @@ class SimulatedCall:
         self._last = 1 if self.exports_kv else request.sampling.max_tokens
         self._first = () if kv_params is None else kv_params.first_token_ids
         self.num_generated = self.cached_tokens = 0
-        self._receiver: ExternalCall | None = None
+        self._receiver: ResultReceiver | None = None
 
-    async def run(self, receiver: ExternalCall) -> None:
+    async def run(self, receiver: ResultReceiver) -> None:
         self._receiver = receiver
         self._library.add(self)
         for _ in self._first:

@@ -17,15 +17,14 @@ from typing import Any, TypeVar
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.arguments import LibraryArgs
-from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
-from dynamo_trtllm.engines.external.library import Library, LibraryCall
-from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
-from dynamo_trtllm.engines.external.runner import ExternalCall
+from dynamo_trtllm.engines.external.library import Library
+from dynamo_trtllm.engines.external.runner import ExternalCall, LibraryCalls
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
 from dynamo_trtllm.kv_transfer.base import TransferIdentity
-from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseOutcome
+from dynamo_trtllm.messages import GenerateRequest, ReleaseOutcome
 from dynamo_trtllm.streams import OnEvent
 
 _log = logging.getLogger(__name__)
@@ -126,8 +125,7 @@ class LoadProgress:
 class ExternalEngine(Engine):
     """Implementation of `Engine` without `start`."""
 
-    library: Library  # these two are there once the library is loaded
-    transfers: ExternalTransfers
+    library: Library  # once it is loaded
 
     def __init__(
         self, config: WorkerConfig, *, engine: str, library: str, instance_id: int
@@ -140,40 +138,21 @@ class ExternalEngine(Engine):
             library: name of the library, for messages.
             instance_id: id of the worker, part of its KV transfer parameters.
         """
-        self.library_name = library
+        self.calls = LibraryCalls(
+            library,
+            handoff_timeout_s=config.handoff_timeout_s,
+            unavailable=EngineNotReady(f"the {engine} engine has not been started"),
+        )
         self.ticket_ttl_s = config.ticket_ttl_s
-        self.handoff_timeout_s = config.handoff_timeout_s
-        self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        # Requests of clients that have ended in EngineFailed since the last result.
-        self.failed_requests: set[str] = set()
         self._engine = engine
+        self._library_name = library
         self._instance_id = instance_id
         self._model = config.model_name
         self._warming = WarmUp(config.warm_up_budget_s)
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
-        self._has_library = False
         # These end the threads that read from the library. They are idempotent.
         self._readers: list[Callable[[], None]] = []
-        self._unavailable: DynamoError | None = EngineNotReady(
-            f"the {engine} engine has not been started"
-        )
-        # Aborted calls are in it until the library has ended them.
-        self._inflight: set[ExternalCall] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def has_failed(self) -> bool:
-        return isinstance(self._unavailable, EngineFailed)
-
-    @property
-    def keeps_unfetched_kv(self) -> bool:
-        """See `EngineInfo.keeps_unfetched_kv`.
-
-        False before the library is loaded: it runs no call then.
-        """
-        return self._has_library and self.library.keeps_unfetched_kv
 
     def progress(self) -> str:
         """See `Engine.progress`."""
@@ -221,11 +200,7 @@ class ExternalEngine(Engine):
             info.engine, self._instance_id, self._model, info.layout, info.kv_compat, transport
         )
         self.library = library
-        self.transfers = ExternalTransfers(
-            identity, ttl_s=self.ticket_ttl_s, on_change=self._note_idle
-        )
-        self._has_library = True
-        self._unavailable = None
+        self.calls.open(library, identity, ttl_s=self.ticket_ttl_s)
 
     async def _warm_up(
         self, info: EngineInfo, passes: Sequence[WarmUpStep] = (), *, cache_salt: str | None = None
@@ -245,50 +220,30 @@ class ExternalEngine(Engine):
         try:
             await first_request(self, self._model, max_tokens=1, cache_salt=cache_salt)
         except DynamoError as exc:
-            text = f"{self.library_name} was loaded but the warm-up request failed: {exc.message}"
+            text = f"{self._library_name} was loaded but the warm-up request failed: {exc.message}"
             raise EngineFailed(text) from exc
         await self._warming.run([*passes, *variants(self, self._model, info, cache_salt)])
         await self.check()
 
     async def check(self) -> None:
         """See `Engine.check`. If the library can no longer serve, all streams end."""
-        if self._unavailable is None:
-            waiting = [call.created_at for call in self._inflight if not call.has_ended]
-            reason = self.library.health(min(waiting, default=None))
-            if reason:
-                self.fail(reason)
-        self._require_available()
+        self.calls.check()
 
-    def _require_available(self) -> None:
-        if self._unavailable is not None:
-            raise type(self._unavailable)(self._unavailable.message)
-
-    def fail(self, why: str, cause: BaseException | None = None) -> None:
+    def fail(self, why: str) -> None:
         """End all streams with an error. The first reason is reported for later requests too."""
-        if self.has_failed:
-            return
-        self._unavailable = EngineFailed(why)
-        if self._has_library:
-            self.transfers.close()  # their KV ended with the library
-        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
-        for call in list(self._inflight):
-            error = EngineFailed(why)
-            error.__cause__ = cause
-            call.on_error(error)
-        for task in tasks:
-            task.cancel()
+        self.calls.fail(why)
 
     async def drain(self) -> None:
         """See `Engine.drain`."""
-        await self._idle.wait()
+        await self.calls.drain()
 
     async def aclose(self) -> None:
         """See `Engine.aclose`."""
         for end in self._readers:
             await asyncio.to_thread(end)
         self.fail("the engine is closed")
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        if self._has_library:
+        await asyncio.gather(*self.calls.tasks, return_exceptions=True)
+        if self.calls.is_open:
             await self.library.aclose()
         llm = self._llm
         self._llm = None
@@ -301,7 +256,7 @@ class ExternalEngine(Engine):
         except TimeoutError:
             _log.error(
                 "%s did not shut down within %g s; check that its processes have ended",
-                self.library_name,
+                self._library_name,
                 _SHUTDOWN_S,
             )
 
@@ -311,7 +266,9 @@ class ExternalEngine(Engine):
             llm.shutdown()
         except Exception as exc:  # noqa: BLE001 - of any class; nothing can be done about it
             _log.warning(
-                "%s failed to shut down; check for leftover processes: %s", self.library_name, exc
+                "%s failed to shut down; check for leftover processes: %s",
+                self._library_name,
+                exc,
             )
 
     def _discard(self, built: tuple[Any, Any]) -> None:
@@ -322,73 +279,16 @@ class ExternalEngine(Engine):
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> ExternalCall:
         """See `Engine.generate`."""
-        return ExternalCall(self, request, on_event)
-
-    def prepare(self, request: GenerateRequest) -> LibraryCall:
-        """Return the library's call for a request.
-
-        Raises the errors of `Library.prepare` and of the transfer.
-        """
-        self._require_available()
-        kv_params = None
-        if request.phase is Phase.DECODE:
-            kv_params = self.transfers.validate(request)
-        return self.library.prepare(request, kv_params)
-
-    def add(self, call: ExternalCall) -> None:
-        """Count a call as running."""
-        self._inflight.add(call)
-        self._note_idle()
-
-    def remove(self, call: ExternalCall) -> None:
-        """Stop counting a call. Idempotent."""
-        self._inflight.discard(call)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        has_transfers = self._has_library and len(self.transfers) > 0
-        if self._inflight or has_transfers:
-            self._idle.clear()
-        else:
-            self._idle.set()
+        return ExternalCall(self.calls, request, on_event)
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `KvHolder.release`.
-
-        After a fetch the library itself frees the KV, without reporting it.
-        """
-        _log.debug("KV transfer %s released: %s", transfer_id, outcome)
-        if self._has_library:
-            self.transfers.release(transfer_id, outcome)
+        """See `KvHolder.release`."""
+        self.calls.release(transfer_id, outcome)
 
     def is_pending(self, transfer_id: str) -> bool:
         """See `KvHolder.is_pending`."""
-        return self._has_library and self.transfers.is_pending(transfer_id)
+        return self.calls.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
-        if not self._has_library:
-            return NO_STATS
-        transfers = self.transfers
-        num_calls = len(self._inflight)
-        is_idle = num_calls == 0 and len(transfers) == 0 and transfers.leaked_kv_blocks == 0
-        counts = self.library.counts(is_idle=is_idle)
-        # The library's number may be out of date.
-        waiting = min(counts.waiting, num_calls)
-        queued_prefill_tokens = 0
-        context_tokens = 0
-        for call in self._inflight:
-            tokens_to_compute, tokens_in_batch = call.tokens
-            queued_prefill_tokens += tokens_to_compute
-            context_tokens += tokens_in_batch
-        return EngineStats(
-            running=num_calls - waiting,
-            waiting=waiting,
-            kv_blocks_used=counts.kv_blocks_used,
-            kv_blocks_total=counts.kv_blocks_total,
-            tickets_held=len(transfers),
-            ticket_kv_blocks=transfers.kv_blocks,
-            leaked_kv_blocks=transfers.leaked_kv_blocks,
-            queued_prefill_tokens=queued_prefill_tokens,
-            context_tokens=context_tokens,
-        )
+        return self.calls.stats()

@@ -11,11 +11,11 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.format_cost import check_cost
-from dynamo_trtllm.errors import ConfigError, RequestRejected
+from dynamo_trtllm.errors import ConfigError, DynamoError, RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -25,9 +25,6 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     TokenLogprob,
 )
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.external.runner import ExternalCall
 
 # Finish reasons of the libraries that are successful ends.
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -39,6 +36,27 @@ class Counts(NamedTuple):
     waiting: int = 0  # requests
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+
+
+class ResultReceiver(Protocol):
+    """Takes the results of one call. The library's adapter calls it on the event loop."""
+
+    @property
+    def is_fetching(self) -> bool:
+        """True until the first result of a decode call.
+
+        That result shows that the KV has been fetched.
+        """
+
+    def on_result(self, result: Any) -> None:
+        """Take the next result. A result with a finish reason ends the call. Never raises."""
+
+    def on_error(self, error: DynamoError) -> None:
+        """End the call with an error. Never raises.
+
+        EngineFailed ends all calls if the library is not healthy, or if several requests in a row
+        end in it.
+        """
 
 
 class LibraryCall(Protocol):
@@ -53,12 +71,12 @@ class LibraryCall(Protocol):
     # Prompt tokens that came from the prefix cache, as far as the library has reported them.
     cached_tokens: int
 
-    async def run(self, receiver: ExternalCall) -> None:
+    async def run(self, receiver: ResultReceiver) -> None:
         """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
 
         Raises:
             DynamoError: the library rejected the call, or it ended without a finish reason.
-                EngineFailed as for `ExternalCall.on_error`.
+                EngineFailed as for `ResultReceiver.on_error`.
         """
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:

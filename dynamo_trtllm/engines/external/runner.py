@@ -1,4 +1,8 @@
-"""Run one request of a loaded library: its call, its deadlines, its KV transfer and its end."""
+"""Run the requests of a loaded library.
+
+`ExternalCall` is one request: its call, its deadlines, its KV transfer and its end. `LibraryCalls`
+are those of one engine, and whether the library can serve them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.engines.base import client_request
-from dynamo_trtllm.engines.external.library import ENDS, LibraryCall
+from dynamo_trtllm.engines.base import NO_STATS, EngineStats, client_request
+from dynamo_trtllm.engines.external.library import ENDS, Library, LibraryCall
+from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -20,13 +25,17 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import collecting_call, first_deadline
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings
+from dynamo_trtllm.kv_transfer.base import TransferIdentity, collecting_call, first_deadline
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Phase,
+    PhaseTimings,
+    ReleaseOutcome,
+)
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.external.engine import ExternalEngine
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +47,162 @@ _PROMPT_PIECE = 1024  # prompt tokens in one chunk of log-probabilities
 KV_WAIT_S = 30.0  # for the KV of a cancelled decode call, if the library can't abort a fetch
 ANSWER_S = 10.0  # for the last result after an abort
 MAX_FAILED_REQUESTS = 5  # in a row, without a result between them: then the engine has failed
+
+
+class LibraryCalls:
+    """The calls of one engine, and the library that runs them.
+
+    It is the `KvHolder` of the calls. Runs on the event loop.
+
+    Args:
+        library_name: Name of the library, for messages.
+        handoff_timeout_s: The longest fetch of KV, in seconds.
+        unavailable: The error of requests before `open`.
+    """
+
+    library: Library  # these two are there from `open` on
+    transfers: ExternalTransfers
+
+    def __init__(
+        self, library_name: str, *, handoff_timeout_s: float, unavailable: DynamoError
+    ) -> None:
+        self.library_name = library_name
+        self.handoff_timeout_s = handoff_timeout_s
+        self.is_open = False
+        self.tasks: set[asyncio.Task[None]] = set()  # of calls
+        # Aborted calls are in it until the library has ended them.
+        self.inflight: set[ExternalCall] = set()
+        # Requests of clients that have ended in EngineFailed since the last result.
+        self.failed_requests: set[str] = set()
+        self._unavailable: DynamoError | None = unavailable
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, library: Library, identity: TransferIdentity, *, ttl_s: float) -> None:
+        """Accept requests, which the loaded library runs.
+
+        Args:
+            library: The library.
+            identity: What the parameters of the engine's KV transfers have in common.
+            ttl_s: Seconds until a transfer expires.
+        """
+        self.library = library
+        self.transfers = ExternalTransfers(identity, ttl_s=ttl_s, on_change=self._note_idle)
+        self.is_open = True
+        self._unavailable = None
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self._unavailable, EngineFailed)
+
+    @property
+    def keeps_unfetched_kv(self) -> bool:
+        """See `EngineInfo.keeps_unfetched_kv`.
+
+        False before the library is loaded: it runs no call then.
+        """
+        return self.is_open and self.library.keeps_unfetched_kv
+
+    def prepare(self, request: GenerateRequest) -> LibraryCall:
+        """Return the library's call for a request.
+
+        Raises the errors of `Library.prepare` and of the transfer.
+        """
+        self._require_available()
+        kv_params = None
+        if request.phase is Phase.DECODE:
+            kv_params = self.transfers.validate(request)
+        return self.library.prepare(request, kv_params)
+
+    def check(self) -> None:
+        """See `Engine.check`. If the library can no longer serve, all streams end."""
+        if self._unavailable is None:
+            waiting = [call.created_at for call in self.inflight if not call.has_ended]
+            reason = self.library.health(min(waiting, default=None))
+            if reason:
+                self.fail(reason)
+        self._require_available()
+
+    def _require_available(self) -> None:
+        if self._unavailable is not None:
+            raise type(self._unavailable)(self._unavailable.message)
+
+    def fail(self, why: str, cause: BaseException | None = None) -> None:
+        """End all streams with an error. The first reason is reported for later requests too."""
+        if self.has_failed:
+            return
+        self._unavailable = EngineFailed(why)
+        if self.is_open:
+            self.transfers.close()  # their KV ended with the library
+        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
+        for call in list(self.inflight):
+            error = EngineFailed(why)
+            error.__cause__ = cause
+            call.on_error(error)
+        for task in tasks:
+            task.cancel()
+
+    def add(self, call: ExternalCall) -> None:
+        """Count a call as running."""
+        self.inflight.add(call)
+        self._note_idle()
+
+    def remove(self, call: ExternalCall) -> None:
+        """Stop counting a call. Idempotent."""
+        self.inflight.discard(call)
+        self._note_idle()
+
+    async def drain(self) -> None:
+        """Wait until no call runs and no KV transfer is pending."""
+        await self._idle.wait()
+
+    def _note_idle(self) -> None:
+        has_transfers = self.is_open and len(self.transfers) > 0
+        if self.inflight or has_transfers:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        """See `KvHolder.release`.
+
+        After a fetch the library itself frees the KV, without reporting it.
+        """
+        _log.debug("KV transfer %s released: %s", transfer_id, outcome)
+        if self.is_open:
+            self.transfers.release(transfer_id, outcome)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
+        return self.is_open and self.transfers.is_pending(transfer_id)
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        if not self.is_open:
+            return NO_STATS
+        transfers = self.transfers
+        num_calls = len(self.inflight)
+        is_idle = num_calls == 0 and len(transfers) == 0 and transfers.leaked_kv_blocks == 0
+        counts = self.library.counts(is_idle=is_idle)
+        # The library's number may be out of date.
+        waiting = min(counts.waiting, num_calls)
+        queued_prefill_tokens = 0
+        context_tokens = 0
+        for call in self.inflight:
+            tokens_to_compute, tokens_in_batch = call.tokens
+            queued_prefill_tokens += tokens_to_compute
+            context_tokens += tokens_in_batch
+        return EngineStats(
+            running=num_calls - waiting,
+            waiting=waiting,
+            kv_blocks_used=counts.kv_blocks_used,
+            kv_blocks_total=counts.kv_blocks_total,
+            tickets_held=len(transfers),
+            ticket_kv_blocks=transfers.kv_blocks,
+            leaked_kv_blocks=transfers.leaked_kv_blocks,
+            queued_prefill_tokens=queued_prefill_tokens,
+            context_tokens=context_tokens,
+        )
 
 
 class ExternalCall(Stream):
@@ -59,25 +224,25 @@ class ExternalCall(Stream):
     | ended    | one of these                      |                                            |
     """
 
-    def __init__(self, engine: ExternalEngine, request: GenerateRequest, on_event: OnEvent) -> None:
-        super().__init__(on_event, engine)
+    def __init__(self, calls: LibraryCalls, request: GenerateRequest, on_event: OnEvent) -> None:
+        super().__init__(on_event, calls)
         self.created_at = time.monotonic()
         self._started_at = self.created_at  # later: when the first result came
-        self._engine = engine
+        self._calls = calls
         self._request = request
         self._has_started = False
         self._has_tokens = False
         self._is_aborted = False
         self._call: LibraryCall | None = None  # None before it is prepared, and after its end
         self._timer: asyncio.TimerHandle | None = None
-        engine.add(self)
-        name = f"{engine.library_name}-{request.request_id}"
+        calls.add(self)
+        name = f"{calls.library_name}-{request.request_id}"
         self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
-        engine.tasks.add(self._task)
+        calls.tasks.add(self._task)
         self._task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._engine.tasks.discard(task)
+        self._calls.tasks.discard(task)
         if task.cancelled():
             self._end()
             # This event is dropped if the stream has ended.
@@ -95,7 +260,7 @@ class ExternalCall(Stream):
             return
         error: DynamoError | None = None
         try:
-            self._call = self._engine.prepare(self._request_to_run())
+            self._call = self._calls.prepare(self._request_to_run())
             if self.has_ended:
                 self._limit_fetch(self._call)
             else:
@@ -120,7 +285,7 @@ class ExternalCall(Stream):
 
         The KV is at the prefill worker.
         """
-        return self.is_fetching and self._engine.keeps_unfetched_kv
+        return self.is_fetching and self._calls.keeps_unfetched_kv
 
     def _request_to_run(self) -> GenerateRequest:
         kv_params = self._request.kv_params
@@ -149,7 +314,7 @@ class ExternalCall(Stream):
         call = self._call
         if call is None or self.has_ended:
             return False
-        only_a_fetch_frees_kv = call.exports_kv and self._engine.keeps_unfetched_kv
+        only_a_fetch_frees_kv = call.exports_kv and self._calls.keeps_unfetched_kv
         if not only_a_fetch_frees_kv:
             return False
         self._abort(call)
@@ -159,21 +324,15 @@ class ExternalCall(Stream):
 
     @property
     def is_fetching(self) -> bool:
-        """True until the first result of a decode call.
-
-        That result shows that the KV has been fetched.
-        """
+        """See `ResultReceiver.is_fetching`."""
         return self._request.phase is Phase.DECODE and not self._has_started
 
     def on_result(self, result: Any) -> None:
-        """Take the next result, on the event loop.
-
-        A result with a finish reason ends the call. Never raises.
-        """
+        """See `ResultReceiver.on_result`."""
         call = self._call
         if call is None:
             return
-        self._engine.failed_requests.clear()
+        self._calls.failed_requests.clear()
         if not self._has_started:
             self._note_started()
         event: StreamEvent | None = None
@@ -199,17 +358,13 @@ class ExternalCall(Stream):
             event = None  # as in `_run`
 
     def on_error(self, error: DynamoError) -> None:
-        """End the call with an error, on the event loop. Never raises.
-
-        EngineFailed ends all calls if the library is not healthy, or if several requests in a row
-        end in it.
-        """
-        engine = self._engine
-        if isinstance(error, EngineFailed) and not engine.has_failed:
+        """See `ResultReceiver.on_error`."""
+        calls = self._calls
+        if isinstance(error, EngineFailed) and not calls.has_failed:
             if not self.has_ended:
-                engine.failed_requests.add(client_request(self._request))
-            if engine.library.health(None) or len(engine.failed_requests) >= MAX_FAILED_REQUESTS:
-                engine.fail(error.message, error.__cause__)  # which ends this call, too
+                calls.failed_requests.add(client_request(self._request))
+            if calls.library.health(None) or len(calls.failed_requests) >= MAX_FAILED_REQUESTS:
+                calls.fail(error.message, error.__cause__)  # which ends this call, too
             else:
                 _log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
                 if self._call is not None:
@@ -263,7 +418,7 @@ class ExternalCall(Stream):
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, chunk: Chunk) -> Chunk:
         first, engine_state = call.export(result, chunk)
-        kv_params = self._engine.transfers.create(self._request, call, first, engine_state)
+        kv_params = self._calls.transfers.create(self._request, call, first, engine_state)
         timings = replace(
             self._timings(call, result), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
         )
@@ -271,12 +426,12 @@ class ExternalCall(Stream):
 
     def _broken(self, finish: str) -> DynamoError:
         """Return the error for a request that the library ended on its own."""
-        name = self._engine.library_name
+        name = self._calls.library_name
         if self._request.phase is Phase.DECODE and not self._has_tokens:
             error = TransferTimeout if finish == "timeout" else TransferFailed
             return error(
                 f"{name} did not receive the KV of the prompt"
-                f" ({finish}){self._engine.library.transfer_hint}"
+                f" ({finish}){self._calls.library.transfer_hint}"
             )
         if finish == "timeout":
             return DeadlineExceeded(f"the request timed out in {name}")
@@ -308,11 +463,11 @@ class ExternalCall(Stream):
         if self._request.phase is not Phase.DECODE or kv_params is None:
             self._due_at_deadline()
             return
-        first = first_deadline(kv_params, self._request.deadline, self._engine.handoff_timeout_s)
+        first = first_deadline(kv_params, self._request.deadline, self._calls.handoff_timeout_s)
         RECORDER.record(
             self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id
         )
-        hint = self._engine.library.transfer_hint if first.error is TransferTimeout else ""
+        hint = self._calls.library.transfer_hint if first.error is TransferTimeout else ""
 
         def late() -> None:
             self._pass_on(first.error(first.message + hint))
@@ -350,7 +505,7 @@ class ExternalCall(Stream):
             is_submitted_later = last is None and self._must_fetch_kv
             if not is_submitted_later:
                 self._end()
-        elif self.is_fetching and not self._engine.library.can_abort_fetch:
+        elif self.is_fetching and not self._calls.library.can_abort_fetch:
             self._limit_fetch(call)
         else:
             self._abort(call)
@@ -379,7 +534,7 @@ class ExternalCall(Stream):
 
     def _give_up(self) -> None:
         text = (
-            f"{self._engine.library_name} did not confirm the abort of a request within"
+            f"{self._calls.library_name} did not confirm the abort of a request within"
             f" {ANSWER_S:g} s"
         )
         _log.warning("%s: %s", text, self._task.get_name())
@@ -393,7 +548,7 @@ class ExternalCall(Stream):
         call = self._call
         self._call = None
         # The KV of a failed library has ended with it.
-        is_kv_left = not keeps_kv and not self._engine.has_failed
+        is_kv_left = not keeps_kv and not self._calls.has_failed
         if call is not None and call.exports_kv and is_kv_left:
-            self._engine.transfers.release_kv(call, len(self._request.token_ids))
-        self._engine.remove(self)
+            self._calls.transfers.release_kv(call, len(self._request.token_ids))
+        self._calls.remove(self)

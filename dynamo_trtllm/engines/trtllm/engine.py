@@ -209,7 +209,8 @@ class TrtllmEngine(ExternalEngine):
         block_tokens = library.block_tokens = check_block_size(self._facts, reported)
         self._facts = replace(self._facts, running_block_tokens=block_tokens)
         layout = msgspec.structs.replace(info.layout, block_tokens=block_tokens)
-        self.transfers.identity = self.transfers.identity._replace(layout=layout)
+        transfers = self.calls.transfers
+        transfers.identity = transfers.identity._replace(layout=layout)
         if reported.blocks:
             _log.info(
                 "KV cache: %d blocks of %d tokens on each rank", reported.blocks, block_tokens
@@ -269,7 +270,7 @@ class TrtllmEngine(ExternalEngine):
 
         Called on a thread.
         """
-        calls = list(self._inflight)
+        calls = list(self.calls.inflight)
         contexts = [call.tokens[1] for call in calls if call.tokens[1]]
         mean_context = sum(contexts) / max(1, len(contexts))
         longest_prompt = max((sum(call.tokens) for call in calls), default=0)

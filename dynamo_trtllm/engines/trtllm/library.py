@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.engines.external.engine import run_in_daemon_thread
-from dynamo_trtllm.engines.external.library import Counts, token_logprob
-from dynamo_trtllm.engines.external.runner import ExternalCall
+from dynamo_trtllm.engines.external.library import Counts, ResultReceiver, token_logprob
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
@@ -205,7 +204,7 @@ class TrtllmLibrary:
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
         return self._engine_error(exc)
 
-    def result_error(self, exc: Exception, receiver: ExternalCall) -> DynamoError:
+    def result_error(self, exc: Exception, receiver: ResultReceiver) -> DynamoError:
         """Convert an exception raised while a result was awaited.
 
         RequestError belongs to one request, any other class to the executor, as Dynamo's handler
@@ -264,7 +263,7 @@ class TrtllmCall:
         self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
         self._last: int | None = None  # output token
 
-    async def run(self, receiver: ExternalCall) -> None:
+    async def run(self, receiver: ResultReceiver) -> None:
         """See `LibraryCall.run`. Returns at the end of the call."""
         library = self._library
         arguments = library.bindings.arguments(

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dynamo_trtllm.engines.external.library import ENDS, Counts, token_logprob
-from dynamo_trtllm.engines.external.runner import ExternalCall
+from dynamo_trtllm.engines.external.library import ENDS, Counts, ResultReceiver, token_logprob
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, read_parts, unpack
@@ -169,7 +168,7 @@ class VllmCall:
         # The request, until its prompt's log-probabilities are returned.
         self._unscored = request if scores_prompt else None
 
-    async def run(self, receiver: ExternalCall) -> None:
+    async def run(self, receiver: ResultReceiver) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
         assert self._converted is not None
         arguments = self._library.bindings.arguments(self._converted)

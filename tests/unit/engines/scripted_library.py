@@ -10,7 +10,7 @@ from typing import Any
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts
+from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.errors import (
     RequestRejected,
@@ -60,7 +60,7 @@ class Call:
         self.reported: dict[str, float] = {}  # phases
         self.num_generated, self.cached_tokens = 0, 3
 
-    async def run(self, receiver: ExternalCall) -> None:
+    async def run(self, receiver: ResultReceiver) -> None:
         self.receiver = receiver
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
@@ -130,9 +130,11 @@ def serve(
     info = info_of(**fields)
     name = getattr(library, "name", "TensorRT-LLM")
     engine = ExternalEngine(
-        WorkerConfig(model_path="m"), engine=info.engine, library=name, instance_id=5
+        WorkerConfig(model_path="m", ticket_ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s),
+        engine=info.engine,
+        library=name,
+        instance_id=5,
     )
-    engine.ticket_ttl_s, engine.handoff_timeout_s = ttl_s, handoff_timeout_s
     engine._run(library, info, "a/b")
     return engine
 

@@ -283,7 +283,7 @@ async def test_task_when_somebody_cancels_it_then_its_stream_ends_with_an_error(
     runner, _ = make()
     events: list[StreamEvent] = []
     runner.generate(ask(), events.append)
-    for task in runner.tasks:
+    for task in runner.calls.tasks:
         task.cancel()  # before it began
     assert isinstance(await event(events), EngineFailed)
     await asyncio.wait_for(runner.drain(), SOON_S)
