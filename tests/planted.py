@@ -137,7 +137,7 @@ PLANTS = (
     Plant(
         "min_tokens",
         "the PyTorch sampler of every release obeys it",
-        f"{_TRTLLM}.engine",
+        f"{_TRTLLM}.model_limits",
         "self.min_tokens = not has_torch_sampler(facts.args) or",
         "self.min_tokens = True or",
         f"{_FIELD}[1.2.1]",

@@ -26,22 +26,27 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, Finding, PromptLimit
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
-from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import (
-    TrtllmArgs,
     apply_profile,
     statistics_note,
     trtllm_args,
 )
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
+from dynamo_trtllm.engines.trtllm.model_limits import (
+    PENALTIES_SINCE,
+    TrtllmModelLimits,
+    context_length,
+    dp_ranks,
+    has_torch_sampler,
+)
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
-from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, BUFFER, TIMEOUT, RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, check_block_size
 from dynamo_trtllm.engines.trtllm.reports.kv_events import (
     KvEventPoller,
@@ -66,9 +71,7 @@ _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
 _ATTENTION = "TRTLLM"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# The first candidate of 1.3 that surely has them; the changes were merged one to three candidates
-# before.
-_PENALTIES_SINCE = 24
+# The first candidate of 1.3 that surely has it, as for PENALTIES_SINCE.
 _SEED_SINCE = 27
 
 
@@ -319,7 +322,7 @@ class TrtllmEngine(ExternalEngine):
             keeps_unfetched_kv=facts.role is Role.PREFILL,
             files=checkpoint.files,
         )
-        limits = TrtllmModelLimits(facts, info, bindings)
+        limits = TrtllmModelLimits(facts, info, is_since_1_2=bindings.is_since_1_2)
         library = TrtllmLibrary(
             bindings=bindings,
             llm=self._llm,
@@ -345,16 +348,6 @@ class TrtllmEngine(ExternalEngine):
         return info, library
 
 
-def has_torch_sampler(args: TrtllmArgs) -> bool:
-    """Return True if the PyTorch sampler runs, and not the TRTLLM sampler.
-
-    From 1.3 on it is the only one.
-    """
-    if args.release.presence("TorchLlmArgs", "sampler_type") is not Presence.PRESENT:
-        return True
-    return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
-
-
 def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
     """Return the fields of Sampling that this release does not support with these arguments."""
     args = facts.args
@@ -363,7 +356,7 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
     if has_torch_sampler(args):
         # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of
         # TensorRT-LLM), and the seed (pull request 17172).
-        if not facts.is_at_least_candidate(_PENALTIES_SINCE):
+        if not facts.is_at_least_candidate(PENALTIES_SINCE):
             features += [*_PENALTIES, "min_p"]
         if not facts.is_at_least_candidate(_SEED_SINCE):
             features.append("seed")
@@ -379,13 +372,6 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
             release.title,
         )
     return (*features, "prompt_logprobs")  # this adapter does not pass them on
-
-
-def dp_ranks(facts: RoleFacts) -> int:
-    """Return the number of attention-DP ranks among which requests can choose; 0 without attention
-    DP.
-    """
-    return facts.tensor_parallel if facts.on("enable_attention_dp") else 0
 
 
 def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
@@ -497,60 +483,3 @@ def kv_timeout_s(facts: RoleFacts) -> float:
     """
     timeout_ms = facts.number(TIMEOUT)
     return math.inf if timeout_ms is None else timeout_ms / 1000
-
-
-def context_length(facts: RoleFacts) -> int:
-    """Return the longest request in tokens, prompt and output together.
-
-    Raises:
-        ConfigError: neither the arguments nor the model set it.
-    """
-    if not facts.max_seq_len:
-        raise ConfigError(
-            "config.json has no context length. Pass --max-seq-len.", field="max_seq_len"
-        )
-    return facts.max_seq_len
-
-
-def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
-    """Return the longest prompt of a call in this phase, and the argument that sets it."""
-    context = context_length(facts)
-    candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
-    buffer = facts.buffer
-    # longer prompts use a fallback that fails with NIXL
-    if buffer and phase is not Phase.AGGREGATED:
-        candidates.append(PromptLimit(buffer, BUFFER))
-    if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
-        candidates.append(
-            PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill")
-        )
-    return min(candidates)
-
-
-class TrtllmModelLimits:
-    """Limits for all requests, from the model, the arguments and the release."""
-
-    def __init__(self, facts: RoleFacts, info: EngineInfo, bindings: TrtllmBindings) -> None:
-        self.role = facts.role
-        self.info = info  # the model's own stop tokens in it have the main one first
-        # Each leaves space for one output token in the context.
-        self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
-        # Supported by the guided-decoding backend, in the form {"format": …}.
-        self.structural_tags = (
-            facts.args.get("guided_decoding_backend") == "xgrammar" and bindings.is_since_1_2
-        )
-        # The option min_tokens works for all prompts.
-        self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(
-            _PENALTIES_SINCE
-        )
-        # attention-DP ranks among which a request can choose; 0: it can't
-        self.dp_ranks = dp_ranks(facts)
-        # The executor looks at conversation ids to choose a rank or to keep KV blocks.
-        affinity = (
-            facts.on("attention_dp_config.kv_cache_routing_conversation_affinity")
-            and self.dp_ranks > 0
-        )
-        keeps_blocks = (
-            facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
-        )
-        self.conversations = affinity or keeps_blocks

@@ -13,12 +13,13 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynamo_trtllm.engines.external.engine import run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver, token_logprob
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
+from dynamo_trtllm.engines.trtllm.model_limits import TrtllmModelLimits
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
@@ -38,9 +39,6 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
 from dynamo_trtllm.observability.logging import log_thread_stacks
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.trtllm.engine import TrtllmModelLimits
 
 _log = logging.getLogger(__name__)
 

@@ -6,15 +6,13 @@ Requests with unsupported fields are rejected before TensorRT-LLM receives them.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynamo_trtllm.engines.base import check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params, is_plain
+from dynamo_trtllm.engines.trtllm.model_limits import TrtllmModelLimits
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.trtllm.engine import TrtllmModelLimits
 
 NO_END = -1  # TensorRT-LLM's own value for "no end token"
 

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.library import end_ids
-from dynamo_trtllm.engines.trtllm import engine
+from dynamo_trtllm.engines.trtllm import engine, model_limits
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
@@ -125,7 +125,9 @@ def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role
 def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
     version: str, values: dict[str, Any], works: bool
 ) -> None:
-    found = engine.TrtllmModelLimits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
+    found = model_limits.TrtllmModelLimits(
+        facts_of(version, **values), info_of(), is_since_1_2=True
+    )
     assert found.min_tokens is works
 
 
@@ -175,14 +177,14 @@ BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer":
 def test_prompt_limit_when_several_limit_it_then_the_smallest_and_its_name(
     phase: Phase, values: dict[str, Any], limit: int, why: str
 ) -> None:
-    found = engine.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
+    found = model_limits.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
     assert found.tokens == limit
     assert why in found.why
 
 
 def test_context_when_it_is_unknown_then_the_flag_is_named() -> None:
     with pytest.raises(ConfigError, match="--max-seq-len"):
-        engine.context_length(facts_of(model=checkpoint(context_length=0)))
+        model_limits.context_length(facts_of(model=checkpoint(context_length=0)))
 
 
 def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
@@ -291,7 +293,7 @@ def test_prompt_limit_when_the_transceiver_is_python_then_the_buffer_does_not_li
     config = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 256}}
     for version, tokens in (("1.2.1", 256), ("1.3.0rc29", 4095)):
         assert (
-            engine.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens
+            model_limits.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens
             == tokens
         )
 
@@ -361,7 +363,7 @@ def test_conversations_when_the_arguments_use_them_then_passed_on(
 ) -> None:
     facts = facts_of("1.3.0rc29", Role.AGGREGATED, **values)
     assert (
-        engine.TrtllmModelLimits(facts, info_of(), bindings(OLD_FIELDS)).conversations
+        model_limits.TrtllmModelLimits(facts, info_of(), is_since_1_2=True).conversations
         is conversations
     )
 

@@ -1,0 +1,91 @@
+"""Derive the limits of all requests from the arguments, the release and the model."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
+from dynamo_trtllm.engines.manifests import Presence
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
+from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Phase
+
+# The first candidate of 1.3 that surely has penalties; the changes were merged one to three
+# candidates before.
+PENALTIES_SINCE = 24
+
+
+def has_torch_sampler(args: TrtllmArgs) -> bool:
+    """Return True if the PyTorch sampler runs, and not the TRTLLM sampler.
+
+    From 1.3 on it is the only one.
+    """
+    if args.release.presence("TorchLlmArgs", "sampler_type") is not Presence.PRESENT:
+        return True
+    return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
+
+
+def dp_ranks(facts: RoleFacts) -> int:
+    """Return the number of attention-DP ranks among which requests can choose; 0 without attention
+    DP.
+    """
+    return facts.tensor_parallel if facts.on("enable_attention_dp") else 0
+
+
+def context_length(facts: RoleFacts) -> int:
+    """Return the longest request in tokens, prompt and output together.
+
+    Raises:
+        ConfigError: neither the arguments nor the model set it.
+    """
+    if not facts.max_seq_len:
+        raise ConfigError(
+            "config.json has no context length. Pass --max-seq-len.", field="max_seq_len"
+        )
+    return facts.max_seq_len
+
+
+def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
+    """Return the longest prompt of a call in this phase, and the argument that sets it."""
+    context = context_length(facts)
+    candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
+    buffer = facts.buffer
+    # longer prompts use a fallback that fails with NIXL
+    if buffer and phase is not Phase.AGGREGATED:
+        candidates.append(PromptLimit(buffer, BUFFER))
+    if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
+        candidates.append(
+            PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill")
+        )
+    return min(candidates)
+
+
+class TrtllmModelLimits:
+    """Limits for all requests, from the model, the arguments and the release.
+
+    `is_since_1_2`: see `TrtllmBindings.is_since_1_2`.
+    """
+
+    def __init__(self, facts: RoleFacts, info: EngineInfo, *, is_since_1_2: bool) -> None:
+        self.role = facts.role
+        self.info = info  # the model's own stop tokens in it have the main one first
+        # Each leaves space for one output token in the context.
+        self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
+        # Supported by the guided-decoding backend, in the form {"format": …}.
+        self.structural_tags = (
+            facts.args.get("guided_decoding_backend") == "xgrammar" and is_since_1_2
+        )
+        # The option min_tokens works for all prompts.
+        self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(
+            PENALTIES_SINCE
+        )
+        # attention-DP ranks among which a request can choose; 0: it can't
+        self.dp_ranks = dp_ranks(facts)
+        # The executor looks at conversation ids to choose a rank or to keep KV blocks.
+        affinity = (
+            facts.on("attention_dp_config.kv_cache_routing_conversation_affinity")
+            and self.dp_ranks > 0
+        )
+        keeps_blocks = (
+            facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+        )
+        self.conversations = affinity or keeps_blocks
