@@ -219,14 +219,14 @@ async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_th
     entered, goes_on = asyncio.Event(), threading.Event()
     async with started(engine):
         assert engine._scheduler is not None
-        loop, module = asyncio.get_running_loop(), engine._scheduler.module
+        loop, module = asyncio.get_running_loop(), engine._scheduler.model_runner.module
 
         def slow(**inputs: Any) -> Any:
             loop.call_soon_threadsafe(entered.set)
             goes_on.wait(SOON_S)
             return module(**inputs)
 
-        monkeypatch.setattr(engine._scheduler, "module", slow)
+        monkeypatch.setattr(engine._scheduler.model_runner, "module", slow)
         try:
             first = asyncio.create_task(prefill_params(engine, prompt_of(100)))
             await asyncio.wait_for(entered.wait(), SOON_S)
@@ -263,7 +263,7 @@ async def test_step_when_it_breaks_then_streams_fail_and_check_raises(
         def broken(*_: Any) -> None:
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr("dynamo_trtllm.engines.torch.scheduler.sample", broken)
+        monkeypatch.setattr("dynamo_trtllm.engines.torch.model_runner.sample", broken)
         with pytest.raises(EngineFailed, match="no such kernel"):
             await answer(engine, prompt_of(20))
         with pytest.raises(EngineFailed, match="no such kernel"):
@@ -309,13 +309,13 @@ async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then
 async def test_prefill_when_cancelled_as_its_kv_is_ready_then_nothing_is_left(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_prefilled = TorchSequence.on_prefilled
+    on_prefilled = TorchEngine._on_prefilled
 
-    def export_and_cancel(seq: TorchSequence, *args: Any) -> None:
-        on_prefilled(seq, *args)
+    def export_and_cancel(engine: TorchEngine, seq: TorchSequence, *args: Any) -> None:
+        on_prefilled(engine, seq, *args)
         seq.cancel()  # before the task that exports the KV has begun
 
-    monkeypatch.setattr(TorchSequence, "on_prefilled", export_and_cancel)
+    monkeypatch.setattr(TorchEngine, "_on_prefilled", export_and_cancel)
     engine = make("torch", gpt_oss, Role.PREFILL)
     async with started(engine):
         events: list[StreamEvent] = []

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch import scheduler
+from dynamo_trtllm.engines.torch import model_runner, scheduler
 from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.sampler import sample
@@ -64,7 +64,7 @@ def spoil_outputs(
             spoil(made, row)
         return sample(logits, rows, finite)
 
-    monkeypatch.setattr(scheduler, "sample", spoiled)
+    monkeypatch.setattr(model_runner, "sample", spoiled)
 
 
 def nothing_finite(made: torch.Tensor, row: TorchSequence) -> None:

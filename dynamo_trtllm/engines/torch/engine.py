@@ -33,9 +33,11 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.grammar_compiler import GrammarCompiler
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
-from dynamo_trtllm.engines.torch.sampler import MASK_64, logits_processor_for
-from dynamo_trtllm.engines.torch.scheduler import Scheduler
-from dynamo_trtllm.engines.torch.sequence import Delivery, TorchSequence
+from dynamo_trtllm.engines.torch.logits_processor import logits_processor_for
+from dynamo_trtllm.engines.torch.model_runner import ModelRunner
+from dynamo_trtllm.engines.torch.random_numbers import MASK_64
+from dynamo_trtllm.engines.torch.scheduler import Delivery, Scheduler
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.errors import (
@@ -53,6 +55,7 @@ from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseOutcome, Role,
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from dynamo_trtllm.engines.torch.load import LoadedModel
@@ -79,7 +82,7 @@ class TorchEngine(Engine):
         self._backend = backend
         self._create_connector = partial(KvConnector, config=config, instance_id=instance_id)
         self.kv_connector: KvConnector | None = None  # None for an aggregated worker
-        self.tasks: set[asyncio.Task[None]] = set()  # of streams
+        self._tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
         self._grammar_compiler: GrammarCompiler | None = None
@@ -131,12 +134,14 @@ class TorchEngine(Engine):
         )
         loop = asyncio.get_running_loop()
         scheduler = Scheduler(
-            model.module,
+            ModelRunner(model.module, pool),
             pool,
             TransferBuffer(pool, plan.transfer_buffer_bytes),
             args,
             num_threads=args.num_threads or (1 if model.device.type == "cpu" else None),
             deliver=partial(_call_soon, loop, self._receive),
+            on_reserved=self._on_reserved,
+            on_prefilled=self._on_prefilled,
             on_freed=self._sequences.discard,
             on_end=partial(_call_soon, loop, self._end),
         )
@@ -185,7 +190,7 @@ class TorchEngine(Engine):
             self._scheduler.post(self._scheduler.stop)
             await asyncio.to_thread(self._scheduler.join)
         self._end(EngineFailed("the engine was closed"))
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._grammar_compiler is not None:
             await self._grammar_compiler.aclose()
         if self.kv_connector is not None:
@@ -197,7 +202,9 @@ class TorchEngine(Engine):
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """See `Engine.generate`."""
-        seq = TorchSequence(request, on_event, self)
+        seq = TorchSequence(
+            request, on_event, tasks=self._tasks, kv_holder=self, retire=self._retire
+        )
         try:
             self._start(seq)
         except DynamoError as exc:
@@ -274,26 +281,13 @@ class TorchEngine(Engine):
         seq.logits_processor = logits_processor_for(seq.request, matcher)
         scheduler.submit(seq)
 
-    async def import_kv(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
-        """Fetch the prompt's KV.
-
-        Once the copies of all regions into the pool are queued, continue the sequence.
-        """
-        scheduler, _ = self._ready()
-        assert self.kv_connector is not None
-        scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
-        begun_s = time.monotonic()
-        await self.kv_connector.import_kv(seq, allocation, scatter)
-        seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
-        scheduler.post(partial(scheduler.install, seq))
-
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `Engine.start_kv_events`."""
         scheduler, _ = self._ready()
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
-    def retire(self, seq: TorchSequence) -> None:
+    def _retire(self, seq: TorchSequence) -> None:
         """End a sequence in any state and free its blocks. One that was rejected has none."""
         if self._scheduler is not None and seq in self._sequences:
             self._scheduler.post(partial(self._scheduler.retire, seq))
@@ -320,6 +314,34 @@ class TorchEngine(Engine):
         return deque() if self._scheduler is None else self._scheduler.load.steps
 
     # --- called by the scheduler, on the loop -----------------------------------------------------
+
+    def _on_reserved(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
+        """Fetch the KV of a decode call, see `Scheduler.on_reserved`."""
+        if not seq.has_ended:
+            fetching = self._fetch_kv(seq, allocation, rows)
+            seq.run(fetching, f"torch-fetch-{seq.request.request_id}")
+
+    async def _fetch_kv(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
+        """Fetch the prompt's KV.
+
+        Once the copies of all regions into the pool are queued, continue the sequence.
+        """
+        scheduler, _ = self._ready()
+        assert self.kv_connector is not None
+        scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
+        begun_s = time.monotonic()
+        await self.kv_connector.import_kv(seq, allocation, scatter)
+        seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
+        scheduler.post(partial(scheduler.install, seq))
+
+    def _on_prefilled(
+        self, seq: TorchSequence, allocation: Allocation, copied: list[torch.cuda.Event]
+    ) -> None:
+        """Export the KV of a prefill call, see `Scheduler.on_prefilled`."""
+        if not seq.has_ended:
+            assert self.kv_connector is not None  # an aggregated worker accepts no prefill calls
+            exporting = self.kv_connector.export_kv(seq, allocation, copied)
+            seq.run(exporting, f"torch-export-{seq.request.request_id}")
 
     def _receive(self, delivery: Delivery) -> None:
         for index, event in enumerate(delivery):

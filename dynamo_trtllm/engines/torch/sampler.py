@@ -6,97 +6,16 @@ therefore needs only the seed to continue the random sequence of a prefill worke
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
-from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, TokenLogprob
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.torch.sequence import TorchSequence
-
-
-class LogitsProcessor:
-    """Penalties, logit bias and grammar of one request. Used on the scheduler's thread only."""
-
-    def __init__(
-        self, sampling: Sampling, prompt: TokenIds, grammar_matcher: GrammarMatcher | None
-    ) -> None:
-        self._sampling = sampling
-        self._grammar_matcher = grammar_matcher
-        is_counted = sampling.frequency_penalty or sampling.presence_penalty
-        # How often each token is in the output.
-        self._counts: Counter[int] | None = Counter() if is_counted else None
-        # The tokens of prompt and output, as keys.
-        self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
-
-    @property
-    def failure(self) -> str | None:
-        """Return why the output can no longer follow the grammar, or None while it can."""
-        return None if self._grammar_matcher is None else self._grammar_matcher.failure
-
-    def accept_token(self, token_id: int) -> None:
-        """Add the next output token to the state. Call it once per token, in order."""
-        if self._counts is not None:
-            self._counts[token_id] += 1
-        if self._repeated is not None:
-            self._repeated[token_id] = None
-        if self._grammar_matcher is not None:
-            self._grammar_matcher.accept_token(token_id)
-
-    def apply(self, logits: Tensor) -> None:
-        """Change `logits`, [vocabulary], in place.
-
-        The grammar's mask comes last, so a logit bias can't allow a token that the grammar
-        excludes.
-        """
-        sampling = self._sampling
-        if self._repeated:
-            ids = _ids(self._repeated, logits)
-            values = logits[ids]
-            penalty = sampling.repetition_penalty
-            logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
-        if self._counts:
-            counts = torch.tensor(
-                list(self._counts.values()), dtype=logits.dtype, device=logits.device
-            )
-            penalties = counts * sampling.frequency_penalty + sampling.presence_penalty
-            logits[_ids(self._counts, logits)] -= penalties
-        if sampling.logit_bias:
-            biases = dict(sampling.logit_bias)
-            added = torch.tensor(list(biases.values()), dtype=logits.dtype, device=logits.device)
-            logits[_ids(biases, logits)] += added
-        if self._grammar_matcher is not None:
-            self._grammar_matcher.apply_mask(logits)
-
-
-def logits_processor_for(
-    request: GenerateRequest, grammar_matcher: GrammarMatcher | None
-) -> LogitsProcessor | None:
-    """Return the request's processor, or None if its logits need no change."""
-    sampling = request.sampling
-    is_penalized = (
-        sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
-    )
-    if not (is_penalized or sampling.logit_bias or grammar_matcher is not None):
-        return None
-    logits_processor = LogitsProcessor(sampling, request.token_ids, grammar_matcher)
-    # Tokens that an earlier worker generated follow the client's prompt, but count as output.
-    prompt_tokens = len(request.token_ids) - request.num_resumed_output_tokens
-    for token_id in request.token_ids[prompt_tokens:]:
-        logits_processor.accept_token(token_id)
-    return logits_processor
-
-
-def _ids(ids: Iterable[int], logits: Tensor) -> Tensor:
-    return torch.tensor(list(ids), dtype=torch.long, device=logits.device)
-
-
-MASK_64 = (1 << 64) - 1  # of unsigned 64 bits
+from dynamo_trtllm.engines.torch.random_numbers import uniform
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
+from dynamo_trtllm.messages import Chunk, TokenLogprob
 
 
 class SampledToken(NamedTuple):
@@ -104,24 +23,6 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprob: TokenLogprob | None
-
-
-def uniform(seed: int, index: int) -> float:
-    """Return the random number in [0, 1) for output token `index` under `seed`.
-
-    It is that of SplitMix64 over a mixed seed.
-    """
-    state = split_mix(seed & MASK_64) + index * 0x9E3779B97F4A7C15
-    # A float has 53 bits.
-    return (split_mix(state) >> 11) / (1 << 53)
-
-
-def split_mix(state: int) -> int:
-    """Return the number that SplitMix64 generates in this state, unsigned 64 bits."""
-    state = (state + 0x9E3779B97F4A7C15) & MASK_64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return state ^ (state >> 31)
 
 
 def sample(
@@ -249,3 +150,22 @@ def score(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Token
         alternatives = tuple(zip(top_ids, top_values, strict=True))
         scored.append(TokenLogprob(token_id, logprobs[row], alternatives))
     return scored
+
+
+def prompt_chunk(seq: TorchSequence, logits: Tensor) -> Chunk:
+    """Return the log-probabilities of the prompt tokens that follow those of the last step.
+
+    Args:
+        seq: a sequence that requests them.
+        logits: of its prompt tokens of the last step, [tokens, vocabulary].
+    """
+    ids = seq.request.token_ids
+    end = seq.num_computed_tokens
+    begin = end - len(logits)
+    following = ids[begin + 1 : end + 1].tolist()  # after the prompt's last token there is none
+    tops = [seq.request.sampling.prompt_logprobs or 0] * len(following)
+    scored = score(logits[: len(following)], following, tops)
+    # Nothing precedes the first token, so it has no log-probability.
+    if begin == 0:
+        scored.insert(0, TokenLogprob(ids[0], math.nan))
+    return Chunk(prompt_logprobs=tuple(scored))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -24,17 +24,14 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.base import EngineStats, client_request
 from dynamo_trtllm.engines.torch.args import TorchArgs
+from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch, BlockAllocator
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
-from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
-from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
-from dynamo_trtllm.engines.torch.sequence import (
-    AwaitingFetch,
-    BlockAllocator,
-    Delivery,
-    SchedulerLoad,
-    TorchSequence,
-)
-from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.model_runner import ModelRunner, PrefillChunk
+from dynamo_trtllm.engines.torch.sampler import SampledToken
+from dynamo_trtllm.engines.torch.scheduler_load import SchedulerLoad
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
 from dynamo_trtllm.engines.waiting import enqueue, promote_overdue
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
@@ -46,6 +43,9 @@ _NON_FINITE_S = 60.0
 # Prompt tokens per step whose log-probabilities are requested: each takes logits of its own.
 _MOST_SCORED = 256
 
+Delivery: TypeAlias = list[Callable[[], None]]
+"""The events of one step, in order: calls to make on the event loop."""
+
 
 @dataclass(eq=False)
 class Scheduler:
@@ -54,13 +54,19 @@ class Scheduler:
     The first methods may be called from outside, all others run on the thread.
     """
 
-    module: Any
+    model_runner: ModelRunner
     pool: KvPool
     transfer_buffer: TransferBuffer  # of no bytes for an aggregated engine
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
-    # An event: the sequence was dropped, and its blocks are free.
+    # These three are events. Blocks and transfer-buffer space for the KV of a decode call are
+    # reserved, with the rows of `KvPool.all_rows` that it goes to, int64 [rows].
+    on_reserved: Callable[[TorchSequence, Allocation, Tensor], None]
+    # The KV of a prefill call is copied to the transfer buffer. On a GPU, there is one event per
+    # region: its copy is done. The blocks stay reserved until the sequence is retired.
+    on_prefilled: Callable[[TorchSequence, Allocation, list[torch.cuda.Event]], None]
+    # The sequence was dropped, and its blocks are free.
     on_freed: Callable[[TorchSequence], None]
     on_end: Callable[[EngineFailed], None]  # called on the thread with why no step follows
 
@@ -254,7 +260,7 @@ class Scheduler:
             if seq.allocation is not None:
                 self._reserved.append(seq)
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
-                self._events.append(partial(seq.on_reserved, seq.allocation, rows))
+                self._events.append(partial(self.on_reserved, seq, seq.allocation, rows))
             else:
                 self._prefilling.append(seq)
         self._queue_clock.lack(lacking if self._waiting else "")
@@ -295,83 +301,22 @@ class Scheduler:
             self._awaiting_fetch.add(seq)
             rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
             copied = self.transfer_buffer.gather(seq.allocation, rows)
-            self._events.append(partial(seq.on_prefilled, seq.allocation, copied))
+            self._events.append(partial(self.on_prefilled, seq, seq.allocation, copied))
 
     def _step(self) -> None:
         begun_s = time.monotonic()
         decoding = self._decoding[: self.args.max_step_tokens]
         chunks = self._plan_chunks(self.args.max_step_tokens - len(decoding))
-        ids = [seq.output_ids[-1] for seq in decoding]
-        for seq, count in chunks:
-            first = seq.num_computed_tokens
-            ids += seq.request.token_ids[first : first + count]
-        step = self._forward_batch(decoding, chunks)
-        sampled = list(decoding)
-        sampled_rows = list(range(len(decoding)))
-        scored = [(seq, count) for seq, count in chunks if seq.scores_prompt]
-        scored_rows: list[int] = []
-        row = len(decoding)
-        for seq, count in chunks:
-            if seq.scores_prompt:
-                scored_rows += range(row, row + count)
-            row += count
-            if seq.num_computed_tokens == seq.prompt_tokens:
-                sampled.append(seq)
-                sampled_rows.append(row - 1)
-        logits = self._forward(ids, step, sampled_rows + scored_rows)
-        row = len(sampled)
-        for seq, count in scored:
-            prompt_chunk = seq.prompt_chunk(logits[row : row + count])
+        output = self.model_runner.run(decoding, chunks)
+        for seq, prompt_chunk in output.prompt_chunks:
             self._events.append(partial(seq.emit, prompt_chunk))
-            row += count
-        finite = self._finite(step, decoding, chunks)
-        if sampled:
-            choices = sample(logits[: len(sampled)], sampled, finite)
-            self._update_from_output(sampled, choices)
+        if output.sampled:
+            self._update_from_output(output.sampled, output.tokens)
         # Sampling waits for the device.
-        self.load.measured(step, time.monotonic() - begun_s, is_awaited=bool(sampled))
+        is_awaited = bool(output.sampled)
+        self.load.measured(output.batch, time.monotonic() - begun_s, is_awaited=is_awaited)
 
-    def _forward_batch(
-        self, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
-    ) -> ForwardBatch:
-        """Plan the pass over these sequences, and count their tokens as computed."""
-        step = ForwardBatch(
-            self.pool.keys,
-            self.pool.values,
-            [SequenceSlice(seq.blocks, seq.num_computed_tokens, 1) for seq in decoding],
-            [SequenceSlice(seq.blocks, seq.num_computed_tokens, count) for seq, count in chunks],
-        )
-        if step.partial_blocks:
-            self.pool.scrub(torch.cat(step.partial_blocks))
-        for seq in decoding:
-            seq.num_computed_tokens += 1
-        for seq, count in chunks:
-            seq.num_computed_tokens += count
-        return step
-
-    def _finite(
-        self,
-        step: ForwardBatch,
-        decoding: list[TorchSequence],
-        chunks: list[tuple[TorchSequence, int]],
-    ) -> Tensor:
-        """Return for each sequence that is sampled whether its keys are finite.
-
-        Returns:
-            bool [rows], on the device.
-        """
-        written = self.pool.finite_keys(step.slots)
-        rows = [written[: len(decoding)]]
-        row = len(decoding)
-        for seq, count in chunks:
-            chunk = written[row : row + count].all(dim=0, keepdim=True)
-            seq.finite = chunk if seq.finite is None else seq.finite & chunk
-            row += count
-            if seq.num_computed_tokens == seq.prompt_tokens:
-                rows.append(seq.finite)
-        return torch.cat(rows)
-
-    def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
+    def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""
         planned = []
         scores_budget = _MOST_SCORED
@@ -383,25 +328,9 @@ class Scheduler:
                 scores_budget -= count
             if count <= 0:
                 break
-            planned.append((seq, count))
+            planned.append(PrefillChunk(seq, count))
             budget -= count
         return planned
-
-    def _forward(self, ids: list[int], step: ForwardBatch, rows: list[int]) -> Tensor:
-        """Return the logits of the given rows, [rows, vocabulary].
-
-        An unfinished prompt needs none.
-        """
-        device = step.keys.device
-        output = self.module(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=step.positions[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
-            step=step,
-        )
-        logits: Tensor = output.logits[0]
-        return logits
 
     def _update_from_output(
         self, sampled: list[TorchSequence], choices: list[SampledToken | None]

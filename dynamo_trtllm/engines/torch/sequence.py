@@ -1,22 +1,15 @@
-"""Define one request inside the torch engine, its KV blocks, and the load."""
+"""Define one request inside the torch engine."""
 
 from __future__ import annotations
 
-import math
+import asyncio
 import random
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from dynamo_trtllm.cost_model import StepSample
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
-from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
-from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool
-from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, score
+from dynamo_trtllm.engines.block_manager import BlockTable
+from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.engines.waiting import FIRST
 from dynamo_trtllm.kv_transfer.transfers import RequestPhases
@@ -26,28 +19,35 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     Phase,
     TokenIds,
-    TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.streams import OnEvent, TaskStream
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.engines.torch.engine import TorchEngine
-
-
-Delivery: TypeAlias = list[Callable[[], None]]
-"""The events of one step, in order: calls to make on the event loop."""
+from dynamo_trtllm.streams import KvHolder, OnEvent, TaskStream
 
 
 class TorchSequence(TaskStream):
     """One request inside the engine, and the stream of its output.
 
     The attributes below `is_exported` belong to the scheduler's thread from `Scheduler.submit` on.
+
+    Args:
+        request: the request.
+        on_event: receives the events.
+        tasks: see `TaskStream`.
+        kv_holder: see `Stream`.
+        retire: ends the sequence and frees its blocks.
     """
 
-    def __init__(self, request: GenerateRequest, on_event: OnEvent, engine: TorchEngine) -> None:
-        super().__init__(on_event, engine.tasks, engine)
-        self._engine = engine
+    def __init__(
+        self,
+        request: GenerateRequest,
+        on_event: OnEvent,
+        *,
+        tasks: set[asyncio.Task[None]],
+        kv_holder: KvHolder,
+        retire: Callable[[TorchSequence], None],
+    ) -> None:
+        super().__init__(on_event, tasks, kv_holder)
+        self._retire = retire
         self.request = request
         self.is_exported = False  # the KV connector retires the sequence
         self.max_new_tokens = 0
@@ -74,37 +74,11 @@ class TorchSequence(TaskStream):
 
     def retire(self) -> None:
         """End the sequence in any state and free its blocks."""
-        self._engine.retire(self)
+        self._retire(self)
 
     def _free(self) -> None:
         if not self.is_exported:
             self.retire()
-
-    # --- events of the scheduler, on the loop -----------------------------------------------------
-
-    def on_reserved(self, allocation: Allocation, rows: Tensor) -> None:
-        """Fetch the KV of a decode call, for which blocks and transfer-buffer space are reserved.
-
-        Args:
-            rows: the rows of `KvPool.all_rows` that the fetched KV goes to, int64 [rows].
-        """
-        if not self.has_ended:
-            importing = self._engine.import_kv(self, allocation, rows)
-            self.run(importing, f"torch-fetch-{self.request.request_id}")
-
-    def on_prefilled(self, allocation: Allocation, copied: list[torch.cuda.Event]) -> None:
-        """Export the KV of a prefill call. Its blocks stay reserved until the sequence is retired.
-
-        Args:
-            copied: on a GPU, one event per region: its copy is done.
-        """
-        if not self.has_ended:
-            kv_connector = self._engine.kv_connector
-            assert kv_connector is not None  # an aggregated worker accepts no prefill calls
-            exporting = kv_connector.export_kv(self, allocation, copied)
-            self.run(exporting, f"torch-export-{self.request.request_id}")
-
-    # --- state ------------------------------------------------------------------------------------
 
     @property
     def prompt_tokens(self) -> int:
@@ -154,160 +128,3 @@ class TorchSequence(TaskStream):
         if self.num_output_tokens >= self.max_new_tokens:
             return FinishReason.LENGTH
         return None
-
-    def prompt_chunk(self, logits: Tensor) -> Chunk:
-        """Return the log-probabilities of the prompt tokens that follow those of the last step.
-
-        Args:
-            logits: of the prompt tokens of the last step, [tokens, vocabulary].
-        """
-        ids = self.request.token_ids
-        end = self.num_computed_tokens
-        begin = end - len(logits)
-        following = ids[begin + 1 : end + 1].tolist()  # after the prompt's last token there is none
-        tops = [self.request.sampling.prompt_logprobs or 0] * len(following)
-        scored = score(logits[: len(following)], following, tops)
-        # Nothing precedes the first token, so it has no log-probability.
-        if begin == 0:
-            scored.insert(0, TokenLogprob(ids[0], math.nan))
-        return Chunk(prompt_logprobs=tuple(scored))
-
-
-class AwaitingFetch:
-    """The prefilled sequences whose KV is in the transfer buffer.
-
-    Their prompts may share blocks.
-    """
-
-    def __init__(self) -> None:
-        self.sequences: dict[TorchSequence, list[int]] = {}  # with their blocks
-        self.blocks: Counter[int] = Counter()  # sequences by block
-
-    def add(self, seq: TorchSequence) -> None:
-        numbers = seq.block_table.numbers
-        self.sequences[seq] = numbers
-        self.blocks.update(numbers)
-
-    def discard(self, seq: TorchSequence) -> None:
-        for number in self.sequences.pop(seq, ()):
-            self.blocks[number] -= 1
-            if self.blocks[number] == 0:
-                del self.blocks[number]
-
-
-class _Submitted(NamedTuple):
-    sequences: int = 0
-    prompt_tokens: int = 0  # to compute
-
-    def plus(self, seq: TorchSequence) -> _Submitted:
-        return _Submitted(self.sequences + 1, self.prompt_tokens + seq.prefill_left)
-
-
-class SchedulerLoad:
-    """The statistics that the scheduler's thread publishes, and the sequences not taken yet.
-
-    A step may take seconds, and the thread takes sequences between steps only. `submit` and `read`
-    are for one other thread. No lock is needed: each attribute has one thread that writes it, and
-    is replaced as a whole.
-    """
-
-    def __init__(self, stats: EngineStats) -> None:
-        self._submitted = _Submitted()  # so far
-        self._taken = _Submitted()  # so far
-        self._published = (stats, self._taken)
-        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
-        self._is_behind = False  # a step was not awaited, and its time is in the next one
-
-    def submit(self, seq: TorchSequence) -> None:
-        """Count a sequence that the thread has not taken.
-
-        Call this before the thread can take it.
-        """
-        self._submitted = self._submitted.plus(seq)
-
-    def read(self) -> EngineStats:
-        """Return the last statistics, with the sequences that were submitted and not in them."""
-        stats, taken = self._published
-        # Read this last, so that it never has fewer sequences.
-        submitted = self._submitted
-        more_sequences = submitted.sequences - taken.sequences
-        if more_sequences == 0:
-            return stats
-        more_tokens = submitted.prompt_tokens - taken.prompt_tokens
-        return replace(
-            stats,
-            waiting=stats.waiting + more_sequences,
-            queued_prefill_tokens=stats.queued_prefill_tokens + more_tokens,
-        )
-
-    def take(self, seq: TorchSequence) -> None:
-        """Leave the sequence to the statistics that are published next."""
-        self._taken = self._taken.plus(seq)
-
-    def take_all(self) -> None:
-        """Leave out what was submitted, because no step follows."""
-        self._taken = self._submitted
-
-    def publish(self, stats: EngineStats) -> None:
-        self._published = (stats, self._taken)
-
-    def measured(self, step: ForwardBatch, seconds: float, *, is_awaited: bool) -> None:
-        """Store the time of a step. A GPU may compute it later, unless the step was awaited."""
-        is_awaited = is_awaited or step.keys.device.type == "cpu"
-        if is_awaited and not self._is_behind:
-            self.steps.append(step.measured(seconds))
-        self._is_behind = not is_awaited
-
-
-class BlockAllocator:
-    """Reserves KV blocks for sequences, and decides which of them later sequences reuse.
-
-    Args:
-        pool: the memory.
-        has_prefix_cache: False: nothing is reused.
-    """
-
-    def __init__(self, pool: KvPool, *, has_prefix_cache: bool) -> None:
-        self.manager = BlockManager(
-            pool.num_blocks, pool.block_tokens, has_prefix_cache=has_prefix_cache
-        )
-        self._pool = pool
-
-    def reserve(self, seq: TorchSequence) -> bool:
-        """Reserve the blocks of a sequence, which begins after the tokens that are cached.
-
-        Returns:
-            False if too few blocks are free.
-        """
-        pool = self._pool
-        request = seq.request
-        # Fetched KV needs blocks of its own, and scores need the logits of all prompt tokens.
-        can_reuse = request.kv_params is None and not seq.scores_prompt
-        prompt = request.token_ids if can_reuse else None
-        needed = pool.blocks_for(seq.kv_tokens)
-        if not self.manager.reserve(seq.block_table, prompt, request.cache_salt, needed):
-            return False
-        seq.blocks = torch.tensor(seq.block_table.numbers, dtype=torch.long, device=pool.device)
-        reused = len(seq.block_table.chain)
-        seq.num_computed_tokens = reused * pool.block_tokens
-        seq.phases.cached_tokens = seq.num_computed_tokens
-        # Memory that was changed by a fault spoils one sequence, which fails, and no other.
-        if reused:
-            seq.finite = pool.keys_are_finite(seq.blocks[:reused])
-        return True
-
-    def store(self, seq: TorchSequence) -> None:
-        """Let later sequences reuse the full blocks of a sequence whose KV is computed.
-
-        KV that was fetched lacks what sliding windows hide from the next token. Such blocks are not
-        reused, nor those after them.
-        """
-        prompt_tokens = seq.prompt_tokens
-        if seq.num_computed_tokens == prompt_tokens:
-            is_whole = seq.request.kv_params is None or self._pool.holds_all(prompt_tokens)
-        else:
-            # The output's blocks can follow only if all full blocks of the prompt are stored.
-            is_whole = len(seq.block_table.chain) == prompt_tokens // self._pool.block_tokens
-        if is_whole:
-            ids = (seq.request.token_ids + seq.output_ids)[: seq.num_computed_tokens]
-            self.manager.store(seq.block_table, ids, seq.request.cache_salt)

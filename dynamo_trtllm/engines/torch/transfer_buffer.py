@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool, zeros
-from dynamo_trtllm.engines.torch.sampler import split_mix
+from dynamo_trtllm.engines.torch.random_numbers import split_mix
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 
 _COLUMNS = 8192

@@ -11,8 +11,10 @@ from dynamo_trtllm.messages import GenerateRequest
 
 def sequence_of(request: GenerateRequest, **fields: Any) -> TorchSequence:
     """Return the sequence of a request. `fields`: its attributes."""
-    engine: Any = SimpleNamespace(tasks=set(), retire=lambda _: None)
-    seq = TorchSequence(request, lambda _: None, engine)
+    kv_holder: Any = SimpleNamespace()
+    seq = TorchSequence(
+        request, lambda _: None, tasks=set(), kv_holder=kv_holder, retire=lambda _: None
+    )
     for name, value in fields.items():
         setattr(seq, name, value)
     return seq

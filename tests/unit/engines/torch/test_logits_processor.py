@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, logits_processor_for, sample
+from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor, logits_processor_for
+from dynamo_trtllm.engines.torch.sampler import sample
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from tests.unit.engines.torch.test_sampler import row
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.sampler import sample, uniform
+from dynamo_trtllm.engines.torch.random_numbers import uniform
+from dynamo_trtllm.engines.torch.sampler import sample
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from tests.unit.engines.torch.sequence_helpers import sequence_of

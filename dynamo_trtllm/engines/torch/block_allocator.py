@@ -1,0 +1,87 @@
+"""Reserve KV blocks for sequences, and count those whose KV waits to be fetched."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from dynamo_trtllm.engines.block_manager import BlockManager
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
+
+
+class AwaitingFetch:
+    """The prefilled sequences whose KV is in the transfer buffer.
+
+    Their prompts may share blocks.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[TorchSequence, list[int]] = {}  # with their blocks
+        self.blocks: Counter[int] = Counter()  # sequences by block
+
+    def add(self, seq: TorchSequence) -> None:
+        numbers = seq.block_table.numbers
+        self.sequences[seq] = numbers
+        self.blocks.update(numbers)
+
+    def discard(self, seq: TorchSequence) -> None:
+        for number in self.sequences.pop(seq, ()):
+            self.blocks[number] -= 1
+            if self.blocks[number] == 0:
+                del self.blocks[number]
+
+
+class BlockAllocator:
+    """Reserves KV blocks for sequences, and decides which of them later sequences reuse.
+
+    Args:
+        pool: the memory.
+        has_prefix_cache: False: nothing is reused.
+    """
+
+    def __init__(self, pool: KvPool, *, has_prefix_cache: bool) -> None:
+        self.manager = BlockManager(
+            pool.num_blocks, pool.block_tokens, has_prefix_cache=has_prefix_cache
+        )
+        self._pool = pool
+
+    def reserve(self, seq: TorchSequence) -> bool:
+        """Reserve the blocks of a sequence, which begins after the tokens that are cached.
+
+        Returns:
+            False if too few blocks are free.
+        """
+        pool = self._pool
+        request = seq.request
+        # Fetched KV needs blocks of its own, and scores need the logits of all prompt tokens.
+        can_reuse = request.kv_params is None and not seq.scores_prompt
+        prompt = request.token_ids if can_reuse else None
+        needed = pool.blocks_for(seq.kv_tokens)
+        if not self.manager.reserve(seq.block_table, prompt, request.cache_salt, needed):
+            return False
+        seq.blocks = torch.tensor(seq.block_table.numbers, dtype=torch.long, device=pool.device)
+        reused = len(seq.block_table.chain)
+        seq.num_computed_tokens = reused * pool.block_tokens
+        seq.phases.cached_tokens = seq.num_computed_tokens
+        # Memory that was changed by a fault spoils one sequence, which fails, and no other.
+        if reused:
+            seq.finite = pool.keys_are_finite(seq.blocks[:reused])
+        return True
+
+    def store(self, seq: TorchSequence) -> None:
+        """Let later sequences reuse the full blocks of a sequence whose KV is computed.
+
+        KV that was fetched lacks what sliding windows hide from the next token. Such blocks are not
+        reused, nor those after them.
+        """
+        prompt_tokens = seq.prompt_tokens
+        if seq.num_computed_tokens == prompt_tokens:
+            is_whole = seq.request.kv_params is None or self._pool.holds_all(prompt_tokens)
+        else:
+            # The output's blocks can follow only if all full blocks of the prompt are stored.
+            is_whole = len(seq.block_table.chain) == prompt_tokens // self._pool.block_tokens
+        if is_whole:
+            ids = (seq.request.token_ids + seq.output_ids)[: seq.num_computed_tokens]
+            self.manager.store(seq.block_table, ids, seq.request.cache_salt)
