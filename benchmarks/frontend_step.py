@@ -39,8 +39,8 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 RENDERER = HarmonyRenderer()
 CARD = ModelDeploymentCard(

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import OutputParser
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.output import OutputParser
 
 _WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
 _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'

@@ -14,14 +14,8 @@ from collections.abc import Generator
 from typing import Final, TypeAlias
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import (
-    TOOL_NAME,
-    Channel,
-    DeltaBuilder,
-    OutputParser,
-    StepOutput,
-    overlap,
-)
+from dynamo_trtllm.tokenization.conversation import TOOL_NAME
+from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, OutputParser, StepOutput
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
@@ -122,7 +116,7 @@ class _Output:
             return
         reasoning, marker, rest = shown.partition(END_THINK)
         while not marker:
-            num_held = 0 if self.has_ended else overlap(reasoning, END_THINK)
+            num_held = 0 if self.has_ended else _overlap(reasoning, END_THINK)
             self._reason(reasoning[: len(reasoning) - num_held])
             yield
             held = reasoning[len(reasoning) - num_held :]
@@ -199,7 +193,7 @@ class _Output:
                 self.out.add(_CONTENT, before if is_shown else "")
                 self._unseen.append(TOOL_CALL if is_shown else before + TOOL_CALL)
                 return
-            shown = text[: len(text) - overlap(text, TOOL_CALL)]
+            shown = text[: len(text) - _overlap(text, TOOL_CALL)]
             if skips_space and (not shown or shown.isspace()):
                 shown = ""
             else:
@@ -427,3 +421,11 @@ class ChatOutputParser:
         self._output.text = text
         self._output.at = 0
         next(self._parsing)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

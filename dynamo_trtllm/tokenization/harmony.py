@@ -21,23 +21,14 @@ import openai_harmony as oh
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import harmony_builtins, harmony_parser, vocabulary
-from dynamo_trtllm.tokenization.base import (
-    INLINE_BYTES,
-    NO_FORCED_IDS,
-    TOOL_NAME,
-    BytesTextParser,
-    Channel,
-    Conversation,
-    Message,
-    OutputParser,
-    TextCache,
-    TokenTextCache,
-    Tool,
-    ToolCall,
-)
+from dynamo_trtllm.tokenization.conversation import TOOL_NAME, Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony_builtins import PYTHON
 from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
+from dynamo_trtllm.tokenization.output import Channel, OutputParser
+from dynamo_trtllm.tokenization.renderer import INLINE_BYTES, NO_FORCED_IDS
+from dynamo_trtllm.tokenization.text_cache import TextCache
+from dynamo_trtllm.tokenization.text_parsers import BytesTextParser, TokenTextCache
 
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _ANSWER: Final = "<|channel|>final<|message|>"

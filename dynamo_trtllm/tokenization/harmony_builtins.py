@@ -14,7 +14,7 @@ from typing import Any, Final
 import openai_harmony as oh
 
 from dynamo_trtllm.text_input import text_of
-from dynamo_trtllm.tokenization.base import Tool, ToolCall
+from dynamo_trtllm.tokenization.conversation import Tool, ToolCall
 
 PYTHON: Final = "python"  # name of the tool whose input is a text, and recipient of its calls
 CHANNEL: Final = "analysis"  # of the calls and their results

@@ -13,15 +13,11 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm import text_input
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import (
-    NO_FORCED_IDS,
-    TOOL_NAME,
-    Channel,
-    DeltaBuilder,
-    StepOutput,
-    TokenTextCache,
-)
+from dynamo_trtllm.tokenization.conversation import TOOL_NAME
 from dynamo_trtllm.tokenization.harmony_builtins import PYTHON
+from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, StepOutput
+from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.tokenization.text_parsers import TokenTextCache
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL, NAMED_SPECIALS
 
 ASSISTANT: Final = "assistant"

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import openai_harmony as oh
 
-from dynamo_trtllm.tokenization.base import TextCache, Tool
+from dynamo_trtllm.tokenization.conversation import Tool
+from dynamo_trtllm.tokenization.text_cache import TextCache
 
 _INSTRUCTIONS: Final = "INSTRUCTIONS"  # a placeholder
 _EMPTY_TYPE: Final = "type tool = () => any;\n"  # of a tool "tool" without parameters

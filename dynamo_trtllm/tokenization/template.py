@@ -22,24 +22,20 @@ from jinja2.utils import Namespace
 from dynamo_trtllm.byte_level import BYTE_OF
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import (
-    INLINE_BYTES,
-    NO_FORCED_IDS,
-    TOOL_NAME,
-    BytesTextParser,
-    Conversation,
-    Message,
-    OutputParser,
-    TokenTextCache,
-    Tool,
-    WindowTextParser,
-)
 from dynamo_trtllm.tokenization.chat_output_parser import (
     END_THINK,
     END_TOOL_CALL,
     THINK,
     TOOL_CALL,
     ChatOutputParser,
+)
+from dynamo_trtllm.tokenization.conversation import TOOL_NAME, Conversation, Message, Tool
+from dynamo_trtllm.tokenization.output import OutputParser
+from dynamo_trtllm.tokenization.renderer import INLINE_BYTES, NO_FORCED_IDS
+from dynamo_trtllm.tokenization.text_parsers import (
+    BytesTextParser,
+    TokenTextCache,
+    WindowTextParser,
 )
 from dynamo_trtllm.tokenization.tokenizer import TOKENIZER, load_json_tokenizer
 

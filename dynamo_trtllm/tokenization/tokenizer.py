@@ -22,7 +22,7 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.freed_memory import return_freed_memory
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import MIN_CACHED_CHARS, TextCache
+from dynamo_trtllm.tokenization.text_cache import MIN_CACHED_CHARS, TextCache
 
 if TYPE_CHECKING:
     import tokenizers

@@ -18,8 +18,9 @@ from transformers import GptOssForCausalLM
 
 from dynamo_trtllm.demo_models import expand, resolve
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.base import Channel, Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.output import Channel
 
 EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 HEALTH = "Hey, quick check: is everything up and running?"

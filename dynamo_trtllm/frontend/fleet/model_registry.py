@@ -31,7 +31,9 @@ from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeployment
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.policy import PairBreakers, PairState, differences
 from dynamo_trtllm.router.view import ClusterView, ModelView, Pair, format_pair, pairs_of
-from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
+from dynamo_trtllm.tokenization.renderer import Renderer
+from dynamo_trtllm.tokenization.renderer_registry import renderer_for
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
-from dynamo_trtllm.tokenization.base import Channel, Delta, StepOutput, joined
+from dynamo_trtllm.tokenization.output import Channel, Delta, StepOutput, joined
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 _REASONING = Channel.REASONING

@@ -32,7 +32,9 @@ from dynamo_trtllm.frontend.generation.preprocess import (
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.text_input import input_of
-from dynamo_trtllm.tokenization.base import Channel, Delta, Renderer, ServedModel
+from dynamo_trtllm.tokenization.output import Channel, Delta
+from dynamo_trtllm.tokenization.renderer import Renderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity

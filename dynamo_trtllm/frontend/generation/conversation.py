@@ -30,14 +30,9 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     TokenIds,
 )
-from dynamo_trtllm.tokenization.base import (
-    NO_FORCED_IDS,
-    Conversation,
-    Message,
-    ServedModel,
-    Tool,
-    ToolCall,
-)
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 _AUTO = ToolChoice()
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))

@@ -32,13 +32,10 @@ from dynamo_trtllm.frontend.generation.conversation import (
     visible_tools,
 )
 from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import (
-    NO_FORCED_IDS,
-    Conversation,
-    OutputParser,
-    Renderer,
-    ServedModel,
-)
+from dynamo_trtllm.tokenization.conversation import Conversation
+from dynamo_trtllm.tokenization.output import OutputParser
+from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS, Renderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 B = TypeVar("B", bound=SamplingFields)
 

@@ -18,7 +18,8 @@ from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
 from dynamo_trtllm.streams import unexpected_error
-from dynamo_trtllm.tokenization.base import INLINE_BYTES, ServedModel
+from dynamo_trtllm.tokenization.renderer import INLINE_BYTES
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
 

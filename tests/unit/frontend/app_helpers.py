@@ -31,16 +31,11 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics, Span
 from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.base import (
-    NO_FORCED_IDS,
-    Channel,
-    Conversation,
-    DeltaBuilder,
-    ServedModel,
-    StepOutput,
-    Tool,
-    text_output,
-)
+from dynamo_trtllm.tokenization.conversation import Conversation, Tool
+from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, StepOutput
+from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.tokenization.text_parsers import text_output
 from tests.streaming import PlayedPipeline
 
 # markers; every other id is a character's code point

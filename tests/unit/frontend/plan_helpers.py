@@ -15,8 +15,8 @@ from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.messages import ModelDeploymentCard
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 from tests.small_tokenizer import CONTROL, write_tokenizer
 

@@ -39,9 +39,11 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, OutputParser, ServedModel
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.output import OutputParser
+from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend import messages_client
 from tests.unit.frontend.responses_client import EVENT
 from tests.unit.tokenization.parser_helpers import cut

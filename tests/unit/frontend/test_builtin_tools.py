@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.messages import OutputFormat
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend import split_helpers, test_chat_tools, test_response_tools
 from tests.unit.frontend.plan_helpers import CITY, WEATHER
 from tests.unit.frontend.split_helpers import Case, served_by

@@ -15,8 +15,8 @@ from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import UnsupportedParameter
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.split_helpers import CHAT, RESPONSE, Case, deltas_of, served_by
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -19,7 +19,7 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import CHOICES_PER_ITERATION
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.tokenization.base import Channel, Delta
+from dynamo_trtllm.tokenization.output import Channel, Delta
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
 

@@ -16,7 +16,7 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import RequestRejected, UnsupportedParameter
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.memory_http import asgi
 from tests.unit.frontend import plan_helpers
 from tests.unit.frontend.app_helpers import (

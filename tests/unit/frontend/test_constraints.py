@@ -9,7 +9,8 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from dynamo_trtllm.tokenization.base import ServedModel, Tool
+from dynamo_trtllm.tokenization.conversation import Tool
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.plan_helpers import (
     CITY,
     FORMAT,

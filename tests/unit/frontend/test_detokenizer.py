@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_trtllm.frontend.generation.choice import ChoiceState, StopStrings
 from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.plan_helpers import chat
 
 

@@ -21,7 +21,8 @@ from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResp
 from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
 from dynamo_trtllm.streams import OnChunk, run_stream
-from dynamo_trtllm.tokenization.base import Conversation, ServedModel
+from dynamo_trtllm.tokenization.conversation import Conversation
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.memory_http import MemoryTransport
 from tests.unit.frontend.app_helpers import (
     CALL,

@@ -14,8 +14,8 @@ from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.responses import response_builder
 from dynamo_trtllm.frontend.generation.responses.items import named, normalized
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.split_helpers import (
     RESPONSE,
     Case,

@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.fleet import model_registry as models_module
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.messages import Role, encode
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.tokenization.base import Conversation, Message
+from dynamo_trtllm.tokenization.conversation import Conversation, Message
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.inproc_plane import InprocPlane

@@ -25,8 +25,8 @@ from dynamo_trtllm.messages import (
     Role,
     encode,
 )
-from dynamo_trtllm.tokenization.base import Renderer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.renderer import Renderer
 from tests.streaming import ChunkSource
 from tests.unit.frontend.registry_helpers import (
     HARMONY,

@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.http import output_budget, request_handler
 from dynamo_trtllm.frontend.http.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
 from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
-from dynamo_trtllm.tokenization.base import Channel, Delta
+from dynamo_trtllm.tokenization.output import Channel, Delta
 from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedPipeline, chunk, stop
 from tests.unit.frontend.test_choices import CHAT, TEXT, post
 

@@ -38,7 +38,7 @@ from dynamo_trtllm.observability.metrics import (
     divide,
 )
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.instances import make_instance
 from tests.loopback_backend import LoopbackBackend
 from tests.memory_http import asgi

@@ -13,7 +13,8 @@ from dynamo_trtllm.frontend.generation import preprocess
 from dynamo_trtllm.frontend.generation.conversation import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Sampling, SamplingDefaults
-from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel
+from dynamo_trtllm.tokenization.conversation import Conversation, Message
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.plan_helpers import (
     TIME,
     WEATHER,

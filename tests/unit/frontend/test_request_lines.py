@@ -14,7 +14,7 @@ from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.logging import TextFormatter
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster
 from tests.unit.frontend.responses_client import ask, check_error

@@ -18,8 +18,8 @@ from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.frontend.generation.responses import response_builder
 from dynamo_trtllm.frontend.generation.responses.items import named, normalized
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.responses_client import EVENT, ITEM
 from tests.unit.frontend.split_helpers import RESPONSE, Case, deltas_of, served_by
 

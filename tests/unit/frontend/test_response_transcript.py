@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.responses.items import OutputBuilder, TextDelta, messages_of
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.base import Channel, Delta
+from dynamo_trtllm.tokenization.output import Channel, Delta
 from tests.unit.frontend.app_helpers import CharacterRenderer
 from tests.unit.frontend.responses_client import EVENT
 

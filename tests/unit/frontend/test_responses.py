@@ -20,7 +20,7 @@ from openai.types.responses import (
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.messages import Chunk, FinishReason, SamplingDefaults
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.app_helpers import (
     CALL,
     CARD,

@@ -26,7 +26,8 @@ from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.base import Conversation, ServedModel
+from dynamo_trtllm.tokenization.conversation import Conversation
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,

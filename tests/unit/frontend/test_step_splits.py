@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks import parser as benchmark
 from dynamo_trtllm.messages import FinishReason
-from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.split_helpers import (
     Case,
     OtherFormat,

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Chunk, FinishReason, token_ids
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.small_tokenizer import CONTROL
 from tests.unit.frontend import app_helpers, plan_helpers
 from tests.unit.frontend.app_helpers import CALL, chunk, front, stop

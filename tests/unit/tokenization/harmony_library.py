@@ -15,7 +15,7 @@ from datetime import date
 import openai_harmony as oh
 
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import Conversation
+from dynamo_trtllm.tokenization.conversation import Conversation
 from dynamo_trtllm.tokenization.harmony import HarmonyMessage, conversation_messages, system_message
 
 START, MESSAGE = 200006, 200008

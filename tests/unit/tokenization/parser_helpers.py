@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import Channel, Delta, OutputParser, StepOutput, text_output
+from dynamo_trtllm.tokenization.output import Channel, Delta, OutputParser, StepOutput
+from dynamo_trtllm.tokenization.text_parsers import text_output
 
 
 @dataclass

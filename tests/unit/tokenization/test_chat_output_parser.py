@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.base import StepOutput
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
+from dynamo_trtllm.tokenization.output import StepOutput
 from tests.unit.tokenization.parser_helpers import Characters, Seen, calls_of, content_of, cut, fold
 
 STEPS = ([1], [2], [3, 1], [7], [100_000])

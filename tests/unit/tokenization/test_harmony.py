@@ -14,7 +14,7 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.harmony_library import in_our_order, rendered
 from tests.unit.tokenization.parser_helpers import content_of

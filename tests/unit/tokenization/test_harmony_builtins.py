@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm.text_input import SCHEMA, arguments_of
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 TODAY = date(2026, 1, 2)

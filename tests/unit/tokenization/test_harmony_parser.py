@@ -14,8 +14,9 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import OutputParser, Tool
+from dynamo_trtllm.tokenization.conversation import Tool
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.output import OutputParser
 from tests.unit.tokenization.parser_helpers import Seen, calls_of, content_of, cut, fold
 
 START, END, MESSAGE, CHANNEL, CALL, RETURN = 200006, 200007, 200008, 200005, 200012, 200002

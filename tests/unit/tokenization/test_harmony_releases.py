@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization import harmony_library
 from tests.unit.tokenization.parser_helpers import fold

@@ -12,15 +12,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
-from dynamo_trtllm.tokenization.base import (
-    Conversation,
-    Message,
-    OutputParser,
-    Tool,
-    ToolCall,
-    renderer_for,
-)
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.output import OutputParser
+from dynamo_trtllm.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 from tests.unit.tokenization.parser_helpers import content_of
 

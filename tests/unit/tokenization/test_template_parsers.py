@@ -11,7 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
-from dynamo_trtllm.tokenization.base import Renderer, Tool, renderer_for
+from dynamo_trtllm.tokenization.conversation import Tool
+from dynamo_trtllm.tokenization.renderer import Renderer
+from dynamo_trtllm.tokenization.renderer_registry import renderer_for
 from tests.unit.tokenization.parser_helpers import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import TextCache
+from dynamo_trtllm.tokenization.text_cache import TextCache
 
 
 class Counting:

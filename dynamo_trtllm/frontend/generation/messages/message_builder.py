@@ -27,7 +27,8 @@ from dynamo_trtllm.frontend.generation.preprocess import (
 )
 from dynamo_trtllm.http_server.errors import messages_error, to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenIds
-from dynamo_trtllm.tokenization.base import Channel, Delta, ServedModel
+from dynamo_trtllm.tokenization.output import Channel, Delta
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BLANKS: Final = " \t\r\n"  # of JSON

@@ -21,7 +21,8 @@ from dynamo_trtllm.api.messages import (
 )
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import GenerationOptions, sampling_of
-from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool, ToolCall
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 _BILLING: Final = "x-anthropic-billing-header"  # begins a line of Claude Code's system prompt
 _NAMES: Final = {

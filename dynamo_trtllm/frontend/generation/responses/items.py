@@ -39,7 +39,9 @@ from dynamo_trtllm.frontend.generation.responses.tool_items import (
 )
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.text_input import input_of
-from dynamo_trtllm.tokenization.base import Channel, Delta, Message, Renderer
+from dynamo_trtllm.tokenization.conversation import Message
+from dynamo_trtllm.tokenization.output import Channel, Delta
+from dynamo_trtllm.tokenization.renderer import Renderer
 
 Item: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]

@@ -46,7 +46,8 @@ from dynamo_trtllm.frontend.generation.responses.response_store import (
     StoredResponse,
 )
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, TokenIds, encode
-from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool
+from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool
+from dynamo_trtllm.tokenization.served_model import ServedModel
 
 _NAMES = {
     "messages": "input",

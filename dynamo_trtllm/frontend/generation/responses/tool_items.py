@@ -15,7 +15,7 @@ import orjson
 
 from dynamo_trtllm.api.response_tools import LOCAL_SHELL, ServedTool, qualified_name
 from dynamo_trtllm.text_input import arguments_of
-from dynamo_trtllm.tokenization.base import ToolCall
+from dynamo_trtllm.tokenization.conversation import ToolCall
 
 Item = dict[str, Any]
 
