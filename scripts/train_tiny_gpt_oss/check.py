@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import GptOssForCausalLM
 
-from dynamo_trtllm.demo_models import expand, resolve
+from dynamo_trtllm.demo_models import expand, locate
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
@@ -341,10 +341,10 @@ def main() -> int:
         "--heldout", type=Path, default=DEFAULT_HELDOUT, help="prompts that training never saw"
     )
     arguments = parser.parse_args()
-    if arguments.compact:
+    folder = None if arguments.compact else locate(arguments.model)
+    # A compact model, or tiny-gpt-oss, is expanded first.
+    if folder is None:
         folder = expand.tiny_gpt_oss(cache_dir=arguments.cache, source=arguments.compact)
-    else:
-        folder = resolve(arguments.model, cache_dir=arguments.cache)
     speaker = Speaker(folder)
     print("verdict, case, reasoning tokens, tokens, answer")
     guides = guide_cases()
