@@ -110,7 +110,7 @@ def find(name: str) -> Command:
     """Return the subcommand of this name. Raise ConfigError if there is none."""
     if name in COMMANDS:
         return COMMANDS[name]
-    from dynamo_trtllm.config.base import suggest
+    from dynamo_trtllm.config.suggestions import suggest
 
     guess = suggest(name, COMMANDS)
     hint = f"did you mean {guess}?" if guess else "see --help"

@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.cli.stuck import StuckReport, describe
-from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent, check_owner
+from dynamo_trtllm.observability.recorder import (
+    BLOCK_TOKENS,
+    RecordedEvent,
+    check_owner,
+    recorder_folder,
+)
 from dynamo_trtllm.observability.recordings import (
     Entry,
     ProcessRecording,

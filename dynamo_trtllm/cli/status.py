@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo_trtllm.config.base import DEFAULT_SOURCE, format_table
+from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import StatusConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND

@@ -22,10 +22,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.config.base import format_table
 from dynamo_trtllm.config.commands import VersionConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
 

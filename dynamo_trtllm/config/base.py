@@ -1,16 +1,11 @@
-"""Define the base of all settings: field types, command-line options, and the connection settings.
-
-The module also holds two helpers for texts: `suggest` for mistyped names, and `format_table`.
-"""
+"""Define the base of all settings: field types, command-line options, connection settings."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
@@ -22,32 +17,6 @@ from pydantic.config import JsonDict
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import is_wildcard
 from dynamo_trtllm.number_types import MOST_INT64, MOST_SECONDS
-
-_MIN_SIMILARITY = 0.7  # of 1; with 0.6 `suggest` returns --help for --tp
-
-
-def suggest(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that is most similar to `name`, or None if none is similar.
-
-    The comparison ignores case, leading dashes, and the difference between dash and underscore.
-    """
-    plain = {_plain(known): known for known in allowed}
-    matches = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_MIN_SIMILARITY)
-    return plain[matches[0]] if matches else None
-
-
-def _plain(name: str) -> str:
-    return name.lstrip("-").replace("_", "-").lower()
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of texts as lines with aligned columns."""
-    widths = (
-        [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-        if rows
-        else []
-    )
-    return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
 
 
 def _role(given: object) -> object:
@@ -252,23 +221,6 @@ class ConnectionConfig(Config):
     """Minimum log level."""
     log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
     """Format of log lines: text, or json (one object per line)."""
-
-
-def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the files.
-
-    Args:
-        setting: value of `--recorder-dir`; "off": None is returned.
-        environ: environment of the process; XDG_RUNTIME_DIR is read.
-    """
-    if setting is not None:
-        return None if setting == "off" else Path(setting)
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    return (
-        Path(runtime, "dynamo_trtllm")
-        if runtime
-        else Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
-    )
 
 
 class ProcessConfig(ConnectionConfig):

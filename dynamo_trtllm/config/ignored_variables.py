@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
-from dynamo_trtllm.config.base import suggest
 from dynamo_trtllm.config.dynamo_variables import PREFIX, VARIABLES, find
+from dynamo_trtllm.config.suggestions import suggest
 
 # Kubernetes sets such variables for each Service of a namespace; `dyn-a` gives DYN_A_SERVICE_HOST.
 _SERVICE = re.compile(

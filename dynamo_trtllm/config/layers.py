@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dynamo_trtllm.config.base import suggest
+from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"

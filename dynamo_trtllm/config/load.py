@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands, dynamo_variables
-from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
+from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import (
@@ -38,6 +38,8 @@ from dynamo_trtllm.config.flags import (
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.suggestions import suggest
+from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.sanitize import escape_controls, mask_address, mask_credentials
 

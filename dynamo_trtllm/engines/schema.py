@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from dynamo_trtllm.config.base import suggest
+from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases, ManifestField, Presence
 from dynamo_trtllm.errors import ConfigError

@@ -25,6 +25,7 @@ import struct
 import time
 import zlib
 from array import array
+from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -364,6 +365,21 @@ def id_hash(text: str) -> int:
 def reason_number(reason: str) -> int:
     """Return the number that stands for an error code, a finish reason or a phase."""
     return zlib.crc32(reason.encode())
+
+
+def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the files. None: nothing is recorded.
+
+    Args:
+        setting: value of `--recorder-dir`; "off": nothing is recorded.
+        environ: environment of the process; XDG_RUNTIME_DIR is read.
+    """
+    if setting is not None:
+        return None if setting == "off" else Path(setting)
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime, "dynamo_trtllm")
+    return Path(f"/dev/shm/dynamo_trtllm-{os.geteuid()}")
 
 
 def check_owner(folder: Path) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.base import format_table as columns
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.text_table import format_table as columns
 from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability import logging as observe_logging

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks, first_of
-from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
@@ -40,7 +39,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane

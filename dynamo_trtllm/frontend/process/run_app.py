@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
-from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
@@ -28,7 +27,7 @@ from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.observability import recorder as module
 from dynamo_trtllm.observability import recordings
@@ -28,6 +27,7 @@ from dynamo_trtllm.observability.recorder import (
     Recorder,
     file_system,
     id_hash,
+    recorder_folder,
     request_key,
 )
 from dynamo_trtllm.observability.recordings import ProcessState, Recordings, read_process
