@@ -119,13 +119,13 @@ def _run_switched(process: str) -> None:
     """Run a frontend or worker that records nothing and divides no request into phases between two
     signals.
     """
+    from dynamo_trtllm import phases
     from dynamo_trtllm.frontend.http import request_context
     from dynamo_trtllm.frontend.process.main import main as run_frontend
-    from dynamo_trtllm.observability import metrics
 
     from .plane import runner_worker
 
-    divide = metrics.divide
+    divide = phases.divide
     rings = list[object]()
 
     def switch_off(*_: object) -> None:

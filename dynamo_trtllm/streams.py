@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
-    KvTransferParams,
-    PhaseTimings,
     ReleaseOutcome,
     token_ids,
 )
@@ -356,62 +353,3 @@ class TaskStream(Stream):
 
     def _free(self) -> None:
         """Free what the stream holds. Called once; no task of the stream runs."""
-
-
-class QueueClock:
-    """The times for which the first request of a queue lacked something, by what it lacked.
-
-    All others wait with it.
-    """
-
-    def __init__(self) -> None:
-        self._waited: dict[str, float] = {}
-        self._lacking = ""
-        self._since_s = 0.0
-
-    def lack(self, what: str) -> None:
-        """Record what the first request lacks from now on. "": nothing, or the queue is empty."""
-        if what == self._lacking:
-            return
-        self._close()
-        self._lacking = what
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds so far."""
-        self._close()
-        return dict(self._waited)
-
-    def since(self, before: dict[str, float]) -> dict[str, float]:
-        """Return the seconds since an earlier reading, named as parts of the phase `queue`."""
-        waited = ((what, seconds - before.get(what, 0.0)) for what, seconds in self.read().items())
-        return {f"queue.{what}": seconds for what, seconds in waited if seconds > 0}
-
-    def _close(self) -> None:
-        now = time.monotonic()
-        if self._lacking:
-            self._waited[self._lacking] = self._waited.get(self._lacking, 0.0) + now - self._since_s
-        self._since_s = now
-
-
-def phase_timings(
-    phases: Mapping[str, float], kv_params: KvTransferParams | None, *, cached_tokens: int = 0
-) -> PhaseTimings:
-    """Return the timings of a call.
-
-    Args:
-        phases: seconds by phase, and by part of a phase.
-        kv_params: of a decode call.
-        cached_tokens: prompt tokens that came from the prefix cache.
-    """
-    # The clock of a library may step back, and readers reject frames with a negative time or NaN.
-    more = {phase: seconds if seconds > 0 else 0.0 for phase, seconds in phases.items()}
-    return PhaseTimings(
-        queue_s=more.pop("queue", 0.0),
-        prefill_s=more.pop("prefill", 0.0),
-        kv_transfer_s=more.pop("handoff", 0.0),
-        decode_queue_s=more.pop("decode_wait", 0.0),
-        more=more,
-        cached_tokens=cached_tokens,
-        kv_bytes=0 if kv_params is None else kv_params.kv_bytes,
-        transport="" if kv_params is None else kv_params.transport,
-    )

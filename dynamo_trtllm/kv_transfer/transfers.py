@@ -34,15 +34,12 @@ from dynamo_trtllm.kv_transfer.base import (
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.messages import (
     Chunk,
-    FinishReason,
     GenerateRequest,
     KvLayout,
     KvTransferParams,
-    PhaseTimings,
     ReleaseOutcome,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import phase_timings
 
 log = logging.getLogger(__name__)
 
@@ -297,56 +294,3 @@ class KvTransfers(PendingTransfers):
             self.release(transfer_id)
         await asyncio.gather(*self._unpublishing)
         await self.backend.aclose()
-
-
-_EVENT_AFTER_PHASE = {
-    "queue": RecordedEvent.STARTED_IN_ENGINE,
-    "prefill": RecordedEvent.PREFILL_DONE,
-}
-_EVENT_OF_WAIT = {
-    "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
-    "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
-}
-
-
-class RequestPhases:
-    """The phases of one request inside an engine of this package."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.seconds: dict[str, float] = {}  # of phases that have ended, and of parts of phases
-        self.cached_tokens = 0  # of the prompt, which were not computed again
-        self._request = request
-        self._begun_s = time.monotonic()  # of the current phase
-        self._last_lack = ""  # the last argument of `lack` that was recorded
-
-    def end(self, phase: str) -> None:
-        """End the current phase, and begin the next one."""
-        now = time.monotonic()
-        self.seconds[phase] = now - self._begun_s
-        self._begun_s = now
-        if phase in _EVENT_AFTER_PHASE:
-            RECORDER.record(self._request.request_id, _EVENT_AFTER_PHASE[phase])
-
-    def end_part(self, part: str) -> None:
-        """End the first part of the current phase."""
-        self.seconds[part] = time.monotonic() - self._begun_s
-
-    def lack(self, what: str) -> None:
-        """Record, once, what the request lacks as the first one that waits."""
-        if what in _EVENT_OF_WAIT and what != self._last_lack:
-            self._last_lack = what
-            RECORDER.record(self._request.request_id, _EVENT_OF_WAIT[what])
-
-    def timings(self) -> PhaseTimings:
-        """Return the timings of the phases that have ended."""
-        return phase_timings(
-            self.seconds, self._request.kv_params, cached_tokens=self.cached_tokens
-        )
-
-    def exported(self, kv_params: KvTransferParams) -> Chunk:
-        """End the export of the KV. Return the terminal chunk of the call."""
-        self.end("export")
-        timings = msgspec.structs.replace(
-            self.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
-        )
-        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)

@@ -11,7 +11,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 from prometheus_client import (
@@ -29,100 +29,10 @@ from prometheus_client.registry import Collector
 from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.outputs import OUTPUTS
+from dynamo_trtllm.phases import PHASES, PhaseSeconds
 
-FRONTEND = "frontend"
-"""The role of the frontend, beside those of workers in `messages.Role`."""
-
-
-class Span(msgspec.Struct, gc=False):
-    """An interval of a request by the frontend's clock.
-
-    It ends where the next span of the request begins.
-    """
-
-    phase: str
-    begin_s: float  # of `time.monotonic()`
-    role: str = FRONTEND  # of the process that the request waits for
-    stats: PhaseTimings | None = None  # of the call to that process; they divide the span
-
-
-PHASES = (
-    "receive",
-    "tokenize_queue",
-    "load",
-    "tokenize",
-    "frontend_queue",
-    "select",
-    "reserve",
-    "retry",
-    "send",
-    "grammar",
-    "submit",
-    "queue",
-    "prefill",
-    "export",
-    "handoff",
-    "first_token",
-    "decode_wait",
-    "decode",
-    "migration",
-    "respond",
-)
-"""All phases, about in their order. docs/timing.md describes them."""
-_NAMES = frozenset(PHASES)
+_PHASES = frozenset(PHASES)
 _OBSERVED_TOGETHER = 64  # requests
-
-AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
-
-PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
-"""Seconds by role and phase. They add up to the time between the first span and the end."""
-
-
-def divide(
-    spans: Sequence[Span],
-    end_s: float,
-    prefill: PhaseTimings | None = None,
-    decode: PhaseTimings | None = None,
-) -> PhaseSeconds:
-    """Return how long the spans took until `end_s`, divided into phases that the workers report.
-
-    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`,
-    the way to the worker and back. A call without a report stays one phase. `prefill` and `decode`
-    are what the workers of the last attempt have reported; an aggregated one is in `decode`.
-    """
-    phases: PhaseSeconds = {}
-    has_migrated = "migration" in [span.phase for span in spans]
-    for span in reversed(spans):
-        rest = span.phase
-        role = span.role
-        stats = span.stats
-        reported: Sequence[tuple[str, float]] = ()
-        left_s = end_s - span.begin_s
-        end_s = span.begin_s
-        if not has_migrated:
-            if rest == "prefill":
-                stats = prefill or stats
-            elif rest == "first_token":
-                stats = decode or stats
-            elif rest == "decode" and decode is not None:
-                reported = (("decode_wait", decode.decode_queue_s),)
-        if stats is not None:
-            reported = (
-                ("queue", stats.queue_s),
-                ("prefill", stats.prefill_s),
-                ("handoff", stats.kv_transfer_s),
-                *stats.more.items(),
-            )
-            rest = "send"
-        for phase, seconds in reported:
-            # `seconds > 0` is false if it is not a number. A name with a dot is a part of a phase.
-            if seconds > 0 and left_s > 0 and "." not in phase:
-                part_s = seconds if seconds < left_s else left_s
-                left_s -= part_s
-                phases[role, phase] = phases.get((role, phase), 0.0) + part_s
-        if left_s > 0:
-            phases[role, rest] = phases.get((role, rest), 0.0) + left_s
-    return phases
 
 
 class HistogramChild:
@@ -383,7 +293,7 @@ class FrontendMetrics(ProcessMetrics):
     def _observe_all(self) -> None:
         for model, phases in self._unobserved:
             for (role, phase), seconds in phases.items():
-                known = phase if phase in _NAMES else "unknown"
+                known = phase if phase in _PHASES else "unknown"
                 self.child("phase_seconds", model, role, known).observe(seconds)
         self._unobserved.clear()
 

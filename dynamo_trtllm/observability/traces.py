@@ -26,7 +26,7 @@ import orjson
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.observability.metrics import FRONTEND, PHASES, Span, divide
+from dynamo_trtllm.phases import FRONTEND, PHASES, Span, divide
 
 log = logging.getLogger(__name__)
 

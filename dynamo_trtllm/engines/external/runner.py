@@ -35,7 +35,8 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
+from dynamo_trtllm.phases import phase_timings
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, unexpected_error
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
-from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue
+from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue, record_wait
 from dynamo_trtllm.errors import (
     ContextTooLong,
     DynamoError,
@@ -35,7 +35,7 @@ from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers, RequestPhases
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -46,7 +46,8 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream
+from dynamo_trtllm.phases import CallPhases, QueueWaits
+from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
 
 # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 _OPENING = (200005, 17196, 200008)
@@ -73,10 +74,11 @@ class MockStream(TaskStream):
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
-        self.phases = RequestPhases(request)
-        self._queued = engine.queue_clock.read()  # at the arrival
+        self.phases = CallPhases(request.kv_params)
+        self._queue_waits = engine.queue_waits.read()  # at the arrival
         self.queued_s = 0.0  # as for `WaitingRequest`
         self.is_overdue = False  # as for `WaitingRequest`
+        self.recorded_wait = ""  # as for `WaitingRequest`
 
     @property
     def queue_order(self) -> float:
@@ -88,11 +90,10 @@ class MockStream(TaskStream):
 
         A decode call fetches its KV meanwhile and waits for its first step afterwards.
         """
+        RECORDER.record(self.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
         if self.request.kv_params is None:
             self.phases.end("queue")
-            self.phases.seconds |= self._engine.queue_clock.since(self._queued)
-        else:
-            RECORDER.record(self.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
+            self.phases.seconds |= self._engine.queue_waits.since(self._queue_waits)
 
     def start(self) -> None:
         """Queue the request. Raises the error of a rejected one."""
@@ -127,6 +128,7 @@ class MockStream(TaskStream):
         stats = None
         if self.num_output == 0:
             self.phases.end("prefill")
+            RECORDER.record(self.request.request_id, RecordedEvent.PREFILL_DONE)
             self._engine.store(self)
             stats = self.phases.timings()
         elif self.num_output == 1 and self.request.kv_params is not None:
@@ -164,7 +166,7 @@ class MockEngine(Engine):
         self._transfers = KvTransfers(
             self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
         )
-        self.queue_clock = QueueClock()
+        self.queue_waits = QueueWaits()
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
         self._blocks = BlockManager(
@@ -291,7 +293,12 @@ class MockEngine(Engine):
         regions = [MemoryRegion(address, len(kv) * kv.itemsize)]
         chunk = Chunk(token_ids=token_ids([first]))
         kv_params = await self._transfers.publish(stream.request, chunk, regions, unpublished)
-        return stream.phases.exported(kv_params)
+        stream.phases.end_export(kv_params)
+        return Chunk(
+            finish_reason=FinishReason.KV_TRANSFER,
+            kv_params=kv_params,
+            stats=stream.phases.timings(),
+        )
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         self._transfers.release(transfer_id)
@@ -391,9 +398,9 @@ class MockEngine(Engine):
             budget -= stream.prefill_left
             stream.admitted()
             self._running[stream] = None
-        self.queue_clock.lack(lacking if self._waiting else "")
+        self.queue_waits.waiting_for(lacking if self._waiting else "")
         if self._waiting:
-            self._waiting[0].phases.lack(lacking)
+            record_wait(self._waiting[0], lacking)
 
     def _lacking(self) -> str:
         """Reserve what the first waiting request needs.

@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, decode, encode
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, KvLayout, decode, encode
 from dynamo_trtllm.number_types import Number, UInt64
 
 if TYPE_CHECKING:
@@ -97,7 +97,13 @@ class KvConnector(KvTransfers):
         if copied:
             self._follow(kv_params.transfer_id, copied)
         engine_state = encode(TorchState(kv_params.engine_state, seq.seed, region_bytes))
-        return seq.phases.exported(msgspec.structs.replace(kv_params, engine_state=engine_state))
+        kv_params = msgspec.structs.replace(kv_params, engine_state=engine_state)
+        seq.phases.end_export(kv_params)
+        return Chunk(
+            finish_reason=FinishReason.KV_TRANSFER,
+            kv_params=kv_params,
+            stats=seq.phases.timings(),
+        )
 
     def _follow(self, transfer_id: str, copied: Sequence[torch.cuda.Event]) -> None:
         """Mark each region as ready when its copy is done. A thread waits for the copies."""

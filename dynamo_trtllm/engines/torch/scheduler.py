@@ -32,10 +32,11 @@ from dynamo_trtllm.engines.torch.sampler import SampledToken
 from dynamo_trtllm.engines.torch.scheduler_load import SchedulerLoad
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
-from dynamo_trtllm.engines.waiting import enqueue, promote_overdue
+from dynamo_trtllm.engines.waiting import enqueue, promote_overdue, record_wait
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
-from dynamo_trtllm.streams import QueueClock
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.phases import QueueWaits
 
 log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
@@ -86,7 +87,7 @@ class Scheduler:
             self._awaiting_buffer,
         ]
         self._awaiting_fetch = AwaitingFetch()
-        self._queue_clock = QueueClock()
+        self._queue_waits = QueueWaits()
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
@@ -116,7 +117,7 @@ class Scheduler:
             rejected = Overloaded(f"{len(self._waiting)} requests are queued; try again later")
             self._events.append(partial(seq.emit, rejected))
         else:
-            seq.queued = self._queue_clock.read()
+            seq.queue_waits = self._queue_waits.read()
             enqueue(self._waiting, seq)
 
     def install(self, seq: TorchSequence) -> None:
@@ -256,16 +257,17 @@ class Scheduler:
                 break
             seq = self._waiting.popleft()
             seq.phases.end("queue")
-            seq.phases.seconds |= self._queue_clock.since(seq.queued)
+            seq.phases.seconds |= self._queue_waits.since(seq.queue_waits)
+            RECORDER.record(seq.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
             if seq.allocation is not None:
                 self._reserved.append(seq)
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append(partial(self.on_reserved, seq, seq.allocation, rows))
             else:
                 self._prefilling.append(seq)
-        self._queue_clock.lack(lacking if self._waiting else "")
+        self._queue_waits.waiting_for(lacking if self._waiting else "")
         if self._waiting:
-            self._waiting[0].phases.lack(lacking)
+            record_wait(self._waiting[0], lacking)
 
     def _lacking(self, seq: TorchSequence) -> str:
         """Allocate what the first waiting sequence needs.
@@ -338,6 +340,7 @@ class Scheduler:
         for seq, choice in zip(sampled, choices, strict=True):
             if seq in self._prefilling:
                 seq.phases.end("prefill")
+                RECORDER.record(seq.request.request_id, RecordedEvent.PREFILL_DONE)
                 self._prefilling.remove(seq)
                 self._decoding.append(seq)
                 if choice is not None:

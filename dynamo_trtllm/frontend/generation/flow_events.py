@@ -17,7 +17,7 @@ from dynamo_trtllm.messages import (
     ReleaseSlot,
     TokenLogprob,
 )
-from dynamo_trtllm.observability.metrics import Span
+from dynamo_trtllm.phases import Span
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent

@@ -44,9 +44,9 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
-from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
+from dynamo_trtllm.phases import FRONTEND, Span
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.router.load import PlacedRequest

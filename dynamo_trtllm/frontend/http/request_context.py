@@ -31,9 +31,10 @@ from dynamo_trtllm.frontend.http.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.output_budget import Output, OutputBudget
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.network.addresses import network_of
-from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
+from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, valid_traceparent
+from dynamo_trtllm.phases import PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import FrontendMetrics, Span
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.phases import Span
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.conversation import Conversation, Tool
 from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, StepOutput

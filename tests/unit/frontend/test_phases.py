@@ -30,13 +30,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import (
-    AFTER_FIRST_TOKEN,
-    PHASES,
-    PhaseSeconds,
-    Span,
-    divide,
-)
+from dynamo_trtllm.phases import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.instances import make_instance

@@ -17,8 +17,8 @@ import pytest
 from dynamo_trtllm.messages import PhaseTimings, Role
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability import traces as module
-from dynamo_trtllm.observability.metrics import Span
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, phase_intervals
+from dynamo_trtllm.phases import Span
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 
