@@ -26,8 +26,8 @@ import psutil
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses import scratch_folder, spawn
 
-from .chaos.scrape import fetch, gauges, total
-from .chaos.servers import Server
+from .scrape import fetch, gauges, total
+from .servers import Server
 
 FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"

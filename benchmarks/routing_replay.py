@@ -27,7 +27,6 @@ import uvloop
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses import spawn
 
-from .chaos.scrape import fetch, total
 from .load_client import Client, Load
 from .plane import dynamo
 from .plane.measure import busy_seconds
@@ -36,6 +35,7 @@ from .plane.points import Engines
 from .plane.stack import MODEL, Stack
 from .routing_processes import REUSED_FILE
 from .routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
+from .scrape import fetch, total
 from .stream import RequestRecord
 from .summary import ProcessMeter
 

@@ -27,13 +27,13 @@ from dynamo_trtllm.request_plane.nats import NatsTransport
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.worker.startup import live_peers
 
-from ..hostile import CASES, MAX_BODY, Request, repeat_item, repeat_text, send
+from ..hostile_requests import CASES, MAX_BODY, Request, repeat_item, repeat_text, send
+from ..scrape import fetch
 from ..stream import StreamConnection
 from . import corrupting_worker
 from .context import FaultContext
 from .deployment import FRONTEND, Deployment, NotReady
 from .load import build_load, run_load
-from .scrape import fetch
 
 _ANSWERS = {"200", "400", "413", "429"}
 _LARGE_BODY = 300_000  # bytes

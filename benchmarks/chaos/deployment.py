@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..deployment import FRONTEND, NAME_VARIABLE, LaunchedDeployment, NotReady
+from ..servers import Server
 from .network import Network
-from .servers import Server
 
 __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
 

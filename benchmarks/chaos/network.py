@@ -17,8 +17,8 @@ from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.request_plane.frames import Frame, read_batch
 
 from ..blocking import wait_for
+from ..servers import Server
 from .relay import Copies, NatsRelay, Relay
-from .servers import Server
 
 _CLUSTER = ("--cluster_name", "chaos")
 

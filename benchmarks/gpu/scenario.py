@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..chaos.scrape import fetch
 from ..deployment import NotReady
+from ..scrape import fetch
 from ..stream import RequestRecord
 from . import tokens
 from .deployment import GpuDeployment

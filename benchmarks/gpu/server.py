@@ -15,8 +15,8 @@ from pathlib import Path
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses import spawn
 
-from ..chaos.scrape import fetch
 from ..deployment import NotReady
+from ..scrape import fetch
 from .plan import ENVIRONMENT, Plan, server_arguments
 
 _STOP_S = 30.0

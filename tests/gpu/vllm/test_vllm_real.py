@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.scrape import fetch
 from benchmarks.gpu import tokens
 from benchmarks.gpu.deployment import GpuDeployment
 from benchmarks.gpu.parity import Reference, parity
 from benchmarks.gpu.plan import MODEL_NAME, Plan
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.scenario import cancellations, kill_worker
+from benchmarks.scrape import fetch
 from tests.gpu.vllm.conftest import SIZES, plan_for, started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]

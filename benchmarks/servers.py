@@ -12,7 +12,7 @@ from typing import Literal
 
 from dynamo_trtllm.launch.servers import JETSTREAM, start_etcd, start_nats
 
-from ..blocking import wait_for
+from .blocking import wait_for
 
 Kind = Literal["etcd", "nats"]
 
