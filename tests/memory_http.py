@@ -11,8 +11,9 @@ import httptools
 
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import Handler
+from dynamo_trtllm.http_server.limits import ConnectionLimits
 from dynamo_trtllm.http_server.parsing_turns import ParsingTurns
-from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
+from dynamo_trtllm.http_server.server import HttpServer
 
 PEER = ("127.0.0.1", 123)
 LIMITS = ConnectionLimits(

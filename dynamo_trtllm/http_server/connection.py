@@ -9,11 +9,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.http_server.exchange import (
     ClientDisconnected,
     Exchange,
@@ -24,9 +24,6 @@ from dynamo_trtllm.http_server.exchange import (
 from dynamo_trtllm.http_server.request_head import SMALL_HEAD_BYTES
 from dynamo_trtllm.http_server.request_parser import RequestHead, RequestParser
 from dynamo_trtllm.network.addresses import network_of
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +68,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
     _read_timer: ReadTimer
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: ConnectionGroup) -> None:
         self._server = server
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
@@ -395,7 +392,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             self._transport.pause_reading()
             if self._file >= 0:
-                self._server.hangups.add(self, self._file)
+                self._server.hangups.add(self._file, self.hang_up)
 
     # --- time -------------------------------------------------------------------------------------
 

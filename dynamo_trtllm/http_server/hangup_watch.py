@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import select
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.connection import HttpConnection
+from collections.abc import Callable
 
 _DISCONNECTED = select.EPOLLRDHUP  # the kernel adds EPOLLHUP and EPOLLERR
 
@@ -21,15 +18,20 @@ class HangupWatch:
 
     def __init__(self) -> None:
         self._epoll: select.epoll | None = None
-        self._by_file: dict[int, HttpConnection] = {}
+        self._by_file: dict[int, Callable[[], None]] = {}  # what to call
 
-    def add(self, connection: HttpConnection, file: int) -> None:
-        """Watch a connection. `file`: descriptor of its socket."""
+    def add(self, file: int, hang_up: Callable[[], None]) -> None:
+        """Watch a connection.
+
+        Args:
+            file: descriptor of its socket.
+            hang_up: called once if the client disconnects.
+        """
         if self._epoll is None:
             self._epoll = select.epoll()
             asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._close_disconnected)
         self._epoll.register(file, _DISCONNECTED)
-        self._by_file[file] = connection
+        self._by_file[file] = hang_up
 
     def discard(self, file: int) -> None:
         """Watch the connection of this socket no more. A second call does nothing."""
@@ -48,6 +50,6 @@ class HangupWatch:
     def _close_disconnected(self) -> None:
         assert self._epoll is not None
         for file, _ in self._epoll.poll(0):
-            connection = self._by_file[file]
+            hang_up = self._by_file[file]
             self.discard(file)
-            connection.hang_up()
+            hang_up()

@@ -6,15 +6,21 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.connection import HttpConnection
+from dynamo_trtllm.network.by_network import HasNetwork
 
 PARSING_S = 0.01
 HANDLER_S = 0.0002  # what a handler takes at its beginning
 # what a turn takes in addition to parsing: the connection stops and resumes reading
 _TURN_S = 0.00005
+
+
+class ParsingConnection(HasNetwork, Protocol):
+    """A connection that parses what it has received."""
+
+    def take_turn(self) -> None:
+        """Parse one part."""
 
 
 class ParsingTurns:
@@ -33,7 +39,7 @@ class ParsingTurns:
         self._clock = clock
         self._used_s = 0.0  # in this iteration
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
-        self._groups: OrderedDict[tuple[str, bool], deque[HttpConnection]] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, bool], deque[ParsingConnection]] = OrderedDict()
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +58,7 @@ class ParsingTurns:
         self._schedule()
         self._used_s += HANDLER_S
 
-    def wait(self, connection: HttpConnection, *, is_behind: bool) -> None:
+    def wait(self, connection: ParsingConnection, *, is_behind: bool) -> None:
         """Let a connection wait for its turn.
 
         Args:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import Protocol
 
 from dynamo_trtllm.errors import HeadTooLarge, InvalidRequest
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.connection import HttpConnection
 
 MAX_HEADERS = 100  # of a request, together with its trailers
 SMALL_HEAD_BYTES = 4 << 10  # of a usual head; a larger one counts in `LargeHeads`
@@ -87,6 +85,17 @@ class Headers:
         return list(self._values.items())
 
 
+class HeadHolder(Hashable, Protocol):
+    """A connection that has received request heads."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the connection is open and runs no request."""
+
+    def evict(self) -> None:
+        """Close the idle connection at once. A partly received request gets 429."""
+
+
 class LargeHeads:
     """Limit the memory of all large request heads of a server.
 
@@ -97,9 +106,9 @@ class LargeHeads:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._in_use = 0
-        self._held: dict[HttpConnection, int] = {}  # bytes by connection, the oldest entry first
+        self._held: dict[HeadHolder, int] = {}  # bytes by connection, the oldest entry first
 
-    def hold(self, connection: HttpConnection, num_bytes: int) -> bool:
+    def hold(self, connection: HeadHolder, num_bytes: int) -> bool:
         """Set the bytes of all large heads of a connection.
 
         If all connections together have too many, close others that run no request, the oldest
@@ -115,17 +124,17 @@ class LargeHeads:
             victim.evict()
         return True
 
-    def _oldest_idle(self, other_than: HttpConnection) -> HttpConnection | None:
+    def _oldest_idle(self, other_than: HeadHolder) -> HeadHolder | None:
         """Return the holder with the oldest entry that runs no request; None: all run one."""
         for holder in self._held:
             if holder is not other_than and holder.is_idle:
                 return holder
         return None
 
-    def __contains__(self, connection: HttpConnection) -> bool:
+    def __contains__(self, connection: HeadHolder) -> bool:
         return connection in self._held
 
-    def reduce(self, connection: HttpConnection, num_bytes: int) -> None:
+    def reduce(self, connection: HeadHolder, num_bytes: int) -> None:
         """Subtract the bytes of a request of the connection that has ended."""
         left = self._held.get(connection, 0) - num_bytes
         if left > 0:
@@ -134,7 +143,7 @@ class LargeHeads:
         else:
             self.release(connection)
 
-    def release(self, connection: HttpConnection) -> None:
+    def release(self, connection: HeadHolder) -> None:
         """Remove a connection with all its bytes. A second call does nothing."""
         self._in_use -= self._held.pop(connection, 0)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import httptools
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server import request_head
+from dynamo_trtllm.http_server.limits import ConnectionLimits
 from dynamo_trtllm.http_server.request_head import MAX_HEADERS, READ_HEADERS, Headers
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.server import ConnectionLimits
 
 # More chunk sizes, chunk extensions and trailers must not exceed the data of a body.
 _FRAMING_BYTES = 16 << 10

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import secrets
 import socket
-import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.background import first_of
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError, Overloaded
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server.connection import HttpConnection
+from dynamo_trtllm.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.http_server.errors import ErrorForm
-from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.hangup_watch import HangupWatch
-from dynamo_trtllm.http_server.parsing_turns import ParsingTurns
-from dynamo_trtllm.http_server.request_head import LargeHeads
-from dynamo_trtllm.network.by_network import ByNetwork
+from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.limits import ConnectionLimits
 from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files
 from dynamo_trtllm.observability import logging as observe_logging
 
@@ -164,34 +160,9 @@ log = logging.getLogger(__name__)
 RESERVED_CONNECTIONS = 256
 # log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
 _OTHER_FILES = 256
-# the most that is received from a connection before others have their turn
-_RECEIVE_BYTES = 16 << 10
 # idle connections that are closed if there is no file descriptor for another one
 _NUM_RELIEVED = 16
-_LOG_EVERY_S = 10.0
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """The limits of one server.
-
-    At most `max_connections` run requests; further requests get 429, unless they ask for the health
-    of the process. `reserved_connections` more may be open, so there are always idle ones. A
-    further connection replaces one of these.
-    """
-
-    max_connections: int
-    reserved_connections: int
-    max_header_bytes: int  # request line and headers
-    # for the head from its first byte (or the connection) on, then for the body
-    receive_timeout_s: float
-    keep_alive_timeout_s: float  # of an idle connection
-    # until the client has read a response; None: no limit here
-    answer_timeout_s: float | None = None
-    # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
-    max_body_bytes: int = 0
-    max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
 
 
 def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
@@ -226,108 +197,20 @@ def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
     return HttpServer(handler, limits, shutdown_s=_SHUTDOWN_S)
 
 
-class HttpServer:
-    """A server that runs `handler` for each request, and the state that its connections share.
+class HttpServer(ConnectionGroup):
+    """A server that runs `handler` for each request.
 
     Args:
+        handler: runs the requests.
+        limits: of the connections.
         shutdown_s: the longest wait for running requests at shutdown.
     """
 
     def __init__(self, handler: Handler, limits: ConnectionLimits, *, shutdown_s: float) -> None:
-        self.handler = handler
-        self.limits = limits
+        super().__init__(handler, limits)
         self._shutdown_s = shutdown_s
-        self.batch = FlushBatch()
-        self.open: set[HttpConnection] = set()
-        # Those of `open` that may be closed to accept others, because they run no request. Some
-        # receive one.
-        self.idle = ByNetwork[HttpConnection]()
-        self.large_heads = LargeHeads(limits.max_large_head_bytes)
-        self.parsing_turns = ParsingTurns()
-        self.hangups = HangupWatch()
-        self.receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
-        self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
-        self.is_draining = False
-        self.changed = asyncio.Event()  # set when a connection or a task has ended
-        self._max_open = limits.max_connections + limits.reserved_connections
-        self._evicted = 0  # idle connections, since the last log line about them
-        self._logged_at_s = -math.inf
         self._stopped = asyncio.Event()
         self._interrupted = asyncio.Event()
-
-    def admit(self, connection: HttpConnection) -> None:
-        """Add a connection that was opened.
-
-        If there are too many, close the idlest of the client that has most.
-        """
-        if len(self.open) >= self._max_open:
-            self._evict_idlest()
-        self.open.add(connection)
-        self.idle.add(connection)
-
-    def remove(self, connection: HttpConnection) -> None:
-        """Forget a connection that has ended. A second call does nothing."""
-        self.open.discard(connection)
-        self.idle.discard(connection)
-        self.large_heads.release(connection)
-        self.changed.set()
-
-    def check_capacity(self) -> None:
-        """Check that a request may run on one more connection. Raises Overloaded."""
-        if self._num_running >= self.limits.max_connections:
-            raise Overloaded(
-                f"the server runs requests on {self._num_running} connections, its limit; try again"
-                " later"
-            )
-
-    def mark_running(self, connection: HttpConnection) -> None:
-        """Keep a connection open while it runs a request, unless too many run one already."""
-        if self._num_running < self.limits.max_connections:
-            self.idle.discard(connection)
-
-    def mark_idle(self, connection: HttpConnection) -> None:
-        """Let other connections replace this one, whose request has ended.
-
-        It is the least idle one now.
-        """
-        self.idle.add(connection)
-
-    @property
-    def _num_running(self) -> int:
-        return len(self.open) - len(self.idle)
-
-    def _evict_idlest(self) -> bool:
-        """Close an idle connection. Return False if there is none."""
-        network = self.idle.largest()
-        if network is None:
-            return False
-        self.idle.oldest(network).evict()
-        self._evicted += 1
-        now_s = time.monotonic()
-        if now_s >= self._logged_at_s + _LOG_EVERY_S:
-            text = (
-                "closed %d idle connections to accept others, the last one of client %s; %d are"
-                " open, of at most %d"
-            )
-            log.warning(text, self._evicted, network, len(self.open), self._max_open)
-            self._evicted = 0
-            self._logged_at_s = now_s
-        return True
-
-    def drain(self) -> None:
-        """Close connections after their responses.
-
-        Idle ones are closed when a request on its way has had time to arrive.
-        """
-        self.is_draining = True
-        for connection in list(self.open):
-            connection.drain()
-
-    async def until_ended(self) -> None:
-        """Wait until there is no connection and no task."""
-        while self.open or self.tasks:
-            self.changed.clear()
-            await self.changed.wait()
 
     def stop(self) -> None:
         """Accept no more connections, and end `serve` after the running requests."""
@@ -349,7 +232,7 @@ class HttpServer:
         """
         # With fewer, a connection is open for a few turns of the loop before others replace it, so
         # its request is read.
-        accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self._max_open // 8))
+        accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self.max_open // 8))
         acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
         try:
             try:
@@ -391,6 +274,6 @@ class HttpServer:
     def _relieve(self) -> bool:
         """Close some idle connections. Return False if there is none."""
         num_closed = 0
-        while num_closed < _NUM_RELIEVED and self._evict_idlest():
+        while num_closed < _NUM_RELIEVED and self.evict_idlest():
             num_closed += 1
         return num_closed > 0

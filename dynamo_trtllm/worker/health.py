@@ -16,7 +16,8 @@ import msgspec
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer, Route, Router
+from dynamo_trtllm.http_server.limits import ConnectionLimits
+from dynamo_trtllm.http_server.server import HttpServer, Route, Router
 from dynamo_trtllm.messages import LoadReport, encode
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 

@@ -24,7 +24,8 @@ from dynamo_trtllm.errors import PayloadTooLarge
 from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
+from dynamo_trtllm.http_server.limits import ConnectionLimits
+from dynamo_trtllm.http_server.server import HttpServer
 from tests.waiting import SOON_S
 
 LIMITS = ConnectionLimits(

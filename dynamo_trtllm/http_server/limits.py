@@ -1,0 +1,27 @@
+"""Define the limits of the connections of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """The limits of one server.
+
+    At most `max_connections` run requests; further requests get 429, unless they ask for the health
+    of the process. `reserved_connections` more may be open, so there are always idle ones. A
+    further connection replaces one of these.
+    """
+
+    max_connections: int
+    reserved_connections: int
+    max_header_bytes: int  # request line and headers
+    # for the head from its first byte (or the connection) on, then for the body
+    receive_timeout_s: float
+    keep_alive_timeout_s: float  # of an idle connection
+    # until the client has read a response; None: no limit here
+    answer_timeout_s: float | None = None
+    # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
+    max_body_bytes: int = 0
+    max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
