@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
-from dynamo_trtllm.engines.mock import engine
+from dynamo_trtllm.engines.mock import scheduler
 from dynamo_trtllm.frontend.process import main as frontend
 from dynamo_trtllm.frontend.process import run_app
 from dynamo_trtllm.kv_events import KvCacheUpdate
@@ -59,8 +59,8 @@ class LossyPrefixes(KnownPrefixes):
 
 if __name__ == "__main__":
     # They are for measurements, so no flags name them.
-    engine.BlockManager = WritingManager  # type: ignore[attr-defined]
-    engine._OPENING = (_MESSAGE,)  # type: ignore[assignment]
+    scheduler.BlockManager = WritingManager  # type: ignore[attr-defined]
+    scheduler._OPENING = (_MESSAGE,)  # type: ignore[assignment]
     run_app.KnownPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     mains = {"worker": worker.main, "frontend": frontend.main}
     run_main = mains[sys.argv.pop(1)]

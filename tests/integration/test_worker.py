@@ -22,6 +22,7 @@ from dynamo_trtllm.discovery.base import Added, Removed
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
@@ -122,10 +123,12 @@ async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggr
 async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, step = asyncio.Event(), MockEngine._step
+    go, step = asyncio.Event(), MockScheduler._step
     go.set()
     monkeypatch.setattr(
-        MockEngine, "_step", lambda engine, seconds: step(engine, seconds) if go.is_set() else None
+        MockScheduler,
+        "_step",
+        lambda scheduler, seconds: step(scheduler, seconds) if go.is_set() else None,
     )
     chosen = config(
         etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02}
@@ -218,13 +221,13 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
 ) -> None:
     chosen = config(etcd_server, nats_server)
 
-    def die(_: MockEngine) -> None:
+    def die(_: MockScheduler) -> None:
         raise RuntimeError("a broken step")
 
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(Worker(chosen).serve())
         await side.until_instances(1)
-        monkeypatch.setattr(MockEngine, "_step", die)
+        monkeypatch.setattr(MockScheduler, "_step", die)
         with pytest.raises(EngineFailed):
             await side.ask(8)
         with pytest.raises(EngineFailed):

@@ -17,6 +17,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.args import mock_info
 from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
@@ -127,10 +128,10 @@ async def test_step_task_when_it_dies_then_streams_end_in_engine_failed_and_chec
         streams = [asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(3)]
         await until(lambda: (engine.stats().running, engine.stats().waiting) == (2, 1))
 
-        def die(_: MockEngine) -> None:
+        def die(_: MockScheduler) -> None:
             raise RuntimeError("a broken step")
 
-        monkeypatch.setattr(MockEngine, "_step", die)
+        monkeypatch.setattr(MockScheduler, "_step", die)
         await check_each_failed(streams)
         with pytest.raises(EngineFailed):
             await engine.check()
@@ -310,7 +311,7 @@ async def test_steps_when_they_depend_on_their_work_then_they_are_measured_with_
         (1, 101, 0, 0.0),
         (1, 102, 0, 0.0),
     ]
-    engine._step(0.1)  # without any work: the time of no step
+    engine._scheduler._step(0.1)  # without any work: the time of no step
     assert len(engine.steps) == 4
     assert engine.steps[0].seconds > 0.003
     prior = mock_info(engine._args, engine._args.layout).cost_prior

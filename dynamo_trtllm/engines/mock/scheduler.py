@@ -1,0 +1,376 @@
+"""Simulate the batch of the mock engine: its requests, its queue, its KV blocks, and its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dynamo_trtllm.cost_model import StepSample
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
+from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue, record_wait
+from dynamo_trtllm.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
+from dynamo_trtllm.kv_events import OnKvEvents
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, token_ids
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.phases import CallPhases, QueueWaits
+from dynamo_trtllm.streams import KvHolder, OnEvent, TaskStream
+
+MAX_SEED = 0xFFFF
+# <|channel|>final<|message|> of the Harmony format; tokens after it are content
+_OPENING = (200005, 17196, 200008)
+
+
+class MockStream(TaskStream):
+    """One request in the simulated batch, and the stream of its output.
+
+    Args:
+        request: the request.
+        on_event: receives the events.
+        tasks: see `TaskStream`.
+        kv_holder: see `Stream`.
+        retire: removes the stream from the batch in any state.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        on_event: OnEvent,
+        *,
+        tasks: set[asyncio.Task[None]],
+        kv_holder: KvHolder,
+        retire: Callable[[MockStream], None],
+    ) -> None:
+        super().__init__(on_event, tasks, kv_holder)
+        self._retire = retire
+        self.request = request
+        # Tokens that an earlier worker generated follow the client's prompt.
+        prompt_tokens = len(request.token_ids) - request.num_resumed_output_tokens
+        prompt = request.token_ids[:prompt_tokens]
+        self.seed = zlib.crc32(prompt) & MAX_SEED
+        self.block_table = BlockTable()
+        self.prefill_left = 0 if request.kv_params else len(request.token_ids)
+        self.num_output = 0
+        self.wanted = 0  # tokens to generate, one per step
+        self.phases = CallPhases(request.kv_params)
+        self.queue_waits: dict[str, float] = {}  # of the queue, when the stream was queued
+        self.queued_s = 0.0  # as for `WaitingRequest`
+        self.is_overdue = False  # as for `WaitingRequest`
+        self.recorded_wait = ""  # as for `WaitingRequest`
+
+    @property
+    def queue_order(self) -> float:
+        """Return the place in the queue: lower values first."""
+        return FIRST if self.is_overdue else self.request.priority
+
+    @property
+    def kv_tokens(self) -> int:
+        """Return the number of tokens to reserve KV blocks for."""
+        prompt_tokens = len(self.request.token_ids)
+        if self.request.phase is Phase.PREFILL:
+            return prompt_tokens
+        return prompt_tokens + self.request.sampling.max_tokens
+
+    def token(self, index: int) -> int:
+        """Return an output token of this call.
+
+        The output begins with the Harmony prefix. Then each token is a function of seed and index.
+        """
+        position = self.request.num_resumed_output_tokens + index
+        if position < len(_OPENING):
+            return _OPENING[position]
+        return 1000 + (self.seed + position * 7919) % 4000
+
+    def _free(self) -> None:
+        self._retire(self)
+
+
+class MockScheduler:
+    """The batch of one engine. A task runs its steps on the event loop.
+
+    Args:
+        args: of the engine.
+        on_prefilled: called with a prefill call and its first token, when its KV is to be exported.
+    """
+
+    def __init__(self, args: MockArgs, on_prefilled: Callable[[MockStream, int], None]) -> None:
+        self._args = args
+        self._on_prefilled = on_prefilled
+        self._queue_waits = QueueWaits()
+        self._waiting: deque[MockStream] = deque()
+        self._running: dict[MockStream, None] = {}
+        self._blocks = BlockManager(
+            args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
+        )
+        self._work = asyncio.Event()  # set when the next step has work
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+
+    def start(self) -> None:
+        """Start the steps."""
+        self._task = asyncio.create_task(self._run(), name="mock-engine-steps")
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def report_kv_events(self, on_events: OnKvEvents) -> None:
+        """Report the blocks that the prefix cache stores and evicts from now on."""
+        self._blocks.on_events = on_events
+
+    def submit(self, stream: MockStream) -> None:
+        """Queue a stream.
+
+        Raises:
+            ContextTooLong: Prompt and output exceed the context.
+            RequestRejected: The engine has too few KV blocks.
+            Overloaded: The queue is full.
+        """
+        args = self._args
+        total = len(stream.request.token_ids) + stream.request.sampling.max_tokens
+        if total > args.max_seq_len:
+            raise ContextTooLong(
+                f"{total} prompt and output tokens exceed the context of {args.max_seq_len}"
+            )
+        needed = self.num_blocks(stream.kv_tokens)
+        if needed > args.kv_cache_blocks:
+            raise RequestRejected(
+                f"the request needs {needed} KV blocks; the engine has {args.kv_cache_blocks}"
+            )
+        if len(self._waiting) >= args.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
+        stream.queue_waits = self._queue_waits.read()
+        enqueue(self._waiting, stream)
+        self._idle.clear()
+        self._work.set()
+
+    def generate_rest(self, stream: MockStream) -> None:
+        """Let the next steps generate the tokens of a call that it does not have yet."""
+        if stream.request.phase is Phase.PREFILL:
+            stream.wanted = 1
+        else:
+            stream.wanted = stream.request.sampling.max_tokens - stream.num_output
+        self._work.set()
+
+    def retire(self, stream: MockStream) -> None:
+        """Remove a stream in any state and free its blocks. A step in progress skips it."""
+        stream.wanted = 0
+        stream.prefill_left = 0
+        if stream in self._running:
+            del self._running[stream]
+            if stream.num_output > 1:
+                self.store(stream)
+            self.free(stream.block_table)
+        elif stream in self._waiting:
+            self._waiting.remove(stream)
+        self._note_idle()
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the number of KV blocks for a number of tokens."""
+        return -(-num_tokens // self._args.kv_block_size)
+
+    def free(self, block_table: BlockTable) -> None:
+        """Free blocks that no stream uses any more."""
+        self._blocks.free(block_table)
+        self._work.set()
+        self._note_idle()
+
+    def store(self, stream: MockStream) -> None:
+        """Let the prefix cache have the full blocks of a stream.
+
+        Its last output token has no KV yet.
+        """
+        if self._args.enable_prefix_caching:
+            output = token_ids(map(stream.token, range(stream.num_output - 1)))
+            ids = stream.request.token_ids + output
+            self._blocks.store(stream.block_table, ids, stream.request.cache_salt)
+
+    def stats(self, pending: Sequence[int]) -> EngineStats:
+        """Return the statistics.
+
+        Args:
+            pending: the length of the prompt of each pending KV transfer, in tokens.
+        """
+        pending_blocks = sum(self.num_blocks(prompt_tokens) for prompt_tokens in pending)
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_used=self._blocks.used,
+            kv_blocks_total=self._args.kv_cache_blocks,
+            tickets_held=len(pending),
+            # Transfers share cached blocks, so the sum may be too large.
+            ticket_kv_blocks=min(self._blocks.used, pending_blocks),
+            queued_prefill_tokens=sum(
+                stream.prefill_left for stream in (*self._waiting, *self._running)
+            ),
+            context_tokens=sum(
+                len(stream.request.token_ids) + stream.num_output for stream in self._running
+            ),
+        )
+
+    async def drain(self) -> None:
+        """Wait until no stream and no published prompt uses blocks."""
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """End the steps. All streams end with an error."""
+        self._blocks.on_events = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _note_idle(self) -> None:
+        # Prompts that are published use blocks.
+        is_busy = self._waiting or self._running or self._blocks.used
+        if not is_busy:
+            self._idle.set()
+
+    async def _run(self) -> None:
+        """Run steps forever; sleep when there is nothing to do. When this ends, each request fails.
+
+        A step starts when the time of the step before it is over, so other work on the event loop
+        does not lengthen steps.
+        """
+        is_constant = self._args.is_constant
+        begun_s = 0.0  # when the step would begin if no other work delayed it
+        last_s = 0.0  # when the last step really ended
+        try:
+            while True:
+                self._admit()
+                if not any(stream.wanted for stream in self._running):
+                    self._work.clear()
+                    await self._work.wait()
+                    begun_s = time.monotonic()
+                    last_s = begun_s
+                    continue
+                if is_constant:
+                    step_s = self._args.step_s
+                else:
+                    step_s = self._step_seconds()
+                await asyncio.sleep(begun_s + step_s - time.monotonic())
+                now = time.monotonic()
+                # Catch up on at most one missed step.
+                begun_s = max(begun_s + step_s, now - step_s)
+                self._step(now - last_s)
+                last_s = now
+        finally:
+            for stream in (*self._waiting, *self._running):
+                stream.emit(EngineFailed("the mock engine stopped during the request"))
+
+    def _step_seconds(self) -> float:
+        """Return how long a step with the running calls takes."""
+        num_decoding = 0
+        context_tokens = 0
+        prefill_tokens = 0
+        for stream in self._running:
+            prefill_tokens += stream.prefill_left
+            if stream.wanted > 0 and stream.prefill_left == 0:
+                num_decoding += 1
+                context_tokens += len(stream.request.token_ids) + stream.num_output
+        return self._args.step_seconds(
+            num_decoding=num_decoding, context_tokens=context_tokens, prefill_tokens=prefill_tokens
+        )
+
+    def _admit(self) -> None:
+        lacking = ""
+        to_prefill = sum(stream.prefill_left for stream in self._running)
+        budget = self._args.prefill_tokens_per_step - to_prefill
+        while self._waiting:
+            promote_overdue(self._waiting)
+            lacking = "slots" if budget <= 0 else self._lacking()
+            if lacking:
+                break
+            stream = self._waiting.popleft()
+            budget -= stream.prefill_left
+            self._begin(stream)
+        self._queue_waits.waiting_for(lacking if self._waiting else "")
+        if self._waiting:
+            record_wait(self._waiting[0], lacking)
+
+    def _begin(self, stream: MockStream) -> None:
+        """Add a stream to the batch.
+
+        A decode call fetches its KV meanwhile and waits for its first step afterwards.
+        """
+        self._running[stream] = None
+        RECORDER.record(stream.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
+        if stream.request.kv_params is None:
+            stream.phases.end("queue")
+            stream.phases.seconds |= self._queue_waits.since(stream.queue_waits)
+
+    def _lacking(self) -> str:
+        """Reserve what the first waiting request needs.
+
+        Return what it lacks; "" if it can start.
+        """
+        if len(self._running) >= self._args.max_batch_size:
+            return "slots"
+        stream = self._waiting[0]
+        request = stream.request
+        # A decode call fetches the KV of its prompt, and takes none from the prefix cache.
+        prompt = None if request.kv_params else request.token_ids
+        is_reserved = self._blocks.reserve(
+            stream.block_table, prompt, request.cache_salt, self.num_blocks(stream.kv_tokens)
+        )
+        if not is_reserved:
+            return "kv_blocks"
+        stream.phases.cached_tokens = len(stream.block_table.chain) * self._args.kv_block_size
+        stream.prefill_left -= stream.phases.cached_tokens
+        return ""
+
+    def _step(self, seconds: float) -> None:
+        num_decoding = 0
+        context_tokens = 0
+        prefill_tokens = 0
+        attention_pairs = 0.0
+        for stream in list(self._running):
+            prompt_tokens = len(stream.request.token_ids)
+            if stream.prefill_left > 0:
+                budget = self._args.prefill_tokens_per_step - prefill_tokens
+                taken = min(budget, stream.prefill_left)
+                prefill_tokens += taken
+                stream.prefill_left -= taken
+                computed_tokens = prompt_tokens - stream.prefill_left
+                attention_pairs += taken * (computed_tokens - taken / 2)
+            elif stream.wanted > 0:
+                num_decoding += 1
+                context_tokens += prompt_tokens + stream.num_output
+            if stream.prefill_left == 0 and stream.wanted > 0:
+                self._generate(stream)
+        if num_decoding or prefill_tokens:
+            sample = StepSample(
+                seconds, num_decoding, context_tokens, prefill_tokens, attention_pairs
+            )
+            self.steps.append(sample)
+
+    def _generate(self, stream: MockStream) -> None:
+        """Generate the next token of a stream."""
+        request = stream.request
+        token = stream.token(stream.num_output)
+        stats = None
+        if stream.num_output == 0:
+            stream.phases.end("prefill")
+            RECORDER.record(request.request_id, RecordedEvent.PREFILL_DONE)
+            self.store(stream)
+            stats = stream.phases.timings()
+        elif stream.num_output == 1 and request.kv_params is not None:
+            stream.phases.end("decode_wait")
+        stream.num_output += 1
+        stream.wanted -= 1
+        if stream.wanted:
+            stream.emit(Chunk(token_ids=token_ids((token,)), stats=stats))
+        elif request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
+            self._on_prefilled(stream, token)
+        else:
+            last = Chunk(
+                token_ids=token_ids([token]),
+                finish_reason=FinishReason.LENGTH,
+                stats=stream.phases.timings(),
+            )
+            stream.emit(last)
