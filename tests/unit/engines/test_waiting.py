@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dynamo_trtllm.engines import waiting
-from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue
+from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue, record_wait
+from dynamo_trtllm.observability.recorder import RecordedEvent
 
 
 @dataclass
@@ -45,3 +48,18 @@ def test_overdue_request_when_others_arrive_then_it_stays_first(
     enqueue(queue, Request("highest", -9))
     promote_overdue(queue)
     assert [request.name for request in queue] == ["low", "highest", "high"]
+
+
+def test_wait_when_each_step_reports_it_then_each_resource_is_recorded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: list[Any] = []
+    recorder = SimpleNamespace(record=lambda *event: recorded.append(event))
+    monkeypatch.setattr(waiting, "RECORDER", recorder)
+    first: Any = SimpleNamespace(request=SimpleNamespace(request_id="r"), recorded_wait="")
+    for resource in ("slots", "transfer_buffer", "slots", "transfer_buffer", "kv_blocks"):
+        record_wait(first, resource)
+    assert recorded == [
+        ("r", RecordedEvent.WAITING_FOR_BUFFER),
+        ("r", RecordedEvent.WAITING_FOR_KV_BLOCKS),
+    ]
