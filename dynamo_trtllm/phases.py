@@ -155,8 +155,8 @@ class CallPhases:
 class QueueWaits:
     """How long the first request of an engine's queue has waited for each resource.
 
-    All others wait with it. The times are those of the queue, since it exists; a request reads them
-    when it is queued and asks for the difference when it leaves.
+    All others wait with it. A request reads the times when it is queued. When it leaves the queue,
+    `since` returns by how much they have grown.
     """
 
     def __init__(self) -> None:
