@@ -1,0 +1,1 @@
+"""Benchmarks and fault injection. docs/benchmarks.md lists the commands."""
