@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.freed_memory import return_freed_memory
@@ -26,7 +27,8 @@ _RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
 WORK_S = 0.01
-CHOICES_PER_ITERATION = 32  # they take 5 to 10 ms
+TURNS_PER_ITERATION = 64
+CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
 _GROUP = 8  # choices of one request in one turn
 
 
@@ -40,6 +42,19 @@ class BodyBytes:
     in_use: int = 0  # bytes
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
     is_evicted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingBody:
+    """A body that waits for its share of the budget."""
+
+    body: BodyBytes
+    count: int  # bytes that it waits for
+    max_bytes: int  # in use by all bodies when it gets them; the favored one may exceed this
+    granted: asyncio.Future[None]
+
+    def __lt__(self, other: _WaitingBody) -> bool:
+        return self.body.number < other.body.number
 
 
 class BodyBudget:
@@ -70,8 +85,10 @@ class BodyBudget:
         self._arriving: dict[BodyBytes, None] = {}
         self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
         self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
-        # By body, unordered: the bytes that it wants, and what is done when it has them.
-        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}
+        self._waiting: dict[BodyBytes, _WaitingBody] = {}
+        # Heaps of those that wait, by `max_bytes`: the body that arrived first is the first. Some
+        # of their entries do not wait any more.
+        self._queues: dict[int, list[_WaitingBody]] = {}
         self._favored: BodyBytes | None = None  # may have the quarter more
 
     def body(self, client: str = "") -> BodyBytes:
@@ -117,7 +134,9 @@ class BodyBudget:
             return
         begun_s = self._clock()
         granted = asyncio.get_running_loop().create_future()
-        self._waiting[body] = (count, granted)
+        waiting = _WaitingBody(body, count, self._max_bytes(body.in_use + count), granted)
+        self._waiting[body] = waiting
+        heapq.heappush(self._queues.setdefault(waiting.max_bytes, []), waiting)
         self._grant()
         if self._eviction is None:
             self._evict()
@@ -163,20 +182,45 @@ class BodyBudget:
         return self.limit // 2
 
     def _grant(self) -> None:
-        for body in sorted(self._waiting, key=lambda waiting: waiting.number):
-            count, granted = self._waiting[body]
-            size = body.in_use + count
-            max_bytes = self._max_bytes(size)
-            is_large = size > SMALL_BODY_BYTES
-            is_full = self.in_use + count > max_bytes
-            if is_large and is_full and self._favored in (None, body):
-                self._favored = body
-                max_bytes = self.limit // 4 * 3
-            if self.in_use + count <= max_bytes and not granted.done():
-                self.in_use += count
-                body.in_use += count
-                del self._waiting[body]
-                granted.set_result(None)
+        """Give waiting bodies their share, as long as it is free.
+
+        The time does not depend on how many wait: of the bodies with the same limit, only the
+        first is looked at.
+        """
+        waiting = self._next()
+        while waiting is not None:
+            self.in_use += waiting.count
+            waiting.body.in_use += waiting.count
+            del self._waiting[waiting.body]
+            waiting.granted.set_result(None)
+            waiting = self._next()
+
+    def _next(self) -> _WaitingBody | None:
+        """Return the body that gets its share next; None if none fits."""
+        candidates = []
+        if self._favored in self._waiting:
+            candidates.append(self._waiting[self._favored])
+        for queue in self._queues.values():
+            while queue and queue[0].granted.done():
+                heapq.heappop(queue)
+            if queue:
+                candidates.append(queue[0])
+        for waiting in sorted(candidates):
+            if not waiting.granted.done() and self._fits(waiting):
+                return waiting
+        return None
+
+    def _fits(self, waiting: _WaitingBody) -> bool:
+        """Return whether a body can have its share. The first large one that can't is favored."""
+        body = waiting.body
+        in_use = self.in_use + waiting.count
+        if in_use <= waiting.max_bytes:
+            return True
+        is_large = body.in_use + waiting.count > SMALL_BODY_BYTES
+        if not is_large or self._favored not in (None, body):
+            return False
+        self._favored = body
+        return in_use <= self.limit // 4 * 3
 
     def _evict(self) -> None:
         """End slow bodies, now and every second, as long as others wait for their share."""
@@ -189,9 +233,9 @@ class BodyBudget:
         """Return how many bytes must become free so that all waiting bodies get their share."""
         wanted = 0
         least = self.limit
-        for body, (count, _) in self._waiting.items():
-            wanted += count
-            least = min(least, self._max_bytes(body.in_use + count))
+        for waiting in self._waiting.values():
+            wanted += waiting.count
+            least = min(least, waiting.max_bytes)
         return self.in_use + wanted - least
 
     def _evict_slow(self, lacking: int) -> None:
@@ -225,6 +269,13 @@ class BodyBudget:
         return body.in_use / max(self._clock() - body.since_s, EVICTION_AGE_S)
 
 
+class _WaitingTurn(NamedTuple):
+    """A piece of work that waits for its turn."""
+
+    size: int
+    granted: asyncio.Future[None]
+
+
 class IterationTime:
     """A limit on the time that an iteration of the event loop spends on one kind of work.
 
@@ -232,40 +283,97 @@ class IterationTime:
     together are planned together until the limit, further ones in the next iterations, in order of
     arrival. If each had an iteration of its own, their tokens would come in messages of their own
     with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
+
+    Each piece of work has a turn. In each iteration, turns begin until WORK_S seconds have passed
+    since the first of them began. So what follows a turn in the same task counts, too.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, most: int = TURNS_PER_ITERATION
+    ) -> None:
+        """Create the queue for one kind of work.
+
+        Args:
+            clock: returns seconds.
+            most: the sum of the sizes of the turns of one iteration.
+        """
         self._clock = clock
-        self._used_s = 0.0  # in this iteration
+        self._most = most
+        self._begun_s: float | None = None  # when the first turn of this iteration began
+        self._size = 0  # of this iteration's turns
+        self._waiting: deque[_WaitingTurn] = deque()
+        self._postponed: list[_WaitingTurn] = []  # had a turn, but others had used the time
+        self._num_granted = 0  # places whose turn has not begun
+        self._is_scheduled = False  # the next iteration calls `_begin_iteration`
 
     @asynccontextmanager
-    async def turn(self) -> AsyncGenerator[None, None]:
-        """Wait until this iteration has time left, and count the time of the block."""
-        # In order of arrival: those that wait look again before those that arrive.
-        while self._used_s >= WORK_S:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        begun_s = self._clock()
+    async def turn(self, size: int = 1) -> AsyncGenerator[None, None]:
+        """Wait for a turn, in which the block runs. It must not wait for anything.
+
+        Args:
+            size: at most `most`.
+        """
+        is_first = not (self._waiting or self._postponed or self._num_granted)
+        if not is_first or self._is_over(size):
+            await self._wait(self._waiting, size)
+            while self._is_over(size):
+                await self._wait(self._postponed, size)
+        if self._begun_s is None:
+            self._begun_s = self._clock()
+            self._schedule()
+        self._size += size
+        yield
+
+    def _is_over(self, size: int) -> bool:
+        """Return whether this iteration has no time left for a turn of this size."""
+        if self._begun_s is None:
+            return False
+        return self._size + size > self._most or self._clock() - self._begun_s >= WORK_S
+
+    async def _wait(self, queue: deque[_WaitingTurn] | list[_WaitingTurn], size: int) -> None:
+        place = _WaitingTurn(size, asyncio.get_running_loop().create_future())
+        queue.append(place)
+        self._schedule()
         try:
-            yield
+            await place.granted
         finally:
-            if not self._used_s:
-                asyncio.get_running_loop().call_soon(self._begin_iteration)
-            self._used_s += self._clock() - begun_s
+            if not place.granted.cancelled():
+                self._num_granted -= 1
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
 
     def _begin_iteration(self) -> None:
-        self._used_s = 0.0
+        """Let the first of those that wait have their turns, in the next iteration."""
+        self._is_scheduled = False
+        self._begun_s = None
+        self._size = 0
+        self._waiting.extendleft(reversed(self._postponed))
+        self._postponed.clear()
+        left = self._most
+        while self._waiting and self._waiting[0].size <= left:
+            place = self._waiting.popleft()
+            if not place.granted.done():  # otherwise its task was cancelled
+                left -= place.size
+                self._num_granted += 1
+                place.granted.set_result(None)
+        if self._num_granted:
+            self._schedule()
 
 
 class ChoiceTurns:
     """A limit on the choices that one iteration of the event loop starts, or cancels.
 
     Requests with several choices handle them in groups, and the groups of all requests take turns.
-    Otherwise, all other streams would wait for hundreds of choices. A request with one choice takes
-    no turn, because reading its body takes longer than starting its choice.
+    Otherwise, all other streams would wait for hundreds of choices. The number is limited, too,
+    because most of the work for a choice follows in later iterations. A request with one choice
+    takes no turn, because reading its body takes longer than starting its choice.
     """
 
-    def __init__(self) -> None:
-        self._used = 0  # in this iteration
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._time = IterationTime(clock, most=CHOICES_PER_ITERATION)
 
     async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
         """Call `act` with all choices, in order."""
@@ -276,21 +384,9 @@ class ChoiceTurns:
             group = choices[first : first + _GROUP]
             if first:
                 await asyncio.sleep(0)  # other requests have their turn
-            await self._take(len(group))
-            for choice in group:
-                act(choice)
-
-    async def _take(self, count: int) -> None:
-        """Wait until `count` more choices fit into the iteration, and count them."""
-        # In order of arrival, as for `IterationTime`.
-        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        if not self._used:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
-        self._used += count
-
-    def _begin_iteration(self) -> None:
-        self._used = 0
+            async with self._time.turn(len(group)):
+                for choice in group:
+                    act(choice)
 
 
 def check_json(request: HttpRequest) -> None:

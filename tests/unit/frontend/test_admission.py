@@ -13,6 +13,7 @@ from dynamo_trtllm.frontend.http.admission import (
     CHOICES_PER_ITERATION,
     SMALL_BODY_BYTES,
     TINY_BODY_BYTES,
+    TURNS_PER_ITERATION,
     WORK_S,
     BodyBudget,
     ChoiceTurns,
@@ -79,6 +80,34 @@ async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they
     budget.release(holding)
     await left(task)
     budget.release(leaving)
+    assert budget.in_use == 0
+
+
+async def test_body_budget_when_many_bodies_wait_then_a_grant_looks_at_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    fits = BodyBudget._fits
+
+    def count_looks(budget: BodyBudget, waiting: admission._WaitingBody) -> bool:
+        nonlocal looks
+        looks += 1
+        return fits(budget, waiting)
+
+    monkeypatch.setattr(BodyBudget, "_fits", count_looks)
+    budget = BodyBudget(4 * TINY_BODY_BYTES)
+    holding = [budget.body() for _ in range(4)]
+    for body in holding:
+        await budget.acquire(TINY_BODY_BYTES, body)
+    waiting = [budget.body() for _ in range(200)]
+    tasks = [asyncio.create_task(budget.acquire(TINY_BODY_BYTES, body)) for body in waiting]
+    await wait_until_loaded()
+    await left(*tasks[:50])
+    for body in [*holding, *waiting]:
+        budget.release(body)
+        await wait_until_loaded()
+    assert all(task.done() for task in tasks)
+    assert looks <= 4 * len(tasks)
     assert budget.in_use == 0
 
 
@@ -157,6 +186,45 @@ async def test_planning_when_one_fails_then_its_time_counts() -> None:
     assert events == ["other work", "planned"]
 
 
+async def test_planning_when_bodies_that_wait_take_unlike_times_then_no_iteration_takes_much_more() -> (
+    None
+):
+    clock = Clock()
+    planning = IterationTime(clock)
+    took = [0.0]
+
+    async def plan(seconds: float) -> None:
+        async with planning.turn():
+            clock.now += seconds
+            took[-1] += seconds
+
+    each_s = [WORK_S, *[0.0] * 40, *[0.6 * WORK_S] * 40]
+    tasks = [asyncio.create_task(plan(seconds)) for seconds in each_s]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        took.append(0.0)
+    assert max(took) == pytest.approx(1.2 * WORK_S)
+
+
+async def test_planning_when_many_bodies_wait_then_each_only_looks_at_its_own_turn() -> None:
+    looks = 0
+
+    def count_looks() -> float:
+        nonlocal looks
+        looks += 1
+        return 0.0
+
+    planning = IterationTime(count_looks)
+
+    async def plan() -> None:
+        async with planning.turn():
+            pass
+
+    num_bodies = 20 * TURNS_PER_ITERATION
+    await asyncio.gather(*(plan() for _ in range(num_bodies)))
+    assert looks <= 2 * num_bodies
+
+
 async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]]:
     """Return, for each iteration of the event loop, the requests whose choices had a turn, once per
     choice.
@@ -165,7 +233,7 @@ async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]
         requests: the choices of each request, which all begin at the same time.
         leaving: the request that is cancelled after the first iteration.
     """
-    turns = ChoiceTurns()
+    turns = ChoiceTurns(Clock())
     by_iteration: list[list[int]] = [[]]
     tasks = [
         asyncio.create_task(
@@ -186,7 +254,7 @@ async def test_choice_turns_when_requests_have_many_then_an_iteration_has_some_o
 ):
     by_iteration = await acted_on(128, 128, 128)
     assert max(map(len, by_iteration)) <= CHOICES_PER_ITERATION
-    assert set(by_iteration[0]) == {0, 1, 2}
+    assert set(chain(*by_iteration[:2])) == {0, 1, 2}
     assert sorted(chain(*by_iteration)) == [0] * 128 + [1] * 128 + [2] * 128
 
 
