@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from nats import errors as nats_errors
 from nats.aio.client import NO_RESPONDERS_STATUS, Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.js.api import Header
 
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
 _PENDING_BYTES = 512 << 20
 _UNSENT_BYTES = 64 << 20  # waiting to be written; beyond, messages are dropped
+# Time for which one subscription receives messages that arrived together, before it lets the event
+# loop do other work. nats-py makes no pause.
+RECEIVING_S = 0.003
 _CLOSE_TIMEOUT_S = 2
 _CANCEL_AGAIN_S = 0.1
 _CONNECT_OPTIONS: Final[dict[str, Any]] = {
@@ -129,6 +134,33 @@ async def close_client(client: Client) -> None:
         abort_client(client)
 
 
+class Burst:
+    """Messages of one subscription that arrived together, and the time since their first one."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun_s: float | None = None
+
+    def needs_pause(self, num_pending: int) -> bool:
+        """Return whether other work of the event loop has its turn. Called after each message.
+
+        After the pause, the next message is the first of another burst.
+
+        Args:
+            num_pending: further messages that have arrived.
+        """
+        if not num_pending:
+            self._begun_s = None
+            return False
+        now_s = self._clock()
+        if self._begun_s is None:
+            self._begun_s = now_s
+        if now_s - self._begun_s < RECEIVING_S:
+            return False
+        self._begun_s = None
+        return True
+
+
 def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
     if not reply.done():
         reply.set_result(message)
@@ -140,6 +172,8 @@ class NatsTransport:
     A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a
     protocol error.
     """
+
+    _replies_subscription: Subscription  # set by `connect`
 
     def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
         self._tasks = tasks or BackgroundTasks()
@@ -156,6 +190,7 @@ class NatsTransport:
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
         self._replies_to = f"{self._client.new_inbox()}."
+        self._reply_burst = Burst()
         self._is_open = False  # connected, and not closed by `aclose`
 
     async def connect(self, timeout_s: float) -> None:
@@ -174,7 +209,10 @@ class NatsTransport:
                 reconnected_cb=self._on_reconnected,
                 closed_cb=self._on_closed,
             )
-            await self._client.subscribe(f"{self._replies_to}*", cb=self._on_reply)  # does not wait
+            # It does not wait.
+            self._replies_subscription = await self._client.subscribe(
+                f"{self._replies_to}*", cb=self._on_reply
+            )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             raise Unreachable(
                 f"no NATS server at {self._address}; start one, or check --nats-server"
@@ -202,12 +240,19 @@ class NatsTransport:
     async def subscribe(
         self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
     ) -> Unsubscribe:
+        burst = Burst()
+
         async def take(message: Msg) -> None:
+            needs_pause = False
             try:
                 receive(message.data, message.reply)
             finally:
-                if not subscription.pending_msgs:
+                num_pending = subscription.pending_msgs
+                needs_pause = burst.needs_pause(num_pending)
+                if needs_pause or not num_pending:
                     caught_up()
+            if needs_pause:
+                await asyncio.sleep(0)
 
         try:
             subscription = await self._client.subscribe(
@@ -266,6 +311,8 @@ class NatsTransport:
         reply = self._replies.get(message.subject)
         if reply is not None:
             _set_reply(reply, message)
+        if self._reply_burst.needs_pause(self._replies_subscription.pending_msgs):
+            await asyncio.sleep(0)
 
     async def _connected(self, timeout_s: float) -> None:
         try:

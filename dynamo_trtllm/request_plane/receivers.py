@@ -2,12 +2,13 @@
 
 Their numbers are checked, and tokens that arrive together are merged.
 
-The module does no I/O and reads no clock.
+The module does no I/O.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -18,7 +19,10 @@ from dynamo_trtllm.messages import Chunk, token_ids
 from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
 
-CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
+# Time for which an iteration of the event loop passes frames on. In a frontend, a frame takes 5 to
+# 10 µs, and 100 to 300 µs if it is the first or the last one of its stream.
+PASSING_S = 0.004
+FRAMES_PER_CHECK = 8  # of the time
 # At least so many must arrive together; fewer are passed on in half a millisecond.
 MERGED_FRAMES = 64
 # The same per open stream; fewer also arrive together if this process was briefly busy.
@@ -62,14 +66,10 @@ class StreamReceiver(TaskStream):
         """Return the number of frames received, including waiting ones."""
         return self._next_number + len(self.waiting)
 
-    def catch_up(self) -> int:
-        """Feed the waiting frames, with consecutive frames that have only tokens merged.
-
-        Return the number fed.
-        """
+    def catch_up(self) -> None:
+        """Feed the waiting frames, with consecutive frames that have only tokens merged."""
         frames = self.waiting
         self.waiting = []
-        count = 0
         run = list[Chunk]()
         for frame in frames:
             chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
@@ -77,20 +77,18 @@ class StreamReceiver(TaskStream):
             if is_next and chunk is not None and chunk.is_plain:
                 run.append(chunk)
                 continue
-            count += self._feed_merged(run)
+            self._feed_merged(run)
             run = []
             self.feed(frame)
-            count += 1
-        return count + self._feed_merged(run)
+        self._feed_merged(run)
 
-    def _feed_merged(self, chunks: Sequence[Chunk]) -> int:
+    def _feed_merged(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
-            return 0
+            return
         chunk = chunks[0] if len(chunks) == 1 else _merged(chunks)
         # The merged chunk has the number of its last frame, so the next one follows it.
         self._next_number += len(chunks) - 1
         self.feed(Frame(0, self._next_number, chunk))
-        return 1
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
@@ -127,7 +125,10 @@ class StreamReceiver(TaskStream):
         """
         if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
             return  # the worker may have replied before it received the OpenStream
-        self.catch_up()
+        if self.waiting:
+            # They are not fed here, because thousands of streams may wait. The next reply is
+            # compared again, and a gap in the numbers is noticed earlier.
+            return
         if sent is None:
             self.fail(
                 errors.StreamIncomplete(
@@ -190,16 +191,19 @@ class StreamDemux(dict[int, StreamReceiver]):
 
     When several frames per stream have arrived together, and many in all, the tokens of each stream
     become one chunk. No token is later, because all would be sent in one write anyway. In one
-    iteration of the event loop, at most CHUNKS_PER_ITERATION chunks are passed, and further frames
-    wait. Waiting streams are fed one by one, in the order in which they began to wait. The first
-    frame of a stream never waits, because it decides the time to first token.
+    iteration of the event loop, frames are passed on for PASSING_S seconds, and further ones wait.
+    Waiting streams are fed one by one, in the order in which they began to wait. Streams that wait
+    for their first frame take turns with the others, because it decides the time to first token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         # of those that arrived together, not passed on yet
         self._messages: deque[list[Frame]] = deque()
-        self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
-        self._chunks_left = CHUNKS_PER_ITERATION
+        # streams with waiting frames, each once
+        self._new: deque[StreamReceiver] = deque()  # the first of their frames waits
+        self._backlog: deque[StreamReceiver] = deque()
+        self._until_s: float | None = None  # the end of this iteration's time; None: no limit
         self._is_scheduled = False
 
     def add(self, frames: list[Frame]) -> None:
@@ -207,69 +211,69 @@ class StreamDemux(dict[int, StreamReceiver]):
         self._messages.append(frames)
 
     def pass_on(self) -> None:
-        """Pass the frames of the added messages to their streams.
+        """Pass the frames of the added messages to their streams, now or in the next iterations.
 
         Called when no further message has arrived.
         """
         messages = self._messages
         num_frames = sum(map(len, messages))
         is_behind = num_frames >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
+        self._until_s = None
+        if num_frames > FRAMES_PER_CHECK:
+            self._until_s = self._clock() + PASSING_S
         try:
             while messages:
                 frames = messages.popleft()
                 if is_behind:
                     self._defer(frames)
                 else:
-                    self.feed(frames)
+                    self._feed(frames)
         finally:
             if messages:  # a bug in one stream's receiver must not lose other streams' messages
                 asyncio.get_running_loop().call_soon(self.pass_on)
-            if self._backlog and not self._is_scheduled:
+            if is_behind and not self._is_scheduled:
                 self._run_once()
 
-    def feed(self, frames: list[Frame]) -> None:
-        """Pass the frames of one message to their streams, now or in the next iterations."""
-        if self._is_scheduled:
-            self._defer(frames)
-            return
-        left = self._chunks_left
-        self._chunks_left -= len(frames)
-        passed = frames if self._chunks_left >= 0 else frames[:left]
-        for frame in passed:
-            receiver = self.get(frame.stream)
-            if receiver is not None:
-                receiver.feed(frame)
-        # The limit counts from the last `_run_once`, even over several iterations.
-        if self._chunks_left <= 0:
-            self._defer(frames[left:])
-            self._schedule()
+    def _feed(self, frames: list[Frame]) -> None:
+        """Pass the frames of one message on while there is time, and let the rest wait."""
+        for first in range(0, len(frames), FRAMES_PER_CHECK):
+            if self._is_scheduled or (self._until_s is not None and self._clock() >= self._until_s):
+                self._defer(frames[first:])
+                self._schedule()
+                return
+            for frame in frames[first : first + FRAMES_PER_CHECK]:
+                receiver = self.get(frame.stream)
+                if receiver is not None:
+                    receiver.feed(frame)
 
     def _defer(self, frames: list[Frame]) -> None:
         for frame in frames:
             receiver = self.get(frame.stream)
             if receiver is None:
                 continue
-            waiting = receiver.waiting
-            if not waiting:
-                if frame.number == 0:
-                    receiver.feed(frame)
-                    continue
-                self._backlog.append(receiver)
-            waiting.append(frame)
+            if not receiver.waiting:
+                queue = self._new if frame.number == 0 else self._backlog
+                queue.append(receiver)
+            receiver.waiting.append(frame)
 
     def _schedule(self) -> None:
-        self._is_scheduled = True
-        asyncio.get_running_loop().call_soon(self._run_once)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_once)
 
     def _run_once(self) -> None:
-        backlog = self._backlog
-        self._chunks_left = CHUNKS_PER_ITERATION
+        """Feed the streams that wait while there is time."""
+        self._is_scheduled = False
+        until_s = self._clock() + PASSING_S
         try:
-            while backlog and self._chunks_left > 0:
-                self._chunks_left -= backlog.popleft().catch_up()
+            while self._new or self._backlog:
+                for queue in (self._new, self._backlog):
+                    if queue:
+                        queue.popleft().catch_up()
+                if self._clock() >= until_s:
+                    break
         finally:  # a bug in one stream's receiver must not stop all streams
-            self._is_scheduled = False
-            if backlog or self._chunks_left <= 0:
+            if self._new or self._backlog:
                 self._schedule()
 
     def fail_all(self, error: DynamoError) -> None:

@@ -48,8 +48,8 @@ class Transport(Protocol):
     ) -> Unsubscribe:
         """Call `receive` for each message to `subject`. Return the function that ends this.
 
-        Messages that arrived together are received within one iteration of the event loop. After
-        the last of them, `caught_up` is called.
+        Messages that arrived together are received within one iteration of the event loop, many in
+        several iterations. `caught_up` is called after the last message of an iteration.
 
         The subscription is active for messages that this transport sends after the call, and for
         replies to them.

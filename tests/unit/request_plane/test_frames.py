@@ -217,7 +217,8 @@ async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unk
     gone, gone_arrivals = opened(inbox)
     del inbox[gone]
     frames = [Frame(s, 0, make_chunk(s)) for s in (second, 999, gone, first)]
-    inbox.feed(frames)
+    inbox.add(frames)
+    inbox.pass_on()
     assert await first_arrivals.get() == make_chunk(first)
     assert await second_arrivals.get() == make_chunk(second)
     gone_arrivals.fail(Overloaded("nothing came"))

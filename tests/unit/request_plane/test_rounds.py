@@ -19,7 +19,9 @@ PER_TURN = 6
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receivers, "CHUNKS_PER_ITERATION", PER_TURN)
+    """The clock of a `Bench` counts chunks: an iteration passes PER_TURN of them on."""
+    monkeypatch.setattr(receivers, "PASSING_S", PER_TURN)
+    monkeypatch.setattr(receivers, "FRAMES_PER_CHECK", 1)
 
 
 class Reader:
@@ -59,7 +61,7 @@ class Bench:
     """
 
     def __init__(self) -> None:
-        self.inbox = StreamDemux()
+        self.inbox = StreamDemux(lambda: len(self.seen))
         self.seen: list[tuple[int, list[int]]] = []
 
     async def begun(self, count: int) -> list[Reader]:
@@ -69,7 +71,8 @@ class Bench:
         return readers
 
     def feed(self, *frames: Frame) -> None:
-        self.inbox.feed(list(frames))
+        self.inbox.add(list(frames))
+        self.inbox.pass_on()
 
     def tokens_of(self, reader: Reader) -> list[int]:
         return [
@@ -122,7 +125,8 @@ async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_sha
     readers = await bench.begun(20)
     frames = [reader.frame() for reader in readers]
     for at in range(0, len(frames), size):
-        bench.feed(*frames[at : at + size])
+        bench.inbox.add(frames[at : at + size])
+    bench.inbox.pass_on()
     assert len(bench.seen) == PER_TURN
     assert await bench.in_turns() == [PER_TURN, PER_TURN, 20 - 3 * PER_TURN]
     # in the order in which they came
@@ -167,12 +171,12 @@ async def test_pass_on_when_one_receiver_has_a_bug_then_the_other_messages_come_
 async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_chunk() -> None:
     bench = Bench()
     readers = await bench.begun(3)
-    bench.feed(*(readers[0].frame() for _ in range(PER_TURN)))
+    bench.feed(*(readers[0].frame() for _ in range(PER_TURN + 1)))
     for _ in range(4):
         bench.feed(*(reader.frame() for reader in readers))
     del bench.seen[:]
     assert await bench.in_turns() == [3]
-    assert bench.seen == [(readers[0].stream, [7, 8, 9, 10])] + [
+    assert bench.seen == [(readers[0].stream, [7, 8, 9, 10, 11])] + [
         (r.stream, [1, 2, 3, 4]) for r in readers[1:]
     ]
 
@@ -188,16 +192,32 @@ async def test_feed_when_little_comes_in_each_of_many_turns_then_it_never_waits(
 
 async def test_first_frame_when_others_are_behind_then_it_passes_them() -> None:
     bench = Bench()
-    running = await bench.begun(3 * PER_TURN)
+    running = await bench.begun(9 * PER_TURN)
     new = Reader(bench.inbox, bench.seen)
     waiting = asyncio.create_task(new.arrivals.get())
     await asyncio.sleep(0)
     bench.feed(*(reader.frame() for reader in running), new.frame())
     assert (await waiting).token_ids == token_ids([0])
-    assert len(bench.seen) < 3 * PER_TURN
+    assert len(bench.seen) < 4 * PER_TURN
 
 
-async def test_later_frames_when_the_first_has_passed_then_they_come_after_it_in_order() -> None:
+async def test_first_frames_when_many_wait_then_an_iteration_passes_few_and_others_go_on() -> None:
+    bench = Bench()
+    running = await bench.begun(2 * PER_TURN)
+    new = [Reader(bench.inbox, bench.seen) for _ in range(5 * PER_TURN)]
+    for reader in new:
+        reader.arrivals._on_event = reader._take
+    bench.feed(*(reader.frame() for reader in [*new, *running]))
+    await asyncio.sleep(0)
+    assert len(bench.seen) <= 2 * PER_TURN + 1
+    assert {stream for stream, _ in bench.seen} & {reader.stream for reader in running}
+    await bench.in_turns()
+    assert len(bench.seen) == 7 * PER_TURN
+
+
+async def test_frames_when_the_first_of_a_stream_waits_then_later_ones_come_with_it_in_order() -> (
+    None
+):
     bench = Bench()
     running = await bench.begun(2 * PER_TURN)
     new = Reader(bench.inbox, bench.seen)
@@ -205,9 +225,10 @@ async def test_later_frames_when_the_first_has_passed_then_they_come_after_it_in
     bench.feed(
         new.frame(), new.frame(), running[0].frame(), new.frame(), new.frame(FinishReason.STOP)
     )
-    got = [await new.arrivals.get() for _ in range(3)]
-    assert [list(chunk.token_ids) for chunk in got] == [[0], [1, 2], [3]]
+    got = [await new.arrivals.get() for _ in range(2)]
+    assert [list(chunk.token_ids) for chunk in got] == [[0, 1, 2], [3]]
     assert got[-1].finish_reason is FinishReason.STOP
+    await bench.in_turns()
     assert bench.tokens_of(running[0]) == [1, 2]
 
 
@@ -220,7 +241,7 @@ async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_ha
     ):
         bench = Bench()
         busy, one = await bench.begun(2)
-        bench.feed(*(busy.frame() for _ in range(PER_TURN)))
+        bench.feed(*(busy.frame() for _ in range(PER_TURN + 1)))
         bench.feed(*(Frame(one.stream, n, Chunk(token_ids=token_ids([n]))) for n in numbers))
         await bench.in_turns()
         assert bench.tokens_of(one) == given
@@ -236,7 +257,7 @@ async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens(
         Frame(stream, n, Chunk(token_ids=token_ids([n]), logprobs=(TokenLogprob(n, -1.0 * n),)))
         for n in range(3)
     ]
-    assert arrivals.catch_up() == 1
+    arrivals.catch_up()
     chunk = await arrivals.get()
     assert list(chunk.token_ids) == [logprob.token_id for logprob in chunk.logprobs] == [0, 1, 2]
 
@@ -247,7 +268,7 @@ async def test_prompt_logprobs_when_chunks_are_joined_then_they_come_alone() -> 
     scored = Chunk(prompt_logprobs=(TokenLogprob(7, -1.0),))
     chunks = [scored, Chunk(token_ids=token_ids([1])), Chunk(token_ids=token_ids([2]))]
     arrivals.waiting += [Frame(stream, n, chunk) for n, chunk in enumerate(chunks)]
-    assert arrivals.catch_up() == 2
+    arrivals.catch_up()
     assert await arrivals.get() == scored
     assert list((await arrivals.get()).token_ids) == [1, 2]
 
@@ -265,12 +286,18 @@ async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on
     assert bench.tokens_of(gone) == taken
 
 
-async def test_check_when_frames_wait_then_they_count_as_arrived() -> None:
+@pytest.mark.parametrize("sent", [3, 4, None], ids=["all-arrived", "one-is-lost", "ended"])
+async def test_compare_when_frames_wait_then_it_feeds_none_and_the_next_report_decides(
+    sent: int | None,
+) -> None:
     arrivals = behind(*(Frame(1, n, Chunk(token_ids=token_ids([n]))) for n in range(3)))
     arrivals.last_ping_before_ack = 0
-    arrivals.compare_with_worker(1, 3)
-    arrivals.compare_with_worker(1, 3)
+    arrivals.compare_with_worker(1, sent)
+    assert arrivals.events.empty()
+    arrivals.catch_up()
     assert list((await arrivals.get()).token_ids) == [0, 1, 2]
+    arrivals.compare_with_worker(2, sent)
+    assert arrivals.has_ended == (sent != 3)
 
 
 def behind(*frames: Frame) -> Arrivals:
