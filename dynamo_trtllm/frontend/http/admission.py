@@ -436,13 +436,16 @@ async def _receive_body(
 ) -> bytes:
     parts = []
     size = 0
-    while part := await request.receive():
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        await budget.acquire(len(part), body)
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        while part := await request.receive():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            await budget.acquire(len(part), body)
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        parts.clear()  # an error refers to this frame
 
 
 def _too_large(max_bytes: int) -> errors.PayloadTooLarge:

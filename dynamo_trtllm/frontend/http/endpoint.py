@@ -98,6 +98,7 @@ class Endpoint(ABC):
                 outcome = error
             else:
                 outcome = unexpected_error(error, context.id)
+            context.release_body()  # others may wait for its memory
             async with self._app_state.ending_time.turn():  # thousands of requests may fail at once
                 await self._fail(outcome, response, context)
         finally:
