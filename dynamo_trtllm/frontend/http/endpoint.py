@@ -81,26 +81,12 @@ class Endpoint(ABC):
         context = RequestContext(self._app_state, self._name, request)
         outcome: str | DynamoError = "cancelled"
         try:
-            await self._serve(context, request, response)
-            outcome = "ok"
-        except ClientDisconnected:
-            raise
-        except MemoryError:
-            # A traceback would take more memory.
-            log.error("request %s failed: out of memory; lower --max-total-body-bytes", context.id)
-            outcome = Overloaded(
-                "the server is out of memory for this request; try again later or send a"
-                " shorter one"
-            )
-            await self._fail(outcome, response, context)
-        except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
-            if isinstance(error, DynamoError):
-                outcome = error
-            else:
-                outcome = unexpected_error(error, context.id)
-            context.release_body()  # others may wait for its memory
-            async with self._app_state.ending_time.turn():  # thousands of requests may fail at once
-                await self._fail(outcome, response, context)
+            outcome = await self._outcome(context, request, response)
+            if isinstance(outcome, DynamoError):
+                context.release_body()  # others may wait for its memory
+                # Thousands of requests may fail at once.
+                async with self._app_state.ending_time.turn():
+                    await self._fail(outcome, response, context)
         finally:
             if context.keep_alive is not None:
                 context.keep_alive.stop()
@@ -110,6 +96,34 @@ class Endpoint(ABC):
             # An error refers to this frame. If the frame also referred to it, the cycle would keep
             # the body in memory.
             del outcome
+
+    async def _outcome(
+        self, context: RequestContext, request: HttpRequest, response: HttpResponse
+    ) -> str | DynamoError:
+        """Serve the request. Return "ok" or its error, which the client does not have yet.
+
+        The error is not being handled any more when its caller waits. Otherwise, a cancel of that
+        wait would refer to the error and, through a time limit that has passed, to the task: a
+        cycle that would keep the body in memory.
+
+        Raises ClientDisconnected.
+        """
+        try:
+            await self._serve(context, request, response)
+        except ClientDisconnected:
+            raise
+        except MemoryError:
+            # A traceback would take more memory.
+            log.error("request %s failed: out of memory; lower --max-total-body-bytes", context.id)
+            return Overloaded(
+                "the server is out of memory for this request; try again later or send a"
+                " shorter one"
+            )
+        except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
+            if isinstance(error, DynamoError):
+                return error
+            return unexpected_error(error, context.id)
+        return "ok"
 
     @abstractmethod
     async def _serve(

@@ -8,7 +8,8 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -16,6 +17,10 @@ from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.http import endpoint
+from dynamo_trtllm.frontend.http.admission import IterationTime
+from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
+from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.streams import OnChunk
 from tests.memory_http import MemoryClient
@@ -77,3 +82,33 @@ async def test_error_when_it_was_raised_in_a_thread_then_it_is_freed_without_the
             return
         await asyncio.sleep(0.005)
     raise AssertionError("the error is still referred to")
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_body_when_it_came_too_late_and_the_client_left_before_the_error_then_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contexts: list[weakref.ref[RequestContext]] = []
+    waits = asyncio.Event()
+
+    class Tracked(RequestContext):
+        def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
+            super().__init__(app_state, endpoint, request)
+            contexts.append(weakref.ref(self))
+
+    @asynccontextmanager
+    async def wait_for_ever(_: IterationTime, size: int = 1) -> AsyncGenerator[None, None]:
+        waits.set()
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(endpoint, "RequestContext", Tracked)
+    monkeypatch.setattr(IterationTime, "turn", wait_for_ever)
+    config = FrontendConfig(receive_timeout_s=0.01)
+    client = MemoryClient(FakeFrontend(ScriptedPipeline([]), config).app)
+    client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    await waits.wait()
+    client.leave()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert contexts[0]() is None
