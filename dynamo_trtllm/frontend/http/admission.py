@@ -284,17 +284,18 @@ class IterationTime:
     arrival. If each had an iteration of its own, their tokens would come in messages of their own
     with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
 
-    Each piece of work has a turn. In each iteration, turns begin until WORK_S seconds have passed
-    since the first of them began. So what follows a turn in the same task counts, too.
+    Each piece of work has a turn. In each iteration, turns begin until WORK_S seconds of CPU time
+    have passed since the first of them began. So what follows a turn in the same task counts, too,
+    and a busy machine changes nothing.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, most: int = TURNS_PER_ITERATION
+        self, clock: Callable[[], float] = time.thread_time, most: int = TURNS_PER_ITERATION
     ) -> None:
         """Create the queue for one kind of work.
 
         Args:
-            clock: returns seconds.
+            clock: returns seconds of CPU time.
             most: the sum of the sizes of the turns of one iteration.
         """
         self._clock = clock
@@ -303,7 +304,7 @@ class IterationTime:
         self._size = 0  # of this iteration's turns
         self._waiting: deque[_WaitingTurn] = deque()
         self._postponed: list[_WaitingTurn] = []  # had a turn, but others had used the time
-        self._num_granted = 0  # places whose turn has not begun
+        self._num_granted = 0  # turns that have not begun
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
 
     @asynccontextmanager
@@ -311,7 +312,7 @@ class IterationTime:
         """Wait for a turn, in which the block runs. It must not wait for anything.
 
         Args:
-            size: at most `most`.
+            size: at most _GROUP, and at most `most`.
         """
         is_first = not (self._waiting or self._postponed or self._num_granted)
         if not is_first or self._is_over(size):
@@ -331,13 +332,13 @@ class IterationTime:
         return self._size + size > self._most or self._clock() - self._begun_s >= WORK_S
 
     async def _wait(self, queue: deque[_WaitingTurn] | list[_WaitingTurn], size: int) -> None:
-        place = _WaitingTurn(size, asyncio.get_running_loop().create_future())
-        queue.append(place)
+        waiting = _WaitingTurn(size, asyncio.get_running_loop().create_future())
+        queue.append(waiting)
         self._schedule()
         try:
-            await place.granted
+            await waiting.granted
         finally:
-            if not place.granted.cancelled():
+            if waiting.granted.done() and not waiting.granted.cancelled():
                 self._num_granted -= 1
 
     def _schedule(self) -> None:
@@ -348,17 +349,18 @@ class IterationTime:
     def _begin_iteration(self) -> None:
         """Let the first of those that wait have their turns, in the next iteration."""
         self._is_scheduled = False
+        # Those that would find no time left would have been woken for nothing.
+        left = min(self._most, max(_GROUP, 2 * self._size))
         self._begun_s = None
         self._size = 0
         self._waiting.extendleft(reversed(self._postponed))
         self._postponed.clear()
-        left = self._most
         while self._waiting and self._waiting[0].size <= left:
-            place = self._waiting.popleft()
-            if not place.granted.done():  # otherwise its task was cancelled
-                left -= place.size
+            waiting = self._waiting.popleft()
+            if not waiting.granted.done():  # otherwise its task was cancelled
+                left -= waiting.size
                 self._num_granted += 1
-                place.granted.set_result(None)
+                waiting.granted.set_result(None)
         if self._num_granted:
             self._schedule()
 
@@ -372,7 +374,7 @@ class ChoiceTurns:
     takes no turn, because reading its body takes longer than starting its choice.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._time = IterationTime(clock, most=CHOICES_PER_ITERATION)
 
     async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
