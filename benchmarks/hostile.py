@@ -13,6 +13,9 @@ most of it is not freed after --settle-s.
   seconds           until the last response
   grown, per_byte   peak growth of the frontend's memory in MB, and per byte sent
   kept              growth that remains after --settle-s, MB
+  errors            of the normal streams, by code
+  load              average number of processes that wanted to run in the last minute: with more
+                    than there are cores, latencies say little about the frontend
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,8 +98,8 @@ async def measure_case(deployment: Deployment, name: str, settle_s: float) -> di
     try:
         await asyncio.sleep(_MARGIN_S)
         begun_s = time.perf_counter()
-        statuses = Counter(
-            await asyncio.gather(*(send(deployment.http_port, request) for request in requests))
+        statuses = await asyncio.gather(
+            *(send(deployment.http_port, request) for request in requests)
         )
         seconds = time.perf_counter() - begun_s
         await asyncio.sleep(_MARGIN_S)
@@ -114,7 +118,7 @@ async def measure_case(deployment: Deployment, name: str, settle_s: float) -> di
     ]
     return {
         "case": name,
-        "status": " ".join(f"{status}x{count}" for status, count in sorted(statuses.items())),
+        "status": _counted(statuses),
         "sent_mb": size / 1e6,
         "seconds": seconds,
         "live_p50_ms": 1000 * statistics.median(live_s),
@@ -122,10 +126,17 @@ async def measure_case(deployment: Deployment, name: str, settle_s: float) -> di
         "live_worst_ms": 1000 * live_s[-1],
         "gap_ms": 1000 * max(gaps_s),
         "failed": sum(not record.is_ok for record in records),
+        "errors": _counted(record.error for record in records if record.error),
+        "load": os.getloadavg()[0],
         "grown_mb": grown_mb,
         "per_byte": grown_mb * 1e6 / size,
         "kept_mb": frontend.megabytes("VmRSS") - before_mb,
     }
+
+
+def _counted(names: Iterable[str]) -> str:
+    """Return the different names, each with how often it occurs."""
+    return " ".join(f"{name}x{count}" for name, count in sorted(Counter(names).items()))
 
 
 def missed(row: dict[str, Any]) -> Iterator[str]:
