@@ -1,7 +1,7 @@
 """deploy/container/install_beside, run as Containerfile.trtllm runs it, on the packages that an
 image has.
 
-tests/unit/test_requirements.py has the same for all releases, with a resolver alone.
+tests/repository/test_requirements.py has the same for all releases, with a resolver alone.
 """
 
 from __future__ import annotations
