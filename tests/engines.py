@@ -47,8 +47,10 @@ def make(
     backend: str | TransferBackend = "loopback",
     ttl_s: float | None = None,
     publish_kv_events: bool = False,
+    warm_up_budget_s: float = 0.0,
     **args: Any,
 ) -> Engine:
+    """Create an engine, without the requests that compile kernels, because a CPU has none."""
     if ttl_s is None:
         ttl_s = TRTLLM_TTL_S if kind == "trtllm" else 60.0
     config = WorkerConfig(
@@ -57,6 +59,9 @@ def make(
         disaggregation_mode=role,
         ticket_ttl_s=ttl_s,
         publish_kv_events=publish_kv_events,
+        warm_up_budget_s=warm_up_budget_s,
+        # named, because else four files are read to choose one by the GPUs
+        kernels_profile="fallback" if kind == "trtllm" else None,
         override_engine_args=_ARGUMENTS[kind](role, args) if kind in _ARGUMENTS else args,
     )
     number = list(Role).index(role) + 1

@@ -111,7 +111,7 @@ async def test_start_of_trtllm_then_no_other_request_can_share_the_prefix_of_its
         monkeypatch.setattr(executor_class, "submit", noted)
         for _ in range(2):
             salts.append([])
-            engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+            engine = make("trtllm", gpt_oss, Role.AGGREGATED, warm_up_budget_s=60.0)
             async with started(engine):
                 assert len(salts[-1]) > 1
     first, second = map(set, salts)
