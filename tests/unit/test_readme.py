@@ -1,5 +1,5 @@
-"""What the README and the shipped files promise: launch lines that parse, links that lead
-somewhere, valid YAML.
+"""What getting started, the example of embedding and the shipped files promise: lines and files
+that are accepted.
 """
 
 import re
@@ -23,10 +23,8 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from scripts.config_reference import PROGRAMS
-from scripts.figures import IMAGES, THEMES, pages, with_figures
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 START = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
 EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
 CONFIGS = {
@@ -52,24 +50,6 @@ def test_getting_started_when_read_then_it_has_launch_lines_of_each_process() ->
     }
 
 
-def test_readme_when_measured_then_it_is_short() -> None:
-    assert len(README.splitlines()) <= 130
-
-
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-def test_figures_when_compared_with_the_results_then_they_are_theirs(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert with_figures(text, pages()[page]) == text
-
-
-def test_pictures_when_named_then_both_themes_are_there() -> None:
-    named = re.findall(r"docs/images/([\w-]+)-(?:light|dark)\.svg", README)
-    assert named
-    assert [
-        name for name in named for theme in THEMES if not (IMAGES / f"{name}-{theme}.svg").is_file()
-    ] == []
-
-
 @pytest.mark.parametrize(("module", "words"), LINES)
 def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> None:
     loaded = load(CONFIGS[module], prog="x", argv=shlex.split(words), environ={})
@@ -77,18 +57,6 @@ def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> 
         assert trtllm_args(loaded, LIBRARY.newest).get("tensor_parallel_size") == 4
     elif isinstance(loaded, WorkerConfig):
         assert engine_arguments(loaded, FLAGS[loaded.engine], loaded.engine)
-
-
-def test_scripts_when_named_then_they_are_there_and_executable() -> None:
-    named = set(re.findall(r"\./(scripts/\w+)", README))
-    assert named == {"scripts/demo", "scripts/test"}
-    assert all((ROOT / name).stat().st_mode & 0o111 for name in named)
-
-
-def test_links_when_relative_then_they_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)[)#]", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_embedding_example_when_run_up_to_its_worker_then_it_is_valid() -> None:

@@ -1,0 +1,84 @@
+"""The commands that the documentation shows: each is accepted as it is typed, and prints what is
+shown below it.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.worker import main as worker
+from scripts.config_reference import PROGRAMS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def code_blocks(text: str, *languages: str) -> list[str]:
+    """Return the blocks of code of a page that are in one of these languages."""
+    found = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+    return [block for language, block in found if language in languages]
+
+
+def launch_lines() -> list[tuple[str, str, str]]:
+    """(page, module or subcommand, flags) of every line in a block of code that starts a program of
+    ours.
+    """
+    start = re.compile(
+        r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm )(\S+) ?([^#&\n]*)", re.MULTILINE
+    )
+    blocks = [
+        (page.stem, block.replace("\\\n", " "))
+        for page in sorted(DOCS.glob("*.md"))
+        for block in code_blocks(page.read_text(), "bash", "sh", "")
+    ]
+    return [
+        (page, module, flags) for page, block in blocks for module, flags in start.findall(block)
+    ]
+
+
+@pytest.mark.parametrize(("page", "module", "flags"), launch_lines())
+def test_launch_line_when_typed_as_in_the_docs_then_it_is_accepted(
+    page: str, module: str, flags: str
+) -> None:
+    models = {
+        name: program.model for program in PROGRAMS for name in (program.module, program.command)
+    }
+    load(models[module], prog="x", argv=shlex.split(flags), environ={})
+
+
+def shown_outputs() -> list[tuple[str, str]]:
+    """Return each command of a worker that a page shows with its output, and this output."""
+    blocks = [
+        block
+        for page in sorted(DOCS.glob("*.md"))
+        for block in code_blocks(page.read_text(), "console")
+    ]
+    commands = [each.replace("\\\n", " ") for block in blocks for each in block.split("$ ")[1:]]
+    return [(line, output) for line, _, output in (each.partition("\n") for each in commands)]
+
+
+@pytest.mark.parametrize(("line", "output"), shown_outputs())
+def test_output_when_shown_below_a_command_then_the_command_prints_it(
+    line: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, _, grep = line.partition(" | grep ")
+    words, is_left_out = shlex.split(command), grep.startswith("-v ")
+    environ = dict(word.split("=") for word in words if re.match(r"DYN_\w+=", word))
+    argv = words[len(environ) + 2 :]
+    assert words[len(environ) : len(environ) + 2] == ["dynamo-trtllm", "worker"]
+    with pytest.raises((SystemExit, ConfigError)) as end:
+        load(WorkerConfig, prog="x", argv=argv, environ=environ, more=worker.table)
+    printed = capsys.readouterr().out
+    if isinstance(end.value, ConfigError):
+        printed = f"dynamo-trtllm worker: {end.value.message}\n"
+    pattern = re.compile(shlex.split(grep)[-1] if grep else "")
+    lines = [each for each in printed.splitlines() if bool(pattern.search(each)) != is_left_out]
+    assert "\n".join(lines) == output.rstrip("\n")
+
+
+def test_launch_lines_when_counted_then_there_are_some() -> None:
+    assert len(launch_lines()) > 5
