@@ -94,7 +94,27 @@ def status(
     return show
 
 
-def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0(
+def serve_while_stopped(launched: LauncherProcess, port: int) -> None:
+    """Stop the launcher with SIGSTOP: its deployment serves, and the lines come late."""
+    ask_until_answered(port)
+    launched.process.send_signal(signal.SIGSTOP)
+    try:
+        body = {"model": "tiny-gpt-oss", "prompt": "Hi", "max_tokens": 1}
+        with httpx.Client(timeout=SOON_S, **PLAIN) as client:
+            for number in range(200):
+                request_id = {"X-Request-Id": f"request-{number:03}-{'x' * 100}"}
+                answer = client.post(
+                    f"http://localhost:{port}/v1/completions", json=body, headers=request_id
+                )
+                assert answer.status_code == 200, answer.text
+    finally:
+        launched.process.send_signal(signal.SIGCONT)
+    launched.wait_line(r"frontend +\| .* request-199-x")
+    # more than a pipe holds
+    assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16
+
+
+def test_launch_when_all_is_well_then_all_serve_also_while_it_is_stopped_and_sigterm_ends_them_with_0(
     launch: Launch, deployment: Path, port: int, temporary: Path, status: Callable[[], Any]
 ) -> None:
     launched = launch(deployment)
@@ -116,6 +136,7 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
         name: (name, "ready") for name in ("etcd", "nats", "frontend", "prefill", "decode")
     }
     assert report["processes"][-1]["load"]["running"] == 0
+    serve_while_stopped(launched, port)
     launched.process.terminate()
     assert launched.end() == (0, "")
     launched.wait_gone(SOON_S)
@@ -125,29 +146,6 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
     assert len(drained) == 2  # stopped in order, not killed
     assert launched.lines[-1].endswith("| stopped")
     assert not list(temporary.iterdir())
-
-
-def test_launcher_when_it_is_stopped_then_its_deployment_serves_and_the_lines_come_late(
-    launch: Launch, deployment: Path, port: int
-) -> None:
-    launched = launch(deployment)
-    launched.wait_line(r"launch +\| Ready")
-    ask_until_answered(port)
-    launched.process.send_signal(signal.SIGSTOP)
-    try:
-        body = {"model": "tiny-gpt-oss", "prompt": "Hi", "max_tokens": 1}
-        with httpx.Client(timeout=SOON_S, **PLAIN) as client:
-            for number in range(200):
-                request_id = {"X-Request-Id": f"request-{number:03}-{'x' * 100}"}
-                answer = client.post(
-                    f"http://localhost:{port}/v1/completions", json=body, headers=request_id
-                )
-                assert answer.status_code == 200, answer.text
-    finally:
-        launched.process.send_signal(signal.SIGCONT)
-    launched.wait_line(r"frontend +\| .* request-199-x")
-    # more than a pipe holds
-    assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16
 
 
 SILENT = """\

@@ -99,6 +99,7 @@ def test_workers_when_they_start_then_their_log_says_that_tensorrt_llm_is_a_stan
         worker.wait_for("STAND-IN: this is not TensorRT-LLM")
 
 
+@pytest.mark.long  # the demo's question compares them, too
 def test_greedy_when_split_over_two_engines_then_equal_to_one(served: checks.Served) -> None:
     checks.check_parity(served)
 
