@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from ..stream import RequestRecord
 from .result import Line, Run, Summary, summary
 from .steady import tokens_between
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _DASHES = ("-", "--", "-.", ":")
@@ -41,6 +41,10 @@ class Series:
 
 
 def _svg(draw: Callable[[Figure], None], *, width: float = 7.0, height: float = 3.0) -> str:
+    # Only a report with charts needs it, and importing it takes most of a second.
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
