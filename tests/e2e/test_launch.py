@@ -114,7 +114,7 @@ def serve_while_stopped(launched: LauncherProcess, port: int) -> None:
     assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16
 
 
-def test_launch_when_all_is_well_then_all_serve_also_while_it_is_stopped_and_sigterm_ends_them_with_0(
+def test_launch_when_all_is_well_then_it_serves_until_sigterm(
     launch: Launch, deployment: Path, port: int, temporary: Path, status: Callable[[], Any]
 ) -> None:
     launched = launch(deployment)

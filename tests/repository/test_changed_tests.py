@@ -34,7 +34,7 @@ def graph() -> grimp.ImportGraph:
         ("docs/api.md", "tests/repository/test_docs.py"),
     ],
 )
-def test_file_when_changed_then_tests_that_use_it_run_and_others_do_not(
+def test_file_when_changed_then_only_tests_that_use_it_run(
     changed: str, test: str, graph: grimp.ImportGraph
 ) -> None:
     touched = touched_tests([changed], graph)
@@ -49,7 +49,7 @@ def test_file_when_it_concerns_all_tests_then_all_run(
     assert touched_tests([changed], graph) == ["tests"]
 
 
-def test_files_when_committed_on_a_branch_or_not_at_all_then_they_are_changed(
+def test_files_when_of_this_branch_then_they_are_changed(
     tmp_path: Path,
 ) -> None:
     def git(*words: str) -> None:
