@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo_trtllm.frontend.http import output_budget
+from dynamo_trtllm.frontend.requests import output_budget
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.server import HttpServer, http_server
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop

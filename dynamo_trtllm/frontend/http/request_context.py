@@ -26,9 +26,14 @@ from dynamo_trtllm.frontend.generation.choice import (
 )
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ChoiceTurns, IterationTime, read_body
-from dynamo_trtllm.frontend.http.concurrency_limiter import ConcurrencyLimiter
-from dynamo_trtllm.frontend.http.output_budget import Output, OutputBudget
+from dynamo_trtllm.frontend.requests.admission import (
+    BodyBudget,
+    ChoiceTurns,
+    IterationTime,
+    read_body,
+)
+from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.output_budget import Output, OutputBudget
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.network.addresses import network_of
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -38,8 +43,8 @@ from dynamo_trtllm.phases import PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.frontend.http.keep_alive import KeepAlive
     from dynamo_trtllm.frontend.http.request_handler import AnswerBuilder
+    from dynamo_trtllm.frontend.requests.keep_alive import KeepAlive
 
 log = logging.getLogger(__name__)
 

@@ -21,17 +21,17 @@ from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
-from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
-from dynamo_trtllm.frontend.http.keep_alive import COMMENT, KeepAlive
-from dynamo_trtllm.frontend.http.output_budget import (
+from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
+from dynamo_trtllm.frontend.requests.admission import check_json
+from dynamo_trtllm.frontend.requests.keep_alive import COMMENT, KeepAlive
+from dynamo_trtllm.frontend.requests.output_budget import (
     COUNTED_TOKENS,
     TOKEN_BYTES,
     Output,
     check_answer,
     scored_tokens,
 )
-from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.tokenization.served_model import ServedModel

@@ -28,9 +28,9 @@ from dynamo_trtllm.frontend.generation.preprocess import (
     conversation_prompt,
 )
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponsesAdapter
-from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
+from dynamo_trtllm.frontend.requests.admission import check_json
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route
 from dynamo_trtllm.messages import TokenIds

@@ -8,8 +8,8 @@ from itertools import chain
 import pytest
 
 from dynamo_trtllm.errors import Overloaded, RequestTimeout
-from dynamo_trtllm.frontend.http import admission
-from dynamo_trtllm.frontend.http.admission import (
+from dynamo_trtllm.frontend.requests import admission
+from dynamo_trtllm.frontend.requests.admission import (
     CHOICES_PER_ITERATION,
     SMALL_BODY_BYTES,
     TINY_BODY_BYTES,

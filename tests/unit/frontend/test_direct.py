@@ -15,8 +15,9 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.frontend.http import output_budget, request_handler
-from dynamo_trtllm.frontend.http.admission import WORK_S
+from dynamo_trtllm.frontend.http import request_handler
+from dynamo_trtllm.frontend.requests import output_budget
+from dynamo_trtllm.frontend.requests.admission import WORK_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds

@@ -12,8 +12,9 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.http import output_budget, request_handler
-from dynamo_trtllm.frontend.http.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
+from dynamo_trtllm.frontend.http import request_handler
+from dynamo_trtllm.frontend.requests import output_budget
+from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
 from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.output import Channel, Delta
 from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedPipeline, chunk, stop

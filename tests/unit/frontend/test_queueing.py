@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.errors import NoInstances
-from dynamo_trtllm.frontend.http import admission
+from dynamo_trtllm.frontend.requests import admission
 from dynamo_trtllm.observability.metrics import PREFIX
 from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop

@@ -1,0 +1,1 @@
+"""Serve a request: read, parse, plan, admit, route, answer and end it."""
