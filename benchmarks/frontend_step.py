@@ -21,8 +21,8 @@ from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.choice import ChoiceState
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.completions import CHAT
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
 from dynamo_trtllm.frontend.http.request_context import AppState
@@ -126,7 +126,7 @@ class FakePipeline:
         self._chunks = chunks
 
     def generate(
-        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent
     ) -> StreamHandle:
         stream = Stream(on_event)
         asyncio.get_running_loop().call_soon(self._begin, stream)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.client import Plane
@@ -86,7 +86,7 @@ def call_stream(
 class PipelineCalls:
     """The requests of a pipeline, as a `Generator`."""
 
-    def __init__(self, pipeline: Pipeline, trace: RouteTrace) -> None:
+    def __init__(self, pipeline: Pipeline, trace: ChoiceTimeline) -> None:
         self._pipeline, self._trace = pipeline, trace
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
@@ -94,7 +94,7 @@ class PipelineCalls:
 
 
 def pipeline_stream(
-    pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace
+    pipeline: Pipeline, request: GenerateRequest, trace: ChoiceTimeline
 ) -> AsyncGenerator[Chunk, None]:
     return as_stream(PipelineCalls(pipeline, trace), request)
 
@@ -105,11 +105,13 @@ class PlayedPipeline(ABC):
     placement = None  # it selects no workers
 
     @abstractmethod
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         """Pass the chunks to `on_chunk`, which returns False after the last one."""
 
     def generate(
-        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent
     ) -> StreamHandle:
         return PlayedStream(partial(self.play, request, trace), on_event, request.request_id)
 

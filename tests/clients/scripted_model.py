@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.server import http_server
 from dynamo_trtllm.messages import (
@@ -72,7 +72,9 @@ class Script(PlayedPipeline):
         """Set the answers of the next requests, and forget the prompts."""
         self.answers, self.prompts = answers, []
 
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         self.prompts.append(self.tokenizer.decode(request.token_ids))
         text = self.answers[min(len(self.prompts), len(self.answers)) - 1]
         ids = self.tokenizer._harmony.encode(text, allowed_special="all")

@@ -16,7 +16,8 @@ import pytest
 
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import view as bytes_of
@@ -203,7 +204,9 @@ async def deployment(
         yield deployment
 
 
-async def tokens_of(pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace) -> list[int]:
+async def tokens_of(
+    pipeline: Pipeline, request: GenerateRequest, trace: ChoiceTimeline
+) -> list[int]:
     async with aclosing(pipeline_stream(pipeline, request, trace)) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
@@ -223,7 +226,7 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
         deployment.codes.clear()
         async with deployment.frontend() as (breakers, pipeline):
             for _ in range(2):
-                trace = RouteTrace()
+                trace = ChoiceTimeline()
                 answer = await tokens_of(pipeline, request, trace)
                 right = right or answer
                 assert answer == right

@@ -24,7 +24,8 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     GenerateRequest,
@@ -190,7 +191,9 @@ def make_request(number: int) -> GenerateRequest:
 
 
 async def answer(pipeline: Pipeline, number: int) -> list[int]:
-    async with aclosing(pipeline_stream(pipeline, make_request(number), RouteTrace())) as chunks:
+    async with aclosing(
+        pipeline_stream(pipeline, make_request(number), ChoiceTimeline())
+    ) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
 

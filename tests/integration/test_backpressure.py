@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch, TransferTimeout
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -48,9 +48,9 @@ class Scene:
         self.side = side
         self.running_workers = running_workers
 
-    async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[Chunk]:
+    async def run(self, asked: GenerateRequest, trace: ChoiceTimeline | None = None) -> list[Chunk]:
         async with aclosing(
-            pipeline_stream(self.side.pipeline, asked, trace or RouteTrace())
+            pipeline_stream(self.side.pipeline, asked, trace or ChoiceTimeline())
         ) as chunks:
             return [chunk async for chunk in chunks]
 
@@ -229,7 +229,7 @@ async def test_worker_when_it_is_full_then_the_pipeline_asks_another(
     async with scene(servers, running_workers, **one) as made:
         running_workers.start(running_workers.workers[1]._config)
         await made.side.until_instances(3)
-        traces = [RouteTrace() for _ in range(3)]
+        traces = [ChoiceTimeline() for _ in range(3)]
         running = [
             asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]
         ]
@@ -259,7 +259,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
                 raise TransferTimeout("the backend waited in vain") from exc
 
         running_workers.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
-        begun, trace = time.monotonic(), RouteTrace()
+        begun, trace = time.monotonic(), ChoiceTimeline()
         with pytest.raises(
             TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"
         ):

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, KvTransferError
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -59,7 +59,7 @@ class Scene:
         backend.read = slow_fetch  # type: ignore[method-assign]
 
     async def run(self, asked: GenerateRequest) -> list[Chunk]:
-        async with aclosing(pipeline_stream(self.side.pipeline, asked, RouteTrace())) as chunks:
+        async with aclosing(pipeline_stream(self.side.pipeline, asked, ChoiceTimeline())) as chunks:
             return [chunk async for chunk in chunks]
 
     def left(self) -> dict[str, object]:

@@ -12,7 +12,8 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
@@ -101,9 +102,9 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
         running_workers.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
     async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
         await side.until_instances(3)
-        traces = [RouteTrace() for _ in range(4)]  # two for each decode worker
+        traces = [ChoiceTimeline() for _ in range(4)]  # two for each decode worker
 
-        async def run(trace: RouteTrace) -> int:
+        async def run(trace: ChoiceTimeline) -> int:
             async with aclosing(
                 pipeline_stream(side.pipeline, request(max_tokens=8), trace)
             ) as chunks:

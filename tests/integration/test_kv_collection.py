@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import Chunk, Role
 from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import StreamEvent
@@ -66,7 +66,7 @@ def cancel_all_at(
     """
     events: list[StreamEvent] = []
     handles = [
-        side.pipeline.generate(request(max_tokens=500), RouteTrace(), events.append)
+        side.pipeline.generate(request(max_tokens=500), ChoiceTimeline(), events.append)
         for _ in range(REQUESTS)
     ]
     feed, num_arrived = side.plane._inbox.feed, 0

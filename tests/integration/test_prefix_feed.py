@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_events import KvCacheUpdate
 from dynamo_trtllm.messages import Role
@@ -57,7 +57,7 @@ class Follower:
 
     async def ask(self, prompt: int) -> tuple[int | None, int | None]:
         """Send a request and return its prefill and its decode worker."""
-        trace = RouteTrace()
+        trace = ChoiceTimeline()
         async for _ in pipeline_stream(self._pipeline, request(max_tokens=3, prompt=prompt), trace):
             pass
         return trace.prefill_instance, trace.decode_instance

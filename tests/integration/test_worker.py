@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
 from dynamo_trtllm.request_plane.client import PlaneLimits
@@ -138,7 +138,7 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
         async with aclosing(
-            pipeline_stream(side.pipeline, request(max_tokens=60), RouteTrace())
+            pipeline_stream(side.pipeline, request(max_tokens=60), ChoiceTimeline())
         ) as stream:
             chunks = [await anext(stream)]
             go.clear()  # the request does not end by itself
@@ -251,7 +251,7 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
         await side.until_instances(1)
         leaked_kv_blocks = 2  # a quarter: not above the limit
         async with aclosing(
-            pipeline_stream(side.pipeline, request(max_tokens=50), RouteTrace())
+            pipeline_stream(side.pipeline, request(max_tokens=50), ChoiceTimeline())
         ) as running:
             chunks = [await anext(running)]
             leaked_kv_blocks = 3

@@ -14,7 +14,8 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
@@ -73,7 +74,7 @@ class FrontendSide:
 
     async def ask(self, max_tokens: int) -> list[Chunk]:
         async with aclosing(
-            pipeline_stream(self.pipeline, request(max_tokens=max_tokens), RouteTrace())
+            pipeline_stream(self.pipeline, request(max_tokens=max_tokens), ChoiceTimeline())
         ) as chunks:
             return [chunk async for chunk in chunks]
 

@@ -30,7 +30,7 @@ from dynamo_trtllm.frontend.fleet.known_answers import (
     is_salted,
     random_prompt,
 )
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
@@ -217,9 +217,9 @@ class PairProbes:
         selection = self._selection(pair)
         if selection is None:
             return "gone"
-        trace = RouteTrace()
+        timeline = ChoiceTimeline()
         try:
-            code, text = await self._compare(selection, trace)
+            code, text = await self._compare(selection, timeline)
         except TimeoutError:
             code = "canary"
             text = f"no answer to a probe within {self.timeout_s:g} s"
@@ -231,9 +231,9 @@ class PairProbes:
         # An unreachable worker says nothing about KV transfer.
         except (errors.Unreachable, errors.Disconnected) as exc:
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
-            called = trace.decode_instance
+            called = timeline.decode_instance
             if called is None:
-                called = trace.prefill_instance
+                called = timeline.prefill_instance
             if called is not None:
                 self.pipeline.record_unreachable(called, exc)
             return exc.code
@@ -255,7 +255,9 @@ class PairProbes:
                 log.info("probes cannot detect wrong KV for model %s: %s", model, text)
         return code
 
-    async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> tuple[str, str]:
+    async def _compare(
+        self, selection: WorkerSelection, timeline: ChoiceTimeline
+    ) -> tuple[str, str]:
         """Compare the pair's answers with known ones.
 
         Return the code for the metric, and a reason or note.
@@ -263,7 +265,7 @@ class PairProbes:
         The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers
         differ, or if some differ and the others prove nothing.
         """
-        ask = partial(self._ask, trace)
+        ask = partial(self._ask, timeline)
         view = self._view.model(selection.decode.card.name)
         num_wrong = 0
         for number in range(_PROMPTS):
@@ -276,7 +278,7 @@ class PairProbes:
                 return "canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
             if selection.prefill is None:
                 return _PASSED, ""
-            if not (trace.decode_stats and trace.decode_stats.kv_bytes):
+            if not (timeline.decode_stats and timeline.decode_stats.kv_bytes):
                 text = "the decode worker answered a probe without reading the prefill worker's KV"
                 return "canary", text
             if known_answer is None and num_wrong:
@@ -307,15 +309,19 @@ class PairProbes:
         return "mismatch", text
 
     async def _ask(
-        self, trace: RouteTrace, selection: WorkerSelection, prompt: TokenIds, num_resumed: int
+        self,
+        timeline: ChoiceTimeline,
+        selection: WorkerSelection,
+        prompt: TokenIds,
+        num_resumed: int,
     ) -> list[int]:
         """See `ProbeCall`.
 
         Each request has its own salt: otherwise a prefix cache could replace the KV transfer.
         """
-        trace.prefill_instance = None
-        trace.decode_instance = None
-        trace.decode_stats = None
+        timeline.prefill_instance = None
+        timeline.decode_instance = None
+        timeline.decode_stats = None
         request = GenerateRequest(
             request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
@@ -335,7 +341,7 @@ class PairProbes:
             tokens.extend(chunk.token_ids)
             return True
 
-        generate = partial(self.pipeline.generate, request, trace, selection=selection)
+        generate = partial(self.pipeline.generate, request, timeline, selection=selection)
         async with asyncio.timeout(self.timeout_s):
             await run_stream(generate, collect)
         return tokens

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError, StreamIncomplete
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
@@ -182,7 +182,7 @@ class ChoiceState:
         self._stream: StreamHandle | None = None
         self.num_tokens = 0  # generated
         self.finish: str | None = None
-        self.trace = RouteTrace()
+        self.timeline = ChoiceTimeline()
 
     def start(
         self, pipeline: Pipeline, on_delta: Callable[[ChoiceDelta | DynamoError], None]
@@ -210,7 +210,7 @@ class ChoiceState:
                 else:
                     on_delta(unexpected_error(exc, request.request_id))
 
-        self._stream = pipeline.generate(request, self.trace, on_event)
+        self._stream = pipeline.generate(request, self.timeline, on_event)
 
     @property
     def is_running(self) -> bool:
@@ -289,8 +289,8 @@ class ChoiceState:
     @property
     def transfer(self) -> tuple[int, str]:
         """The bytes of the KV transfer and the name of its transfer backend."""
-        prefill = self.trace.prefill_stats or PhaseTimings()
-        decode = self.trace.decode_stats or PhaseTimings()
+        prefill = self.timeline.prefill_stats or PhaseTimings()
+        decode = self.timeline.decode_stats or PhaseTimings()
         kv_bytes = decode.kv_bytes if decode.kv_bytes else prefill.kv_bytes
         return kv_bytes, decode.transport or prefill.transport
 
@@ -298,7 +298,7 @@ class ChoiceState:
     def parts(self) -> dict[str, float]:
         """Seconds by part of a phase, such as `queue.slots`, as far as the workers report them."""
         sums: dict[str, float] = {}
-        for stats in (self.trace.prefill_stats, self.trace.decode_stats):
+        for stats in (self.timeline.prefill_stats, self.timeline.decode_stats):
             if stats is None:
                 continue
             for name, seconds in stats.more.items():
@@ -309,7 +309,7 @@ class ChoiceState:
     def usage(self) -> Usage:
         """Return the usage so far."""
         prompt_tokens = len(self._choice_request.request.token_ids)
-        stats = self.trace.prefill_stats or self.trace.decode_stats or PhaseTimings()
+        stats = self.timeline.prefill_stats or self.timeline.decode_stats or PhaseTimings()
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.num_tokens,
@@ -325,7 +325,7 @@ class ChoiceState:
         Return those for their own field. They all arrive before the first chunk. Called once.
         """
         self._awaits_prompt_logprobs = False
-        scored = self.trace.prompt_logprobs
+        scored = self.timeline.prompt_logprobs
         wanted = len(self._choice_request.request.token_ids)
         if len(scored) != wanted:
             raise StreamIncomplete(
@@ -537,4 +537,4 @@ def share_suspicions(choices: Sequence[ChoiceState], candidates: int) -> None:
         prompt = choices[first].prompt_bytes()
         suspicion = by_prompt.setdefault(prompt, Suspicion(is_shared=True))
         for choice in choices[first : first + candidates]:
-            choice.trace.suspicion = suspicion
+            choice.timeline.suspicion = suspicion

@@ -17,11 +17,11 @@ import msgspec
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.flow_events import (
     FlowDriver,
     FlowEvent,
     PipelineOptions,
-    RouteTrace,
     Signal,
 )
 from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, RequestProgress
@@ -110,7 +110,7 @@ class GenerationFlow:
 
     Args:
         driver: does what the flow decides.
-        trace: filled while the request runs.
+        timeline: filled while the request runs.
         selection: run one attempt on these workers, without recovery: a probe, whose caller records
             success.
     """
@@ -119,14 +119,14 @@ class GenerationFlow:
         self,
         driver: FlowDriver,
         request: GenerateRequest,
-        trace: RouteTrace,
+        timeline: ChoiceTimeline,
         options: PipelineOptions,
         selection: WorkerSelection | None,
     ) -> None:
         self.state = State.NEW
         self.request = request
         self._driver = driver  # until the end
-        self._trace = trace
+        self._timeline = timeline
         self._options = options
         self._fixed_selection = selection
         self._attempt: _Attempt | None = None
@@ -255,10 +255,10 @@ class GenerationFlow:
         request = self._remaining()
         self._num_attempts += 1
         self._has_waited = False
-        self._trace.prefill_instance = None
-        self._trace.decode_instance = None
-        self._trace.prefill_stats = None
-        self._trace.decode_stats = None
+        self._timeline.prefill_instance = None
+        self._timeline.decode_instance = None
+        self._timeline.prefill_stats = None
+        self._timeline.decode_stats = None
         attempt = _Attempt(
             prefill,
             decode,
@@ -266,7 +266,7 @@ class GenerationFlow:
             request=request,
             tried=frozenset([decode.id]),
             num_sent_before=len(self._sent_ids),
-            num_unsettled_tokens=self._trace.suspicion.num_unsettled_tokens(),
+            num_unsettled_tokens=self._timeline.suspicion.num_unsettled_tokens(),
         )
         self._attempt = attempt
         if prefill is None:
@@ -302,14 +302,14 @@ class GenerationFlow:
         assert attempt.prefill is not None
         self.state = State.PREFILL
         attempt.worker = attempt.prefill
-        self._trace.prefill_instance = attempt.prefill.id
+        self._timeline.prefill_instance = attempt.prefill.id
         request = msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)
         self._driver.call_worker(attempt.prefill, request)
 
     def _call_decode(self, attempt: _Attempt) -> None:
         self.state = State.DECODE
         attempt.worker = attempt.decode
-        self._trace.decode_instance = attempt.decode.id
+        self._timeline.decode_instance = attempt.decode.id
         self._driver.call_worker(attempt.decode, attempt.request)
 
     def _on_chunk(self, chunk: Chunk) -> StreamEvent | None:
@@ -318,7 +318,7 @@ class GenerationFlow:
         if self.state is State.PREFILL:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
-        self._trace.decode_stats = chunk.stats or self._trace.decode_stats
+        self._timeline.decode_stats = chunk.stats or self._timeline.decode_stats
         if attempt.num_unsettled_tokens and self.progress().call >= attempt.num_unsettled_tokens:
             attempt.num_unsettled_tokens = 0
             attempt.passes_tokens = attempt.has_begun
@@ -343,7 +343,7 @@ class GenerationFlow:
                 " restart it"
             )
             return self._attempt_failed(attempt, errors.StreamIncomplete(text))
-        self._trace.prefill_stats = chunk.stats
+        self._timeline.prefill_stats = chunk.stats
         if chunk.kv_params is None:
             self._free()
             return self._end(chunk)
@@ -413,7 +413,7 @@ class GenerationFlow:
             return self._end(final)
         self._error = error
         if isinstance(error, errors.KvTransferError):
-            self._avoid = self._trace.prefill_instance
+            self._avoid = self._timeline.prefill_instance
         else:
             self._excluded.add(attempt.worker.id)
         # If all tokens were sent, only the end of the stream was lost.
@@ -429,7 +429,7 @@ class GenerationFlow:
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
         given_up = self._driver.record_death(attempt.worker)
-        is_charged = attempt.worker.id in self._trace.suspicion.deaths
+        is_charged = attempt.worker.id in self._timeline.suspicion.deaths
         self.is_prime_suspect = is_charged and self.progress().call < SETTLED_TOKENS
         self.awaits_turn = self.is_prime_suspect
         if given_up is not None:
@@ -446,10 +446,10 @@ class GenerationFlow:
         counts = not is_not_accepted(error)
         if not self._sent_ids:
             if counts:
-                self._trace.retries += 1
+                self._timeline.retries += 1
             if isinstance(error, errors.KvTransferError):
                 self._num_transfer_failures += 1
-            if self._trace.retries > self._options.retries or self._num_transfer_failures > 1:
+            if self._timeline.retries > self._options.retries or self._num_transfer_failures > 1:
                 return error
             return None
         history = _token_dependence(self.request.sampling)
@@ -458,8 +458,8 @@ class GenerationFlow:
                 error, f"its engine cannot resume {history}; retry, or send the request without"
             )
         if counts:
-            self._trace.migrations += 1
-        return error if self._trace.migrations > self._options.migrations else None
+            self._timeline.migrations += 1
+        return error if self._timeline.migrations > self._options.migrations else None
 
     def _start_kv_collection(self) -> bool:
         """Let the driver fetch the KV of a cancelled request, if only a fetch frees it.

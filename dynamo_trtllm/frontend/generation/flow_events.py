@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, TypeAlias
 
-from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import DynamoError, QueryOfDeath
-from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import (
     GenerateRequest,
     Instance,
-    PhaseTimings,
     ReleaseKv,
     ReleaseSlot,
-    TokenLogprob,
 )
-from dynamo_trtllm.phases import Span
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent
@@ -111,30 +106,6 @@ class FlowDriver(Protocol):
 
         `next_step`: how the request goes on, for the log; "": it ends.
         """
-
-
-@dataclass(slots=True)
-class RouteTrace:
-    """The workers and timings of a request, filled while the request runs.
-
-    Instances and stats: of its last attempt.
-
-    The pipeline fills the spans. Its caller sets the times of tokens when it gets them.
-    """
-
-    prefill_instance: int | None = None
-    decode_instance: int | None = None
-    prefill_stats: PhaseTimings | None = None
-    decode_stats: PhaseTimings | None = None
-    retries: int = 0
-    migrations: int = 0
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list, compare=False)
-    first_s: float | None = None  # when the first tokens arrived, of `time.monotonic()`
-    last_s: float = 0.0  # when the newest ones arrived
-    suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
-    # When the last attempt began, and the expected time to its first tokens.
-    expected: tuple[float, Prediction] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,11 @@ from dynamo_trtllm.errors import (
     QueryOfDeath,
     WorkerDied,
 )
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
 from dynamo_trtllm.frontend.generation.flow_events import (
     FlowEvent,
     PipelineOptions,
-    RouteTrace,
     Signal,
 )
 from dynamo_trtllm.frontend.generation.kv_collection import KvCollector
@@ -113,7 +113,7 @@ class Pipeline:
     def generate(
         self,
         request: GenerateRequest,
-        trace: RouteTrace,
+        timeline: ChoiceTimeline,
         on_event: OnEvent,
         selection: WorkerSelection | None = None,
     ) -> StreamHandle:
@@ -126,11 +126,11 @@ class Pipeline:
         call failed and is not retried.
 
         Args:
-            trace: filled while the request runs.
+            timeline: filled while the request runs.
             selection: run one attempt on these workers, without recovery: a probe. Its caller
                 records whether the pair works; a failed KV transfer is recorded here.
         """
-        return _RunningRequest(self, request, trace, on_event, selection)
+        return _RunningRequest(self, request, timeline, on_event, selection)
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one, or a random number."""
@@ -295,7 +295,7 @@ class _RunningRequest(Stream):
         "_placed",
         "_round_robin_index",
         "_task",
-        "_trace",
+        "_timeline",
         "_tracked",
     )
 
@@ -303,18 +303,18 @@ class _RunningRequest(Stream):
         self,
         pipeline: Pipeline,
         request: GenerateRequest,
-        trace: RouteTrace,
+        timeline: ChoiceTimeline,
         on_event: OnEvent,
         selection: WorkerSelection | None,
     ) -> None:
         super().__init__(on_event)
         self._pipeline = pipeline
-        self._trace = trace
-        self._flow = GenerationFlow(self, request, trace, pipeline.options, selection)
+        self._timeline = timeline
+        self._flow = GenerationFlow(self, request, timeline, pipeline.options, selection)
         # The context of log lines: events come in the context of a transport.
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
-        self._tracked = Call(trace.suspicion, self._flow.progress)
+        self._tracked = Call(timeline.suspicion, self._flow.progress)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next three belong
         self._attempt_span = 0  # the index of its first span
@@ -346,7 +346,7 @@ class _RunningRequest(Stream):
         Pass other events to the flow.
         """
         if isinstance(event, Chunk) and event.prompt_logprobs:
-            self._trace.prompt_logprobs += event.prompt_logprobs
+            self._timeline.prompt_logprobs += event.prompt_logprobs
         else:
             self._on(event)
 
@@ -376,7 +376,7 @@ class _RunningRequest(Stream):
         if placement is not None:
             self._placed = placement.start(selection, request, time.monotonic())
             expected = self._placed.expected
-            self._trace.expected = expected
+            self._timeline.expected = expected
             if isinstance(selection, CostSelection):
                 predicted = 0 if expected is None else expected[1].packed()
                 RECORDER.record(
@@ -396,7 +396,7 @@ class _RunningRequest(Stream):
         They are those of the prompt's other choices if possible, else those of the router mode.
         """
         pipeline = self._pipeline
-        suspicion = self._trace.suspicion
+        suspicion = self._timeline.suspicion
         if self._flow.awaits_turn:
             excluded |= pipeline.suspects.tried_on(suspicion)
         selection = suspicion.selection if suspicion.is_shared else None
@@ -412,7 +412,7 @@ class _RunningRequest(Stream):
         return selection
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
-        self._trace.expected = None  # it was predicted for another worker
+        self._timeline.expected = None  # it was predicted for another worker
         return self._pipeline.select_other_decode(self._flow.request, prefill, tried)
 
     def wait_for_workers(self, limit_s: float) -> None:
@@ -440,7 +440,7 @@ class _RunningRequest(Stream):
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
         if scores_prompt:
-            self._trace.prompt_logprobs.clear()
+            self._timeline.prompt_logprobs.clear()
         phase = request.phase
         self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
         RECORDER.record(request.request_id, Recorded.CALL_SENT, worker.id, reason=phase)
@@ -448,7 +448,7 @@ class _RunningRequest(Stream):
             self._placed.sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._on
         self._call = None  # the one before has ended
-        kv_holder = self._trace.prefill_instance if phase is Phase.DECODE else None
+        kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._pipeline.suspects.begin(self._tracked, worker.id, kv_holder)
         self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
 
@@ -463,7 +463,7 @@ class _RunningRequest(Stream):
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         if error is None:  # the first chunk of the decode call
             self._pipeline.suspects.kv_arrived(self._tracked)
-            self._enter("decode", self._trace.spans[-1].role)
+            self._enter("decode", self._timeline.spans[-1].role)
             if self._placed is not None:
                 self._placed.prefilled()
         self._pipeline.record_transfer(pair, error)
@@ -483,7 +483,7 @@ class _RunningRequest(Stream):
         )
         if not next_step:
             return
-        span = self._trace.spans[-1]
+        span = self._timeline.spans[-1]
         if span.phase == "first_token":
             span.phase = "retry"
         if self._pipeline.failure_lines.admits():
@@ -513,25 +513,25 @@ class _RunningRequest(Stream):
 
         A migration ends with the first chunk of the next attempt.
         """
-        trace = self._trace
-        if trace.spans:
-            last = trace.spans[-1]
+        timeline = self._timeline
+        if timeline.spans:
+            last = timeline.spans[-1]
             if last.phase == "migration" and phase != "decode":
                 return
             if last.phase == "prefill":
-                last.stats = trace.prefill_stats
+                last.stats = timeline.prefill_stats
             elif last.phase == "first_token":
-                last.stats = trace.decode_stats
-        trace.spans.append(Span(phase, time.monotonic(), role))
+                last.stats = timeline.decode_stats
+        timeline.spans.append(Span(phase, time.monotonic(), role))
 
     def _enter_attempt(self) -> None:
         """Begin the spans of an attempt.
 
         A failed attempt before it becomes one span, or the part after its tokens.
         """
-        spans = self._trace.spans
+        spans = self._timeline.spans
         if spans and spans[-1].phase == "decode":
-            spans.append(Span("migration", max(spans[-1].begin_s, self._trace.last_s)))
+            spans.append(Span("migration", max(spans[-1].begin_s, self._timeline.last_s)))
         elif len(spans) > self._attempt_span and spans[-1].phase != "migration":
             spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
         self._attempt_span = len(spans)

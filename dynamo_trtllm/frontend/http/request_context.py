@@ -253,7 +253,7 @@ class RequestContext:
 
         TTFT counts once per request, inter-token latency in each choice.
         """
-        trace = self.choices[delta.index].trace
+        trace = self.choices[delta.index].timeline
         now = time.monotonic()
         if delta.tokens:
             if trace.first_s is not None:
@@ -359,7 +359,7 @@ class RequestContext:
 
     def _worker_ids(self) -> WorkerIds:
         """Return the workers of the first choice. An aggregated worker has both roles."""
-        trace = self.choices[0].trace
+        trace = self.choices[0].timeline
         ids = (trace.prefill_instance, trace.decode_instance)
         known = [instance_id for instance_id in ids if instance_id is not None]
         if not known:
@@ -376,7 +376,7 @@ class RequestContext:
         first_s = self._first_s()
         called_s: list[float] = []
         for choice in self.choices:
-            called_s += [span.begin_s for span in choice.trace.spans if span.phase in _CALLS]
+            called_s += [span.begin_s for span in choice.timeline.spans if span.phase in _CALLS]
         call_s = min(called_s, default=None)
         if first_s is not None and call_s is not None:
             timing["prefill_wait_time_ms"] = (call_s - self._begun_s) * 1e3
@@ -394,14 +394,14 @@ class RequestContext:
         last = _last_of(choices)
         begins_s = []
         for choice in choices:
-            first_s = choice.trace.first_s
-            begins_s.append(choice.trace.last_s if first_s is None else first_s)
+            first_s = choice.timeline.first_s
+            begins_s.append(choice.timeline.last_s if first_s is None else first_s)
         begin_s = min(begins_s, default=0.0)
-        end_s = time.monotonic() if len(choices) == len(self.choices) else last.trace.last_s
+        end_s = time.monotonic() if len(choices) == len(self.choices) else last.timeline.last_s
         phases = _by_name(self._phases(last, end_s))
         return {
-            "prefill_instance": _joined(choice.trace.prefill_instance for choice in choices),
-            "decode_instance": _joined(choice.trace.decode_instance for choice in choices),
+            "prefill_instance": _joined(choice.timeline.prefill_instance for choice in choices),
+            "decode_instance": _joined(choice.timeline.decode_instance for choice in choices),
             "kv_bytes": sum(kv_bytes for kv_bytes, _ in transfers),
             "transport": transport,
             "queued_s": phases.get("frontend_queue", 0.0),
@@ -415,12 +415,15 @@ class RequestContext:
     def _phases(self, choice: ChoiceState, end_s: float) -> PhaseSeconds:
         """Return the phases of this request with one of its choices, which has ended last."""
         return divide(
-            self._spans_with(choice), end_s, choice.trace.prefill_stats, choice.trace.decode_stats
+            self._spans_with(choice),
+            end_s,
+            choice.timeline.prefill_stats,
+            choice.timeline.decode_stats,
         )
 
     def _spans_with(self, choice: ChoiceState) -> list[Span]:
-        respond = [] if choice.finish is None else [Span("respond", choice.trace.last_s)]
-        return [*self._spans, *choice.trace.spans, *respond]
+        respond = [] if choice.finish is None else [Span("respond", choice.timeline.last_s)]
+        return [*self._spans, *choice.timeline.spans, *respond]
 
     def end(self, outcome: str | DynamoError, status: int) -> None:
         """Release all permits and bytes, and write the metrics and the log line.
@@ -447,7 +450,7 @@ class RequestContext:
             metrics.child("output_tokens_total", self._model).inc(usage.completion_tokens)
         for choice in self.choices:
             RECORDER.unfollow(choice)
-            trace = choice.trace
+            trace = choice.timeline
             if trace.retries or trace.migrations:
                 metrics.child("retries_total", self._model).inc(trace.retries)
                 metrics.child("migrations_total", self._model).inc(trace.migrations)
@@ -484,8 +487,8 @@ class RequestContext:
         if self.choices:
             last = _last_of(self.choices)
             spans = self._spans_with(last)
-            prefill = last.trace.prefill_stats
-            decode = last.trace.decode_stats
+            prefill = last.timeline.prefill_stats
+            decode = last.timeline.decode_stats
         return EndedRequest(
             endpoint=f"POST {self._path}",
             traceparent=self.traceparent,
@@ -546,7 +549,7 @@ class RequestContext:
         return outcome
 
     def _first_s(self) -> float | None:
-        traces = [choice.trace for choice in self.choices]
+        traces = [choice.timeline for choice in self.choices]
         return min((trace.first_s for trace in traces if trace.first_s is not None), default=None)
 
     def _finishes(self) -> str:
@@ -554,15 +557,15 @@ class RequestContext:
         return ",".join(dict.fromkeys(finishes))
 
     def _prefill_ids(self) -> str | None:
-        return _joined(choice.trace.prefill_instance for choice in self.choices)
+        return _joined(choice.timeline.prefill_instance for choice in self.choices)
 
     def _decode_ids(self) -> str | None:
-        return _joined(choice.trace.decode_instance for choice in self.choices)
+        return _joined(choice.timeline.decode_instance for choice in self.choices)
 
 
 def _last_of(choices: Sequence[ChoiceState]) -> ChoiceState:
     """Return the choice that ended last, or one that has not ended."""
-    return max(choices, key=lambda choice: (choice.finish is None, choice.trace.last_s))
+    return max(choices, key=lambda choice: (choice.finish is None, choice.timeline.last_s))
 
 
 def _by_name(phases: PhaseSeconds) -> dict[str, float]:
@@ -587,8 +590,8 @@ def _joined(instances: Iterable[int | None]) -> str | None:
 def _tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:
     """Return the sum of the choices' rates after their first token; None if no choice has two."""
     rates = [
-        (choice.num_tokens - 1) / (choice.trace.last_s - choice.trace.first_s)
+        (choice.num_tokens - 1) / (choice.timeline.last_s - choice.timeline.first_s)
         for choice in choices
-        if choice.trace.first_s is not None and choice.trace.last_s > choice.trace.first_s
+        if choice.timeline.first_s is not None and choice.timeline.last_s > choice.timeline.first_s
     ]
     return sum(rates) if rates else None

@@ -14,7 +14,7 @@ import msgspec
 from dynamo_trtllm.api.response_schemas import ReadinessReport
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.server import Router
 from dynamo_trtllm.messages import (
@@ -201,7 +201,9 @@ class ScriptedPipeline(PlayedPipeline):
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     yielded: int = 0
 
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         self.requests.append(request)
         self.running += 1
         self.begun.set()

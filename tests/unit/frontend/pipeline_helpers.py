@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     Chunk,
@@ -157,10 +157,10 @@ class Cluster:
         self.view.add(instance)
         return service
 
-    async def tokens(self, trace: RouteTrace | None = None, **sampling: Any) -> list[int]:
+    async def tokens(self, trace: ChoiceTimeline | None = None, **sampling: Any) -> list[int]:
         """Return all tokens of a request. Only its last chunk may have a finish reason."""
         async with aclosing(
-            pipeline_stream(self.pipeline, request(**sampling), trace or RouteTrace())
+            pipeline_stream(self.pipeline, request(**sampling), trace or ChoiceTimeline())
         ) as stream:
             chunks = [chunk async for chunk in stream]
         assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (

@@ -14,7 +14,7 @@ import pytest
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.admission import CHOICES_PER_ITERATION
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
@@ -37,7 +37,7 @@ class Each:
         self.requests: list[GenerateRequest] = []
 
     def generate(
-        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent
     ) -> StreamHandle:
         self.requests.append(request)
         return self.each[len(self.requests) - 1].generate(request, trace, on_event)
@@ -297,7 +297,7 @@ class CountingPipeline:
         self.started, self.cancelled = [0], [0]
 
     def generate(
-        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent
     ) -> StreamHandle:
         self.started[-1] += 1
         return CountedStream(on_event, self.cancelled)

@@ -18,7 +18,7 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     Unreachable,
 )
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -62,7 +62,7 @@ async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its
 ) -> None:
     gate = asyncio.Event()
     prefill, decode = await pair(cluster, [gate, kv_chunk("t1")], FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     asking = asyncio.create_task(cluster.tokens(trace))
     await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
     (kept,) = decode.reservations
@@ -92,7 +92,7 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
 ) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], FINISHED)
     long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
-    async with aclosing(pipeline_stream(cluster.pipeline, long, RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, long, ChoiceTimeline())) as stream:
         async for _ in stream:
             pass
     (kept,) = decode.reservations
@@ -107,7 +107,7 @@ async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it
     full = await cluster.add(2, Role.DECODE, strategy=FIRST)
     full.faults[ReserveSlot] = Overloaded("full")
     other = await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (trace.decode_instance, trace.retries) == (3, 1)
     assert len(prefill.requests) == 1  # not before there was a slot
@@ -221,7 +221,7 @@ async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_
     _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):
-        async with aclosing(pipeline_stream(cluster.pipeline, late, RouteTrace())) as stream:
+        async with aclosing(pipeline_stream(cluster.pipeline, late, ChoiceTimeline())) as stream:
             await anext(stream)
     assert decode.reservations == []
 

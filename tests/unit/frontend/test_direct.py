@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http import request_handler
 from dynamo_trtllm.frontend.requests import output_budget
 from dynamo_trtllm.frontend.requests.admission import WORK_S
@@ -171,7 +171,9 @@ async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_even
 class AtOnce(ScriptedPipeline):
     """Passes on the chunks between two events of its script in one step."""
 
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         for step in self.script:
             if isinstance(step, asyncio.Event):
                 await step.wait()
@@ -183,7 +185,9 @@ class AtOnce(ScriptedPipeline):
 class OneFails(ScriptedPipeline):
     """The first choice fails, and the second one has its first token in the same step."""
 
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         if request.request_id.endswith("-0"):
             raise Overloaded("full")
         on_chunk(chunk("a"))
@@ -271,7 +275,7 @@ async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passe
         begun.set()
         return True
 
-    await run_stream(partial(cluster.pipeline.generate, request(), RouteTrace()), take)
+    await run_stream(partial(cluster.pipeline.generate, request(), ChoiceTimeline()), take)
     assert got == [10, 11, 12, 13]
     assert second.requests[0].num_resumed_output_tokens == 3
 
@@ -289,7 +293,7 @@ async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_
         raise error
 
     with pytest.raises(type(error)):
-        await run_stream(partial(cluster.pipeline.generate, request(), RouteTrace()), fail)
+        await run_stream(partial(cluster.pipeline.generate, request(), ChoiceTimeline()), fail)
     assert len(first.requests) + len(second.requests) == 1
 
 

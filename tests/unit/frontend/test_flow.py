@@ -23,8 +23,9 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
     WorkerDied,
 )
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, State
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace, Signal
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, Signal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -64,7 +65,7 @@ class Played:
         self._calls: list[tuple[Any, ...]] = []
         self._selected: deque[Any] = deque()
         self.flow = GenerationFlow(
-            self, request(), RouteTrace(), PipelineOptions(**options), selection
+            self, request(), ChoiceTimeline(), PipelineOptions(**options), selection
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

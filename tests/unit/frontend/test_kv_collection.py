@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_trtllm.errors import Draining, DynamoError, MigrationFailed, Overloaded, TransferFailed
 from dynamo_trtllm.frontend.generation import kv_collection
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -53,7 +53,7 @@ class Pair:
     events: list[StreamEvent] = field(default_factory=list)  # that the client got
 
     def start(self) -> StreamHandle:
-        return self.cluster.pipeline.generate(request(), RouteTrace(), self.events.append)
+        return self.cluster.pipeline.generate(request(), ChoiceTimeline(), self.events.append)
 
     async def ended(self) -> list[str]:
         """Wait for a collection. Return the outcomes."""

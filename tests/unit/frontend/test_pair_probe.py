@@ -23,7 +23,7 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     Chunk,
@@ -302,7 +302,9 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         await bench.until(lambda: bench.codes["inconclusive"] == 1)
         decode.ending = Unreachable("no subscriber")
         with pytest.raises(Unreachable):
-            async with aclosing(pipeline_stream(bench.pipeline, request(), RouteTrace())) as chunks:
+            async with aclosing(
+                pipeline_stream(bench.pipeline, request(), ChoiceTimeline())
+            ) as chunks:
                 await anext(chunks)
         assert bench.breakers.status((1, 2)).state is PairState.FAILING
         decode.ending = answer()

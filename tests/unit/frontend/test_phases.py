@@ -19,7 +19,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import (
     Chunk,
@@ -95,7 +95,7 @@ def test_divide_when_reports_are_missing_or_impossible_then_the_phases_still_add
     assert all(seconds > 0 for seconds in phases.values())
 
 
-def names(trace: RouteTrace) -> list[str]:
+def names(trace: ChoiceTimeline) -> list[str]:
     return [span.phase for span in trace.spans]
 
 
@@ -105,7 +105,7 @@ async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(
     await cluster.add(1, Role.PREFILL, [EngineFailed("broken")], [kv_chunk("t1")])
     await cluster.add(2, Role.PREFILL, [kv_chunk("t2")], [kv_chunk("t3")])
     await cluster.add(3, Role.DECODE, FINISHED, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     await cluster.tokens(trace)
     assert names(trace) == ["retry", "select", "prefill", "first_token", "decode"]
     assert trace.retries == 1
@@ -117,7 +117,7 @@ async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retr
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("bye")])
     await cluster.add(3, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     await cluster.tokens(trace)
     assert names(trace) == ["select", "prefill", "retry", "first_token", "decode"]
 
@@ -129,7 +129,7 @@ async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_sp
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     await cluster.add(2, Role.DECODE, [first, Disconnected("gone")])
     await cluster.add(3, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     await cluster.tokens(trace)
     assert names(trace) == ["select", "prefill", "first_token", "decode", "migration", "decode"]
     assert trace.spans[2].stats == DECODE

@@ -23,7 +23,8 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     TransferFailed,
 )
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     Chunk,
@@ -55,7 +56,7 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert [(r.phase, r.kv_params) for r in prefill.requests] == [(Phase.PREFILL, None)]
     call = decode.requests[0]
@@ -63,7 +64,7 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
     assert call.kv_params is not None
     assert call.kv_params.transfer_id == "t1"
     assert call.token_ids == token_ids([1, 2, 3])
-    assert trace == RouteTrace(
+    assert trace == ChoiceTimeline(
         prefill_instance=1,
         decode_instance=2,
         prefill_stats=PREFILL_STATS,
@@ -75,10 +76,10 @@ async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_
     cluster: Cluster,
 ) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert [(r.phase, r.kv_params) for r in worker.requests] == [(Phase.AGGREGATED, None)]
-    assert trace == RouteTrace(decode_instance=3, decode_stats=DECODE_STATS)
+    assert trace == ChoiceTimeline(decode_instance=3, decode_stats=DECODE_STATS)
 
 
 async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_call(
@@ -87,10 +88,10 @@ async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decod
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.LENGTH, stats=PREFILL_STATS)
     prefill = await cluster.add(1, Role.PREFILL, [done])
     decode = await cluster.add(2, Role.DECODE)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10]
     assert decode.requests == []
-    assert trace == RouteTrace(prefill_instance=1, prefill_stats=PREFILL_STATS)
+    assert trace == ChoiceTimeline(prefill_instance=1, prefill_stats=PREFILL_STATS)
     await cluster.pipeline.aclose()
     assert prefill.releases == []
 
@@ -111,7 +112,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_re
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, request(), ChoiceTimeline())) as stream:
         await anext(stream)
         await cluster.pipeline.aclose()  # waits for what was posted: the call still runs
         assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
@@ -202,7 +203,7 @@ async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
     failing = await cluster.add(1, Role.PREFILL, [failure])
     other = await cluster.add(3, Role.PREFILL, [kv_chunk("b1")])
     await cluster.add(2, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (len(failing.requests), len(other.requests)) == (1, 1)
     assert (trace.prefill_instance, trace.retries, trace.migrations) == (3, 1, 0)
@@ -236,7 +237,7 @@ async def test_generate_when_decode_dies_midway_then_another_worker_continues_fr
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], failure])
     other = await cluster.add(4, Role.DECODE, FINISHED[1:])
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace, min_tokens=3) == [10, 11, 12, 13]
     resumed = prefill.requests[1]
     assert list(resumed.token_ids) == [1, 2, 3, 10]
@@ -360,7 +361,7 @@ async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_trans
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, request(), ChoiceTimeline())) as stream:
         await anext(stream)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
@@ -371,7 +372,7 @@ async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed
     cluster: Cluster,
 ) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
-    async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, request(), ChoiceTimeline())) as stream:
         await anext(stream)
     await asyncio.wait_for(worker.closed.wait(), SOON_S)
 

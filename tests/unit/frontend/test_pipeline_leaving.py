@@ -23,7 +23,8 @@ from dynamo_trtllm.errors import (
     Unreachable,
     UnsupportedParameter,
 )
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     GenerateRequest,
@@ -50,7 +51,7 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_another_fetche
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [refusal])
     other = await cluster.add(4, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert other.requests[0].kv_params is not None
     assert other.requests[0].kv_params.transfer_id == "t1"
@@ -73,7 +74,7 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_load
         cluster.pipeline.placement.loads.on_report(
             LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0), time.monotonic()
         )
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert trace.decode_instance == 6
 
@@ -98,7 +99,7 @@ async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_i
     for instance_id, running in ((1, 0), (2, 0), (4, 9)):
         report = LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0, cost)
         cluster.pipeline.placement.loads.on_report(report, time.monotonic())
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (trace.decode_instance, trace.expected is not None) == (
         (2, True) if takes_it else (4, False)
@@ -123,7 +124,7 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
     selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
-    probe = partial(cluster.pipeline.generate, request(), RouteTrace(), selection=selection)
+    probe = partial(cluster.pipeline.generate, request(), ChoiceTimeline(), selection=selection)
     with pytest.raises(Draining):
         await run_stream(probe, lambda chunk: True)
     assert other.requests == []
@@ -163,7 +164,7 @@ async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries
     for number in range(1, 8):
         cluster.view.add(make_instance(number, role=Role.AGGREGATED))
     await cluster.add(9, Role.AGGREGATED, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert trace.retries == 0
 
@@ -256,7 +257,9 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
         if has_other:
             await cluster.add(2, Role.AGGREGATED, *[FINISHED] * 3, supported_features=("priority",))
         for _ in range(3):
-            async with aclosing(pipeline_stream(cluster.pipeline, wanted, RouteTrace())) as stream:
+            async with aclosing(
+                pipeline_stream(cluster.pipeline, wanted, ChoiceTimeline())
+            ) as stream:
                 if has_other:
                     assert [chunk async for chunk in stream]
                 else:

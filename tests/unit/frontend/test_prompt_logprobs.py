@@ -5,7 +5,7 @@ once each.
 from __future__ import annotations
 
 from dynamo_trtllm.errors import Disconnected
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import Chunk, Role, TokenLogprob
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
 
@@ -22,7 +22,7 @@ async def test_prompt_logprobs_when_a_pair_serves_then_those_of_prefill_are_in_t
 ) -> None:
     await cluster.add(1, Role.PREFILL, [scores(*SCORED[:2]), scores(SCORED[2]), kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace, **SCORING) == [10, 11, 12, 13]
     assert trace.prompt_logprobs == SCORED
 
@@ -33,7 +33,7 @@ async def test_prompt_logprobs_when_prefill_is_retried_then_each_is_there_once(
     await cluster.add(1, Role.PREFILL, [scores(*SCORED[:2]), Disconnected("gone")])
     await cluster.add(3, Role.PREFILL, [scores(*SCORED), kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     await cluster.tokens(trace, **SCORING)
     assert (trace.prompt_logprobs, trace.retries) == (SCORED, 1)
 
@@ -43,7 +43,7 @@ async def test_prompt_logprobs_when_the_request_migrates_then_they_are_not_compu
 ) -> None:
     await cluster.add(1, Role.AGGREGATED, [scores(*SCORED), FINISHED[0], Disconnected("gone")])
     other = await cluster.add(3, Role.AGGREGATED, FINISHED[1:])
-    trace = RouteTrace()
+    trace = ChoiceTimeline()
     assert await cluster.tokens(trace, **SCORING) == [10, 11, 12, 13]
     assert (trace.prompt_logprobs, trace.migrations) == (SCORED, 1)
     assert other.requests[0].sampling.prompt_logprobs is None

@@ -15,7 +15,8 @@ import pytest
 
 from dynamo_trtllm.errors import EngineFailed, QueryOfDeath, TransferFailed
 from dynamo_trtllm.frontend.generation import suspects
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import (
@@ -115,11 +116,11 @@ class Deployment:
         listeners = self.plane._transport._listeners  # type: ignore[attr-defined]
         listeners[subject] = lambda data, reply: listeners.pop(subject)
 
-    async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[int]:
+    async def run(self, asked: GenerateRequest, trace: ChoiceTimeline | None = None) -> list[int]:
         """Return the tokens of a request, within a bounded time."""
         async with (
             asyncio.timeout(3 * SOON_S),
-            aclosing(pipeline_stream(self.pipeline, asked, trace or RouteTrace())) as stream,
+            aclosing(pipeline_stream(self.pipeline, asked, trace or ChoiceTimeline())) as stream,
         ):
             return [token async for chunk in stream for token in chunk.token_ids]
 
@@ -234,7 +235,7 @@ async def test_choices_when_their_prompt_is_deadly_then_they_end_two_workers_tog
     for _ in range(6):
         await deployment.add(Role.AGGREGATED)
     suspicion = Suspicion(is_shared=True)
-    traces = [RouteTrace(suspicion=suspicion) for _ in range(4)]
+    traces = [ChoiceTimeline(suspicion=suspicion) for _ in range(4)]
     answers = await asyncio.gather(
         *(deployment.run(prompt(DEADLY), trace) for trace in traces), return_exceptions=True
     )

@@ -16,11 +16,7 @@ import pytest
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.frontend.http import endpoint
-from dynamo_trtllm.frontend.http.admission import IterationTime
-from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
-from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.streams import OnChunk
 from tests.memory_http import MemoryClient
@@ -34,7 +30,9 @@ def refuse() -> None:
 class Refusing(ScriptedPipeline):
     error: weakref.ref[BaseException] | None = None
 
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         try:
             refuse()
         except InvalidRequest as exc:

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.conversation import Conversation
@@ -79,7 +79,9 @@ class AnyModel(Catalog):
 class Varied(ScriptedPipeline):
     """Another script for each prompt."""
 
-    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(
+        self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
+    ) -> None:
         self.script = SCRIPTS[(sum(request.token_ids) + request.sampling.max_tokens) % len(SCRIPTS)]
         await super().play(request, trace, on_chunk)
 

@@ -179,7 +179,7 @@ def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() ->
     plan = text(harmony_model(), prompt=["a", "b", "a"], n=2)
     choices = [ChoiceState(choice_request) for choice_request in plan.choices]
     share_suspicions(choices, plan.candidates)
-    shared = [choice.trace.suspicion for choice in choices]
+    shared = [choice.timeline.suspicion for choice in choices]
     assert [shared.index(suspicion) for suspicion in shared] == [0, 0, 2, 2, 0, 0]
 
 
