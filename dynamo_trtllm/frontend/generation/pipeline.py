@@ -44,13 +44,10 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
-from dynamo_trtllm.observability.recorder import RECORDER
-from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
-from dynamo_trtllm.phases import FRONTEND, Span
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.router.load import PlacedRequest
-from dynamo_trtllm.router.placement import CostSelection, Placement
+from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
 from dynamo_trtllm.router.prefix_index import PromptHashes
 from dynamo_trtllm.router.view import (
@@ -286,7 +283,6 @@ class _RunningRequest(Stream):
 
     __slots__ = (
         "_attempt",
-        "_attempt_span",
         "_begun_s",
         "_call",
         "_context",
@@ -316,8 +312,7 @@ class _RunningRequest(Stream):
         self._call: StreamReceiver | None = None
         self._tracked = Call(timeline.suspicion, self._flow.progress)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
-        self._attempt = -1  # the number of the attempt to which the next three belong
-        self._attempt_span = 0  # the index of its first span
+        self._attempt = -1  # the number of the attempt to which the next two belong
         self._begun_s = 0.0
         self._round_robin_index = 0
         self._placed: PlacedRequest | None = None  # counts the request in the loads of its workers
@@ -360,7 +355,7 @@ class _RunningRequest(Stream):
         if attempt != self._attempt:
             self._attempt = attempt
             self._begun_s = time.monotonic()
-            self._enter_attempt()
+            self._timeline.attempt_began()
             self._round_robin_index = self._pipeline.new_round_robin_index(request.model)
         self._end_placed()
         self._end_trial()
@@ -375,19 +370,8 @@ class _RunningRequest(Stream):
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, time.monotonic())
-            expected = self._placed.expected
-            self._timeline.expected = expected
-            if isinstance(selection, CostSelection):
-                predicted = 0 if expected is None else expected[1].packed()
-                RECORDER.record(
-                    request.request_id,
-                    Recorded.PLACED_BY_COST,
-                    *selection.recorded(),
-                    predicted,
-                    reason=placement.mode,
-                )
-        prefill_id = 0 if selection.prefill is None else selection.prefill.id
-        RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
+            self._timeline.placed_by_cost(request, selection, self._placed, placement.mode)
+        self._timeline.placed(request, selection)
         return selection
 
     def _select_workers(self, excluded: frozenset[int], avoid: int | None) -> WorkerSelection:
@@ -422,16 +406,12 @@ class _RunningRequest(Stream):
         if left_s <= 0:
             asyncio.get_running_loop().call_soon(self._on, Signal.WAIT_TIMED_OUT)
             return
-        pair = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
-        prefill_id, decode_id = pair
-        RECORDER.record(
-            request.request_id, Recorded.WAITING_FOR_WORKERS, prefill_id or 0, decode_id
-        )
+        quarantined = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
+        self._timeline.waiting_for_workers(request, quarantined)
         self._run(_wait(pipeline.view.changed, left_s))
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
-        self._enter("reserve", decode.role)
-        RECORDER.record(self._flow.request.request_id, Recorded.RESERVING_SLOT, decode.id)
+        self._timeline.reserving_slot(self._flow.request, decode)
         self._run(self._reserve(decode, reservation_id))
 
     def check_worker(self, worker: Instance) -> None:
@@ -442,8 +422,7 @@ class _RunningRequest(Stream):
         if scores_prompt:
             self._timeline.prompt_logprobs.clear()
         phase = request.phase
-        self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
-        RECORDER.record(request.request_id, Recorded.CALL_SENT, worker.id, reason=phase)
+        self._timeline.calling(request, worker)
         if self._placed is not None:
             self._placed.sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._on
@@ -463,7 +442,7 @@ class _RunningRequest(Stream):
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         if error is None:  # the first chunk of the decode call
             self._pipeline.suspects.kv_arrived(self._tracked)
-            self._enter("decode", self._timeline.spans[-1].role)
+            self._timeline.decode_began()
             if self._placed is not None:
                 self._placed.prefilled()
         self._pipeline.record_transfer(pair, error)
@@ -477,19 +456,14 @@ class _RunningRequest(Stream):
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         self._pipeline.record_unreachable(worker.id, error)
         self._pipeline.suspects.end(self._tracked)
-        request_id = self._flow.request.request_id
-        RECORDER.record(
-            request_id, Recorded.CALL_FAILED, worker.id, bool(next_step), reason=error.code
-        )
+        request = self._flow.request
+        self._timeline.call_failed(request, worker, error, goes_on=bool(next_step))
         if not next_step:
             return
-        span = self._timeline.spans[-1]
-        if span.phase == "first_token":
-            span.phase = "retry"
         if self._pipeline.failure_lines.admits():
             log.warning(
                 "request %s: call to worker %x failed, %s (%s): %s",
-                short_id(request_id),
+                short_id(request.request_id),
                 worker.id,
                 next_step,
                 error.code,
@@ -505,37 +479,6 @@ class _RunningRequest(Stream):
         if self._tracked.tried_on:
             self._pipeline.suspects.end_trial(self._tracked)
             self._pipeline.view.notify_changed()  # other suspects may wait for these workers
-
-    # --- where the time goes ----------------------------------------------------------------------
-
-    def _enter(self, phase: str, role: str = FRONTEND) -> None:
-        """Begin a span and end the one before.
-
-        A migration ends with the first chunk of the next attempt.
-        """
-        timeline = self._timeline
-        if timeline.spans:
-            last = timeline.spans[-1]
-            if last.phase == "migration" and phase != "decode":
-                return
-            if last.phase == "prefill":
-                last.stats = timeline.prefill_stats
-            elif last.phase == "first_token":
-                last.stats = timeline.decode_stats
-        timeline.spans.append(Span(phase, time.monotonic(), role))
-
-    def _enter_attempt(self) -> None:
-        """Begin the spans of an attempt.
-
-        A failed attempt before it becomes one span, or the part after its tokens.
-        """
-        spans = self._timeline.spans
-        if spans and spans[-1].phase == "decode":
-            spans.append(Span("migration", max(spans[-1].begin_s, self._timeline.last_s)))
-        elif len(spans) > self._attempt_span and spans[-1].phase != "migration":
-            spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
-        self._attempt_span = len(spans)
-        self._enter("select")
 
     def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
         name = f"pipeline-{self._flow.request.request_id}"
