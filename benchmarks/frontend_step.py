@@ -13,6 +13,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from dynamo_trtllm.api.chat import ChatRequest
@@ -25,8 +26,8 @@ from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.completions import CHAT
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
-from dynamo_trtllm.frontend.http.request_context import AppState
-from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
+from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.serve_request import serve_request
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import (
@@ -164,7 +165,7 @@ def make_exchange(
     state = AppState(
         config, cast("ModelRegistry", pipeline), cast("Pipeline", pipeline), FrontendMetrics()
     )
-    app = GenerateEndpoint(CHAT, state)
+    app = partial(serve_request, CHAT, state)
     body = make_request(**fields)
 
     async def exchange() -> None:

@@ -119,9 +119,8 @@ def _run_switched(process: str) -> None:
     """Run a frontend or worker that records nothing and divides no request into phases between two
     signals.
     """
-    from dynamo_trtllm import phases
-    from dynamo_trtllm.frontend.http import request_context
     from dynamo_trtllm.frontend.process.main import main as run_frontend
+    from dynamo_trtllm.frontend.requests import timeline
 
     from .plane import runner_worker
 
@@ -131,11 +130,11 @@ def _run_switched(process: str) -> None:
     def switch_off(*_: object) -> None:
         rings.append(RECORDER._ring)
         RECORDER._ring = None
-        request_context.divide = lambda *_: {}  # type: ignore[attr-defined]  # for measurements, so no flag does it
+        timeline.divide = lambda *_: {}  # type: ignore[attr-defined]  # for measurements, so no flag does it
 
     def switch_on(*_: object) -> None:
         RECORDER._ring = rings.pop()  # type: ignore[assignment]
-        request_context.divide = divide  # type: ignore[attr-defined]
+        timeline.divide = divide  # type: ignore[attr-defined]
         if RECORDER._timer is not None:
             RECORDER._timer.cancel()
         RECORDER._tick()

@@ -22,13 +22,11 @@ from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
-    GenerateRequest,
     PhaseTimings,
     TokenIds,
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
 from dynamo_trtllm.tokenization.output import Channel, Delta, StepOutput, joined
 
@@ -492,11 +490,6 @@ class ChoiceState:
             return False
         text = self._choice_request.renderer.decode(token_ids((token_id,)))
         return "\ufffd" in text
-
-
-def record_prompt(request: GenerateRequest) -> None:
-    """Record the length and the hashes of a prompt. Call this once for all its choices."""
-    RECORDER.record_prompt(request.request_id, request.token_ids, request.sampling.max_tokens)
 
 
 def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenLogprob, ...]:

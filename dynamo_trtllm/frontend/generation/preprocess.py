@@ -102,6 +102,17 @@ class GenerationPlan:
     # Only for `/v1/responses`: those of earlier turns, then those of the request.
     items: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def deadline(self) -> float:
+        """Return the deadline of the request, in seconds since the epoch."""
+        return self.choices[0].request.deadline
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether the output has log-probabilities."""
+        sampling = self.choices[0].request.sampling
+        return sampling.logprobs is not None or sampling.prompt_logprobs is not None
+
 
 def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
     """Plan a chat request. `call`: that of the body, without prompt and sampling values.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessagesAdapter
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.preprocess import B
 from dynamo_trtllm.frontend.generation.responses.response_builder import (
     ResponseBuilder,
     ResponsesAdapter,
@@ -41,9 +42,11 @@ from dynamo_trtllm.frontend.generation.responses.response_store import (
     store_limits,
 )
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
-from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
+from dynamo_trtllm.frontend.requests.answer import ApiAdapter
+from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.running_answers import RunningAnswers
+from dynamo_trtllm.frontend.requests.serve_request import serve_request
 from dynamo_trtllm.http_server.errors import messages_error, retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
@@ -198,7 +201,7 @@ class ResponseRoutes:
     """
 
     _store: ResponseStore
-    _running: Mapping[str, tuple[RequestContext, asyncio.Task[None]]]  # see `AppState`
+    _running: RunningAnswers
 
     async def retrieve(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "stream", "include", "include[]")
@@ -231,13 +234,11 @@ class ResponseRoutes:
             stored = await self._store.get(request.path_params["id"])
             response.send_json(200, stored.response)
             return
-        context, task = self._running[builder.id]
-        context.is_cancelled = True
-        task.cancel()
+        client = self._running.cancel(builder.id)
         cancelled = builder.cancelled()
         packed = builder.pack(cancelled)
         if packed is not None:
-            await self._store.put(builder.id, packed, context.client)
+            await self._store.put(builder.id, packed, client)
         response.send_json(200, cancelled)
 
     async def _stored(self, request: HttpRequest) -> StoredResponse:
@@ -249,11 +250,8 @@ class ResponseRoutes:
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
         """Return the builder of a response in progress."""
-        running = self._running.get(request.path_params["id"])
-        if running is None:
-            return None
-        context, _ = running
-        return context.builder if isinstance(context.builder, ResponseBuilder) else None
+        builder = self._running.builder(request.path_params["id"])
+        return builder if isinstance(builder, ResponseBuilder) else None
 
 
 def _last(request: HttpRequest, name: str, default: str) -> str:
@@ -345,7 +343,7 @@ def build_app(
             on_dropped=metrics.traces_dropped,
         )
     app_state = AppState(config, models, pipeline, metrics, traces)
-    _watch(app_state)
+    _watch(app_state, metrics)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
     response_store = ResponseStore(
@@ -357,10 +355,10 @@ def build_app(
     stored = ResponseRoutes(response_store, app_state.running)
     responses = ResponsesAdapter(response_store)
     routes = [
-        Route("POST", "/v1/chat/completions", GenerateEndpoint(CHAT, app_state)),
-        Route("POST", "/v1/completions", GenerateEndpoint(TEXT, app_state)),
-        Route("POST", "/v1/responses", GenerateEndpoint(responses, app_state)),
-        Route("POST", _MESSAGES, GenerateEndpoint(MessagesAdapter(), app_state)),
+        _generating("/v1/chat/completions", CHAT, app_state),
+        _generating("/v1/completions", TEXT, app_state),
+        _generating("/v1/responses", responses, app_state),
+        _generating(_MESSAGES, MessagesAdapter(), app_state),
         Route("GET", "/v1/responses/{id}", stored.retrieve),
         Route("DELETE", "/v1/responses/{id}", stored.delete),
         Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
@@ -379,14 +377,18 @@ def build_app(
     ]
     forms = {_MESSAGES: messages_error}
     router = Router(routes, "; see /docs for the API", config.allowed_origins, forms)
-    return FrontendApp(router, app_state.traces, response_store.aclose)
+    return FrontendApp(router, traces, response_store.aclose)
 
 
-def _watch(state: AppState) -> None:
+def _generating(path: str, api: ApiAdapter[B], app_state: AppState) -> Route:
+    """Return the route of an API that generates."""
+    return Route("POST", path, partial(serve_request, api, app_state))
+
+
+def _watch(state: AppState, metrics: FrontendMetrics) -> None:
     """Let the metrics read the values of their gauges."""
-    metrics = state.metrics
-    limiter = state.limiter
-    budget = state.body_budget
+    limiter = state.limits.choices
+    budget = state.limits.body_budget
     placement = state.pipeline.placement
     metrics.watch(
         choices=lambda: limiter.in_use,

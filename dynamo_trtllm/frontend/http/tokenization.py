@@ -1,13 +1,11 @@
-"""Serve the endpoints that tokenize and generate nothing, with the tokenizer of generations."""
+"""Define the endpoints that tokenize and generate nothing, with the tokenizer of generations."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
-import orjson
 
 from dynamo_trtllm.api.messages import CountTokensRequest
 from dynamo_trtllm.api.response_schemas import (
@@ -18,7 +16,6 @@ from dynamo_trtllm.api.response_schemas import (
 )
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
-from dynamo_trtllm.api.unknown_fields import collector
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options
 from dynamo_trtllm.frontend.generation.messages.message_builder import messages_prompt
@@ -28,72 +25,32 @@ from dynamo_trtllm.frontend.generation.preprocess import (
     conversation_prompt,
 )
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponsesAdapter
-from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
-from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
-from dynamo_trtllm.frontend.requests.admission import check_json
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.serve_tokenization import (
+    Resolve,
+    TokenizationApi,
+    serve_tokenization,
+)
 from dynamo_trtllm.http_server.server import Route
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.served_model import ServedModel
 
-R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
-
-# Reads what a request refers to. Returns the work that makes the response, which may take long and
-# is safe in a thread, and the characters of stored text that it renders.
-Resolve: TypeAlias = Callable[
-    [R, ServedModel], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]
-]
-
-
-class TokenizationEndpoint(Endpoint, Generic[R]):
-    """The handler of requests that are answered with the tokenizer, without a worker."""
-
-    def __init__(self, name: str, body: type[R], resolve: Resolve[R], app_state: AppState) -> None:
-        super().__init__(name, app_state)
-        self._body: type[R] = body
-        self._resolve: Resolve[R] = resolve
-
-    async def _serve(
-        self, context: RequestContext, request: HttpRequest, response: HttpResponse
-    ) -> None:
-        check_json(request)
-        raw_body = await context.read_body(request)
-        unknown_fields = self._app_state.config.unknown_fields
-        ignored = collector(unknown_fields)
-        is_large = is_large_body(raw_body)
-        async with self._slot(is_large=is_large):
-            context.enter("tokenize")
-            body = await self._parse(self._body, raw_body, ignored, is_large=is_large)
-            served = self._app_state.models.get(body.model)
-            prepare, stored_chars = await self._resolve(body, served)
-            size = max(len(raw_body), stored_chars)
-
-            def encode() -> bytes:
-                return orjson.dumps(prepare())
-
-            data = await self._tokenize(context, served, encode, size, is_large=is_large)
-        if ignored is not None and unknown_fields != "ignore":
-            context.report_ignored(ignored, request)
-        response.send(200, data, headers=context.served_by())
-
 
 def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> list[Route]:
     """Return the routes of this module. `responses` resolves the references of `/v1/responses`."""
-    tokenize = TokenizationEndpoint("tokenize", TokenizeRequest, _tokenization, app_state)
-    detokenize = TokenizationEndpoint("detokenize", DetokenizeRequest, _detokenization, app_state)
-    resolve = _input_tokens(responses)
-    count = TokenizationEndpoint("input_tokens", ResponseRequest, resolve, app_state)
-    count_tokens = TokenizationEndpoint(
-        "count_tokens",
-        CountTokensRequest,
-        _message_tokens,
-        app_state,
-    )
+    tokenize = TokenizationApi("tokenize", TokenizeRequest, _tokenization)
+    detokenize = TokenizationApi("detokenize", DetokenizeRequest, _detokenization)
+    count = TokenizationApi("input_tokens", ResponseRequest, _input_tokens(responses))
+    count_message = TokenizationApi("count_tokens", CountTokensRequest, _message_tokens)
     return [
-        Route("POST", "/tokenize", tokenize),
-        Route("POST", "/detokenize", detokenize),
-        Route("POST", "/v1/responses/input_tokens", count),
-        Route("POST", "/v1/messages/count_tokens", count_tokens),
+        Route("POST", "/tokenize", partial(serve_tokenization, tokenize, app_state)),
+        Route("POST", "/detokenize", partial(serve_tokenization, detokenize, app_state)),
+        Route("POST", "/v1/responses/input_tokens", partial(serve_tokenization, count, app_state)),
+        Route(
+            "POST",
+            "/v1/messages/count_tokens",
+            partial(serve_tokenization, count_message, app_state),
+        ),
     ]
 
 

@@ -1,456 +1,137 @@
-"""Admit requests: read, plan and start them within limits of size and time."""
+"""Admit requests: hold the bytes of their bodies, and the permits of their choices."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import time
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Self
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.freed_memory import return_freed_memory
+from dynamo_trtllm.background import MAX_THREADS
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import DeadlineExceeded, InvalidRequest
+from dynamo_trtllm.frontend.requests.body_budget import BodyBudget, read_body
+from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.request_body import RequestBody
+from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.http_server.exchange import HttpRequest
 
-T = TypeVar("T")
 
-_BODY_WAIT_S = 5.0
-EVICTION_AGE_S = 1.0  # no younger body is evicted
-SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-# After so many bytes were in use, their memory is returned to the system.
-_RETURNED_BYTES = 64 << 20
-_RETURN_AFTER_S = 1.0  # the last body is freed by then
-TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
-SMALL_BODY_BYTES = 128 << 10
-WORK_S = 0.01
-TURNS_PER_ITERATION = 64
-CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
-_GROUP = 8  # choices of one request in one turn
+class AdmissionLimits:
+    """What all requests share: the bytes of bodies, the permits of choices, and threads."""
 
+    def __init__(self, config: FrontendConfig) -> None:
+        self.config = config
+        self.body_budget = BodyBudget(config.max_total_body_bytes)
+        self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
+        self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
-@dataclass(slots=True, eq=False)
-class BodyBytes:
-    """The part of the budget that one request body uses."""
-
-    number: int  # in order of arrival
-    client: str  # network address
-    since_s: float  # when it began to arrive, plus the time for which it has waited for its share
-    in_use: int = 0  # bytes
-    arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
-    is_evicted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _WaitingBody:
-    """A body that waits for its share of the budget."""
-
-    body: BodyBytes
-    count: int  # bytes that it waits for
-    max_bytes: int  # in use by all bodies when it gets them; the favored one may exceed this
-    granted: asyncio.Future[None]
-
-    def __lt__(self, other: _WaitingBody) -> bool:
-        return self.body.number < other.body.number
-
-
-class BodyBudget:
-    """The bytes of all request bodies that are being received or parsed.
-
-    Large bodies share one half of the budget, and an eighth is only for tiny bodies, so that small
-    requests are served meanwhile. When the half is full, the oldest large body that waits may use a
-    quarter more until it is released: without this, partly received bodies would wait for each
-    other. The quarter stays reserved for this body between two of its parts.
-
-    When a body does not get its share at once, bodies that arrive slowly are evicted: first those
-    of the client that uses the most bytes, the slowest first.
-    """
-
-    def __init__(
-        self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Set the budget to `limit` bytes.
-
-        Each chunk of a body waits at most `wait_s` seconds for its share.
-        """
-        self.limit = limit
-        self.in_use = 0
-        self._most_in_use = 0  # since memory was returned to the system
-        self._wait_s = wait_s
-        self._clock = clock
-        self._numbers = itertools.count()
-        self._arriving: dict[BodyBytes, None] = {}
-        self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
-        self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
-        self._waiting: dict[BodyBytes, _WaitingBody] = {}
-        # Heaps of those that wait, by `max_bytes`: the body that arrived first is the first. Some
-        # of their entries do not wait any more.
-        self._queues: dict[int, list[_WaitingBody]] = {}
-        self._favored: BodyBytes | None = None  # may have the quarter more
-
-    def body(self, client: str = "") -> BodyBytes:
-        """Return the account of a new body. `client`: network address of its sender."""
-        return BodyBytes(next(self._numbers), client, self._clock())
+    def slot(self, *, is_large: bool) -> AbstractAsyncContextManager[None]:
+        """Return the slot in which a body is processed. Only large bodies wait for theirs."""
+        return self._large_body_slot() if is_large else nullcontext()
 
     @asynccontextmanager
-    async def arrival(self, body: BodyBytes, within_s: float | None) -> AsyncGenerator[None, None]:
-        """Limit the time in which a `with` block receives the body.
+    async def _large_body_slot(self) -> AsyncGenerator[None, None]:
+        """Limit how many large bodies are processed at once.
 
-        Meanwhile, the body may be evicted.
-
-        Raises:
-            RequestTimeout: the body did not arrive in time, or was evicted because it arrives
-                slowly.
-        """
-        self._arriving[body] = None
-        try:
-            async with asyncio.timeout(within_s) as body.arrival:
-                yield
-        except TimeoutError:
-            if body.is_evicted:
-                raise errors.RequestTimeout(
-                    f"the request body arrived at less than {SLOW_BYTES_PER_S >> 10} KiB/s while"
-                    " other requests needed its memory (--max-total-body-bytes); send it faster"
-                ) from None
-            raise errors.RequestTimeout(
-                f"the request body did not arrive within {within_s:g} s; send it faster"
-            ) from None
-        finally:
-            body.arrival = None
-            self._arriving.pop(body, None)
-
-    async def acquire(self, count: int, body: BodyBytes) -> None:
-        """Reserve `count` more bytes for the body.
+        Each takes several times its size in memory.
 
         Raises:
-            Overloaded: the bytes were not free in time.
+            DeadlineExceeded: the bodies before this one took too long.
         """
-        if not self._waiting and self.in_use + count <= self._max_bytes(body.in_use + count):
-            self.in_use += count
-            body.in_use += count
-            return
-        begun_s = self._clock()
-        granted = asyncio.get_running_loop().create_future()
-        waiting = _WaitingBody(body, count, self._max_bytes(body.in_use + count), granted)
-        self._waiting[body] = waiting
-        heapq.heappush(self._queues.setdefault(waiting.max_bytes, []), waiting)
-        self._grant()
-        if self._eviction is None:
-            self._evict()
         try:
-            async with asyncio.timeout(self._wait_s):
-                await granted
+            async with asyncio.timeout(self.config.request_timeout_s):
+                await self._large_bodies.acquire()
         except TimeoutError:
-            raise errors.Overloaded(
-                f"request bodies in progress use {self.in_use} of {self.limit} bytes"
-                " (--max-total-body-bytes); try again later"
+            raise DeadlineExceeded(
+                "the request's deadline passed while other large requests were parsed"
             ) from None
-        finally:
-            body.since_s += self._clock() - begun_s
-            self._waiting.pop(body, None)
-
-    def release(self, body: BodyBytes) -> None:
-        """Free all bytes of the body. Idempotent."""
-        if not body.in_use and self._favored is not body:
-            return
-        if self.in_use > self._most_in_use:
-            self._most_in_use = self.in_use
-        self.in_use -= body.in_use
-        if not self.in_use and self._most_in_use >= _RETURNED_BYTES:
-            self._most_in_use = 0
-            asyncio.get_running_loop().call_later(_RETURN_AFTER_S, return_freed_memory)
-        if body.is_evicted:
-            self._evicted_bytes -= body.in_use
-        body.in_use = 0
-        if self._favored is body:
-            self._favored = None
-        if self._waiting:
-            self._grant()
-
-    def _max_bytes(self, size: int) -> int:
-        """Return how many bytes may be in use when a body grows to this size.
-
-        Not for the favored body.
-        """
-        if size <= TINY_BODY_BYTES:
-            return self.limit
-        if size <= SMALL_BODY_BYTES:
-            return self.limit - self.limit // 8
-        return self.limit // 2
-
-    def _grant(self) -> None:
-        """Give waiting bodies their share, as long as it is free.
-
-        The time does not depend on how many wait: of the bodies with the same limit, only the
-        first is looked at.
-        """
-        waiting = self._next()
-        while waiting is not None:
-            self.in_use += waiting.count
-            waiting.body.in_use += waiting.count
-            del self._waiting[waiting.body]
-            waiting.granted.set_result(None)
-            waiting = self._next()
-
-    def _next(self) -> _WaitingBody | None:
-        """Return the body that gets its share next; None if none fits."""
-        candidates = []
-        if self._favored in self._waiting:
-            candidates.append(self._waiting[self._favored])
-        for queue in self._queues.values():
-            while queue and queue[0].granted.done():
-                heapq.heappop(queue)
-            if queue:
-                candidates.append(queue[0])
-        for waiting in sorted(candidates):
-            if not waiting.granted.done() and self._fits(waiting):
-                return waiting
-        return None
-
-    def _fits(self, waiting: _WaitingBody) -> bool:
-        """Return whether a body can have its share. The first large one that can't is favored."""
-        body = waiting.body
-        in_use = self.in_use + waiting.count
-        if in_use <= waiting.max_bytes:
-            return True
-        is_large = body.in_use + waiting.count > SMALL_BODY_BYTES
-        if not is_large or self._favored not in (None, body):
-            return False
-        self._favored = body
-        return in_use <= self.limit // 4 * 3
-
-    def _evict(self) -> None:
-        """End slow bodies, now and every second, as long as others wait for their share."""
-        self._eviction = None
-        if self._waiting:
-            self._eviction = asyncio.get_running_loop().call_later(EVICTION_AGE_S, self._evict)
-            self._evict_slow(self._lacking_bytes() - self._evicted_bytes)
-
-    def _lacking_bytes(self) -> int:
-        """Return how many bytes must become free so that all waiting bodies get their share."""
-        wanted = 0
-        least = self.limit
-        for waiting in self._waiting.values():
-            wanted += waiting.count
-            least = min(least, waiting.max_bytes)
-        return self.in_use + wanted - least
-
-    def _evict_slow(self, lacking: int) -> None:
-        """End slow bodies until their release frees `lacking` bytes."""
-        if lacking <= 0:
-            return
-        by_client: Counter[str] = Counter()
-        for body in self._arriving:
-            by_client[body.client] += body.in_use
-        slow = [body for body in self._arriving if self._is_slow(body)]
-        slow.sort(key=lambda body: (-by_client[body.client], self._rate(body)))
-        for body in slow:
-            if lacking <= 0:
-                return
-            lacking -= body.in_use
-            self._evicted_bytes += body.in_use
-            body.is_evicted = True
-            assert body.arrival is not None
-            body.arrival.reschedule(0.0)
-
-    def _is_slow(self, body: BodyBytes) -> bool:
-        if not body.in_use or body in self._waiting:
-            return False
-        if body.arrival is None or body.arrival.expired():
-            return False
-        age_s = self._clock() - body.since_s
-        return age_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
-
-    def _rate(self, body: BodyBytes) -> float:
-        """Return the bytes per second at which a body has arrived."""
-        return body.in_use / max(self._clock() - body.since_s, EVICTION_AGE_S)
-
-
-class _WaitingTurn(NamedTuple):
-    """A piece of work that waits for its turn."""
-
-    size: int
-    granted: asyncio.Future[None]
-
-
-class IterationTime:
-    """A limit on the time that an iteration of the event loop spends on one kind of work.
-
-    Such a kind is the planning of bodies. Other streams are delayed by no more. Bodies that arrive
-    together are planned together until the limit, further ones in the next iterations, in order of
-    arrival. If each had an iteration of its own, their tokens would come in messages of their own
-    with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
-
-    Each piece of work has a turn. In each iteration, turns begin until WORK_S seconds of CPU time
-    have passed since the first of them began. So what follows a turn in the same task counts, too,
-    and a busy machine changes nothing.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float] = time.thread_time, most: int = TURNS_PER_ITERATION
-    ) -> None:
-        """Create the queue for one kind of work.
-
-        Args:
-            clock: returns seconds of CPU time.
-            most: the sum of the sizes of the turns of one iteration.
-        """
-        self._clock = clock
-        self._most = most
-        self._begun_s: float | None = None  # when the first turn of this iteration began
-        self._size = 0  # of this iteration's turns
-        self._waiting: deque[_WaitingTurn] = deque()
-        self._postponed: list[_WaitingTurn] = []  # had a turn, but others had used the time
-        self._num_granted = 0  # turns that have not begun
-        self._is_scheduled = False  # the next iteration calls `_begin_iteration`
-
-    @asynccontextmanager
-    async def turn(self, size: int = 1) -> AsyncGenerator[None, None]:
-        """Wait for a turn, in which the block runs. It must not wait for anything.
-
-        Args:
-            size: at most _GROUP, and at most `most`.
-        """
-        is_first = not (self._waiting or self._postponed or self._num_granted)
-        if not is_first or self._is_over(size):
-            await self._wait(self._waiting, size)
-            while self._is_over(size):
-                await self._wait(self._postponed, size)
-        if self._begun_s is None:
-            self._begun_s = self._clock()
-            self._schedule()
-        self._size += size
-        yield
-
-    def _is_over(self, size: int) -> bool:
-        """Return whether this iteration has no time left for a turn of this size."""
-        if self._begun_s is None:
-            return False
-        return self._size + size > self._most or self._clock() - self._begun_s >= WORK_S
-
-    async def _wait(self, queue: deque[_WaitingTurn] | list[_WaitingTurn], size: int) -> None:
-        waiting = _WaitingTurn(size, asyncio.get_running_loop().create_future())
-        queue.append(waiting)
-        self._schedule()
         try:
             await waiting.granted
         finally:
-            if waiting.granted.done() and not waiting.granted.cancelled():
-                self._num_granted -= 1
-
-    def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
-
-    def _begin_iteration(self) -> None:
-        """Let the first of those that wait have their turns, in the next iteration."""
-        self._is_scheduled = False
-        # Those that would find no time left would have been woken for nothing.
-        left = min(self._most, max(_GROUP, 2 * self._size))
-        self._begun_s = None
-        self._size = 0
-        self._waiting.extendleft(reversed(self._postponed))
-        self._postponed.clear()
-        while self._waiting and self._waiting[0].size <= left:
-            waiting = self._waiting.popleft()
-            if not waiting.granted.done():  # otherwise its task was cancelled
-                left -= waiting.size
-                self._num_granted += 1
-                waiting.granted.set_result(None)
-        if self._num_granted:
-            self._schedule()
+            self._large_bodies.release()
 
 
-class ChoiceTurns:
-    """A limit on the choices that one iteration of the event loop starts, or cancels.
+class RequestAdmission:
+    """What one request has taken of the limits. The end of its `with` block releases all of it."""
 
-    Requests with several choices handle them in groups, and the groups of all requests take turns.
-    Otherwise, all other streams would wait for hundreds of choices. The number is limited, too,
-    because most of the work for a choice follows in later iterations. A request with one choice
-    takes no turn, because reading its body takes longer than starting its choice.
-    """
+    def __init__(self, limits: AdmissionLimits, timeline: RequestTimeline) -> None:
+        self._limits = limits
+        self._timeline = timeline
+        self._body_bytes = limits.body_budget.body(timeline.facts.client)
+        self._num_permits = 0
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._time = IterationTime(clock, most=CHOICES_PER_ITERATION)
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
-        """Call `act` with all choices, in order."""
-        if len(choices) == 1:
-            act(choices[0])
-            return
-        for first in range(0, len(choices), _GROUP):
-            group = choices[first : first + _GROUP]
-            if first:
-                await asyncio.sleep(0)  # other requests have their turn
-            async with self._time.turn(len(group)):
-                for choice in group:
-                    act(choice)
+    async def __aexit__(self, *_: object) -> None:
+        self._release_body()
+        self._limits.choices.release(self._num_permits)
+        self._num_permits = 0
 
+    def check_queue(self) -> None:
+        """Raise Overloaded if there is no place in the queue.
 
-def check_json(request: HttpRequest) -> None:
-    """Raise UnsupportedMedia if a header declares that the body is compressed or not JSON."""
-    given = request.header(b"content-type")
-    kind = (given or "application/json").split(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise errors.UnsupportedMedia(
-            f"Content-Type {kind!r} is not supported; send application/json"
+        Call it before the body is read.
+        """
+        self._limits.choices.check(self._timeline.facts.client)
+
+    @asynccontextmanager
+    async def body(self, request: HttpRequest) -> AsyncGenerator[RequestBody, None]:
+        """Read the body, and hold its bytes while a `with` block parses and plans it.
+
+        A large body waits for the slot of a thread. After an error, the bytes are held until the
+        error was answered, because it refers to them.
+
+        Raises:
+            PayloadTooLarge, RequestTimeout, Overloaded, ClientDisconnected: as `read_body`.
+            DeadlineExceeded: other large bodies took too long.
+        """
+        config = self._limits.config
+        received = RequestBody(
+            await read_body(
+                request,
+                config.max_body_bytes,
+                config.receive_timeout_s,
+                self._limits.body_budget,
+                self._body_bytes,
+            ),
+            self._timeline,
         )
-    encoding = (request.header(b"content-encoding") or "identity").strip().lower()
-    if encoding != "identity":
-        raise errors.UnsupportedMedia(
-            f"Content-Encoding {encoding!r} is not supported; send the body uncompressed"
-        )
+        self._timeline.body_received()
+        async with self._limits.slot(is_large=received.is_large):
+            yield received
+        received.data = b""
+        self._release_body()
 
+    def check_choices(self, count: int) -> None:
+        """Raise InvalidRequest if a request may not have so many choices."""
+        limit = self._limits.choices.limit
+        if count > limit:
+            raise InvalidRequest(
+                f"the request has {count} choices; this server runs at most {limit} at once,"
+                " lower n"
+            )
 
-async def read_body(
-    request: HttpRequest, max_bytes: int, within_s: float, budget: BodyBudget, body: BodyBytes
-) -> bytes:
-    """Return the body.
+    async def acquire_permits(self, count: int, deadline: float) -> None:
+        """Wait for the permits of all choices.
 
-    Args:
-        max_bytes: limit of the body's size.
-        within_s: seconds until the whole body must have arrived.
-        budget: where the bytes are reserved.
-        body: account of the body in the budget.
+        Args:
+            count: the number of choices.
+            deadline: seconds since the epoch.
 
-    Raises:
-        PayloadTooLarge: the body is too large; raised as soon as this is known.
-        RequestTimeout: the client did not send it in time, or slowly while other requests needed
-            its memory.
-        Overloaded: other bodies use all of the budget.
-        ClientDisconnected: the client disconnected before the end.
-    """
-    declared = request.header(b"content-length")
-    if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    if request.is_complete:
-        return await _receive_body(request, max_bytes, budget, body)
-    async with budget.arrival(body, within_s):
-        return await _receive_body(request, max_bytes, budget, body)
+        Raises:
+            Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
+        """
+        client = self._timeline.facts.client
+        self._timeline.enter("frontend_queue")
+        try:
+            await self._limits.choices.acquire(count, client, deadline - time.time())
+        finally:
+            self._timeline.left_queue()
+        self._timeline.enter("select")
+        self._num_permits = count
 
-
-async def _receive_body(
-    request: HttpRequest, max_bytes: int, budget: BodyBudget, body: BodyBytes
-) -> bytes:
-    parts = []
-    size = 0
-    try:
-        while part := await request.receive():
-            size += len(part)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            await budget.acquire(len(part), body)
-            parts.append(part)
-        return b"".join(parts)
-    finally:
-        parts.clear()  # an error refers to this frame
-
-
-def _too_large(max_bytes: int) -> errors.PayloadTooLarge:
-    return errors.PayloadTooLarge(
-        f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one"
-    )
+    def _release_body(self) -> None:
+        self._limits.body_budget.release(self._body_bytes)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Final, TypeAlias
 
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.requests.answer import Answer
+from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.http_server.exchange import HttpResponse
 
 COMMENT: Final = b": keep-alive\n\n"  # clients ignore lines that begin with a colon
@@ -77,3 +81,36 @@ class KeepAlive:
                 response.write(self._ping)
             self._written_s = time.monotonic()
         self._wait()
+
+
+EventSender: TypeAlias = HttpResponse | KeepAlive
+"""What sends the events of a response, with or without pings."""
+
+
+@contextmanager
+def keep_alive(
+    answer: Answer,
+    response: HttpResponse,
+    timeline: RequestTimeline,
+    config: FrontendConfig,
+    ping: bytes,
+) -> Generator[EventSender, None, None]:
+    """Yield what sends the events of an answer. It sends pings until the `with` block ends.
+
+    Args:
+        answer: the answer; only a stream gets pings.
+        response: where it is sent.
+        timeline: that of the request. The silence began when its body was there.
+        config: says how long a silence may be.
+        ping: an event that clients know; b"": a comment.
+    """
+    seconds = config.sse_keep_alive_s
+    if not answer.is_streamed or not seconds:
+        yield response
+        return
+    begun_s = timeline.body_received_s
+    sender = KeepAlive(response, seconds, begun_s, answer.headers, ping or COMMENT)
+    try:
+        yield sender
+    finally:
+        sender.stop()

@@ -52,6 +52,6 @@ def test_usage_when_the_answer_was_cached_too_where_the_request_went_on_then_onl
 ) -> None:
     (choice,) = chat(harmony).choices
     state = ChoiceState(choice)
-    state.trace.decode_stats = PhaseTimings(cached_tokens=len(choice.request.token_ids) + 7)
+    state.timeline.decode_stats = PhaseTimings(cached_tokens=len(choice.request.token_ids) + 7)
     usage = state.usage()
     assert usage.cached_tokens == usage.prompt_tokens

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.frontend.http.endpoint import is_large_body
+from dynamo_trtllm.frontend.requests.request_body import is_large_body
 from dynamo_trtllm.messages import FinishReason
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (

@@ -12,8 +12,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.http import request_handler
-from dynamo_trtllm.frontend.requests import output_budget
+from dynamo_trtllm.frontend.requests import output_budget, running_choices, send_answer
 from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
 from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.output import Channel, Delta
@@ -25,7 +24,7 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_handler, "COUNTED_TOKENS", 0)
+    monkeypatch.setattr(running_choices, "COUNTED_TOKENS", 0)
 
 
 def served(*script: Any) -> FakeFrontend:
@@ -103,7 +102,7 @@ async def test_answer_when_it_is_large_then_it_is_encoded_in_a_thread_with_the_s
 ) -> None:
     fields = {"logprobs": True, "top_logprobs": 5}
     inline = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
-    monkeypatch.setattr(request_handler, "_INLINE_OUTPUT_BYTES", 0)
+    monkeypatch.setattr(send_answer, "_INLINE_OUTPUT_BYTES", 0)
     threaded = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
     assert inline.status_code == threaded.status_code == 200
     assert threaded.json()["choices"] == inline.json()["choices"]

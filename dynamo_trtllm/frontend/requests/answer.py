@@ -1,0 +1,176 @@
+"""Hold the answer to one request: its choices, and what the client gets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from dynamo_trtllm.api.response_schemas import ResponseMeta
+from dynamo_trtllm.frontend.generation.choice import ChoiceState, Usage, share_suspicions
+from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
+from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
+from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
+from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
+from dynamo_trtllm.http_server.exchange import HttpResponse
+from dynamo_trtllm.messages import GenerateRequest
+from dynamo_trtllm.tokenization.served_model import ServedModel
+
+AnswerBuilder: TypeAlias = CompletionBuilder | ResponseBuilder | MessageBuilder
+
+
+class ApiAdapter(Protocol[B]):
+    """One generating endpoint of the API."""
+
+    endpoint: str  # the value of the metric label `endpoint`
+    id_prefix: str
+    body: type[B]
+    prompt: frozenset[str]  # the body's fields that are not needed any more after planning
+    ping: bytes  # the event of a silent stream; b"": a comment
+
+    async def resolve(
+        self, body: B, served: ServedModel, call: GenerateRequest
+    ) -> tuple[Callable[[], GenerationPlan], int]:
+        """Read what the request refers to. Raises RequestError.
+
+        Args:
+            call: that of the body, without prompt and sampling values.
+
+        Returns:
+            The work that plans the request, and the characters of stored text that it renders.
+            The work may take long, is safe in a thread, and raises RequestError if the request is
+            wrong or not supported.
+        """
+
+    def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> AnswerBuilder:
+        """Return the encoder of the events of a streamed response, otherwise its aggregator."""
+
+    async def on_complete(self, answer: Any, client: str) -> None:
+        """Handle a complete response before its last part is sent.
+
+        Args:
+            answer: what `builder` returned.
+            client: the client's network address; "" if unknown.
+        """
+
+
+class WantedExtras(NamedTuple):
+    """What a client wants beside the fields of the API."""
+
+    stats: bool = False  # those of `Stats`
+    nvext: frozenset[str] = frozenset()  # fields of `NvExtAnswer`
+
+
+class Answer:
+    """The answer to one request, from its plan to its last byte.
+
+    Args:
+        answer_id: the id in the response, by which `explain` finds the request.
+        builder: encodes or aggregates what the choices generate.
+        plan: the plan of the request.
+        is_streamed: the response is a stream of events.
+        wanted: what the client wants beside the fields of the API.
+        ignored: names of ignored fields, for the response header; "" without any.
+        on_complete: called once, before the last part of the answer is sent.
+    """
+
+    def __init__(
+        self,
+        answer_id: str,
+        builder: AnswerBuilder,
+        plan: GenerationPlan,
+        *,
+        is_streamed: bool,
+        wanted: WantedExtras,
+        ignored: str,
+        on_complete: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.id = answer_id
+        self.builder = builder
+        self.plan = plan
+        self.is_streamed = is_streamed
+        self.wanted = wanted
+        self.on_complete = on_complete
+        self.choices: Sequence[ChoiceState] = ()  # until `create_choices`
+        self.has_begun = False  # the builder's first events were sent
+        self._ignored = ignored
+
+    def create_choices(self) -> None:
+        """Create the choices.
+
+        Call it after the wait for permits, because 128 choices take 0.5 MB.
+        """
+        self.choices = [
+            ChoiceState(choice_request, index)
+            for index, choice_request in enumerate(self.plan.choices)
+        ]
+        if len(self.choices) > 1:
+            share_suspicions(self.choices, self.plan.candidates)
+
+    def begin(self, response: HttpResponse) -> None:
+        """Send what precedes the first delta. The headers may have been sent during a silence."""
+        self.has_begun = True
+        if not response.started:
+            response.start_events(self.headers())
+        data = self.builder.start()
+        if data:
+            response.write(data)
+
+    def headers(self) -> dict[str, str]:
+        """Return response headers with the instances known by now and the ignored fields."""
+        headers = {
+            "x-prefill-instance": self.prefill_ids(),
+            "x-decode-instance": self.decode_ids(),
+            "x-dynamo-ignored-fields": self._ignored,
+        }
+        return {name: value for name, value in headers.items() if value}
+
+    def usage(self) -> Usage:
+        """Return the usage so far.
+
+        A prompt counts once for all its candidates, with the first one's cached tokens.
+        """
+        if len(self.choices) == 1:
+            return self.choices[0].usage()
+        by_choice = [choice.usage() for choice in self.choices]
+        by_prompt = by_choice[:: self.plan.candidates]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in by_prompt),
+            completion_tokens=sum(usage.completion_tokens for usage in by_choice),
+            cached_tokens=sum(usage.cached_tokens for usage in by_prompt),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in by_choice),
+        )
+
+    def prefill_ids(self) -> str | None:
+        """Return the prefill instances, see `joined_ids`."""
+        return joined_ids(choice.timeline.prefill_instance for choice in self.choices)
+
+    def decode_ids(self) -> str | None:
+        """Return the decode instances, see `joined_ids`."""
+        return joined_ids(choice.timeline.decode_instance for choice in self.choices)
+
+    def first_s(self) -> float | None:
+        """Return when the first tokens of the request arrived; None: there are none yet."""
+        times = [choice.timeline.first_s for choice in self.choices]
+        return min((first_s for first_s in times if first_s is not None), default=None)
+
+    def finish_reasons(self) -> str:
+        """Return the distinct finish reasons of the choices, joined by commas."""
+        reasons = [choice.finish for choice in self.choices if choice.finish is not None]
+        return ",".join(dict.fromkeys(reasons))
+
+
+def joined_ids(instances: Iterable[int | None]) -> str | None:
+    """Join distinct instance ids in hexadecimal; None if there are none."""
+    ids = [f"{instance:x}" for instance in instances if instance is not None]
+    return ",".join(dict.fromkeys(ids)) or None
+
+
+def tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:
+    """Return the sum of the choices' rates after their first token; None if no choice has two."""
+    rates = []
+    for choice in choices:
+        first_s = choice.timeline.first_s
+        last_s = choice.timeline.last_s
+        if first_s is not None and last_s > first_s:
+            rates.append((choice.num_tokens - 1) / (last_s - first_s))
+    return sum(rates) if rates else None

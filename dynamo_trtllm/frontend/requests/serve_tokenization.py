@@ -1,0 +1,74 @@
+"""Serve a request that is answered with the tokenizer, without a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import orjson
+
+from dynamo_trtllm.api.messages import CountTokensRequest
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.frontend.requests.admission import RequestAdmission
+from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.body_budget import check_json
+from dynamo_trtllm.frontend.requests.end_request import RequestEnding
+from dynamo_trtllm.frontend.requests.plan_request import tokenize
+from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.tokenization.served_model import ServedModel
+
+R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
+
+# Reads what a request refers to. Returns the work that makes the response, which may take long and
+# is safe in a thread, and the characters of stored text that it renders.
+Resolve: TypeAlias = Callable[
+    [R, ServedModel], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizationApi(Generic[R]):
+    """One endpoint that is answered with the tokenizer."""
+
+    endpoint: str  # the value of the metric label `endpoint`
+    body: type[R]
+    resolve: Resolve[R]
+
+
+async def serve_tokenization(
+    api: TokenizationApi[R], state: AppState, request: HttpRequest, response: HttpResponse
+) -> None:
+    """Serve a request with the tokenizer, as `serve_request` serves one that generates.
+
+    Args:
+        api: the API of the request.
+        state: what all requests share.
+        request: the request, whose body may still be arriving.
+        response: where the answer is sent.
+
+    Raises:
+        ClientDisconnected: the client has disconnected.
+    """
+    response.cancel_on_disconnect()
+    timeline = RequestTimeline(request, api.endpoint, state.subscribers)
+    async with (
+        RequestAdmission(state.limits, timeline) as admission,
+        RequestEnding(timeline, response, state),
+    ):
+        check_json(request)
+        async with admission.body(request) as received:
+            unknown = state.ignored_fields.collector()
+            body = await received.parse(api.body, unknown)
+            served = state.models.get(body.model)
+            prepare, stored_chars = await api.resolve(body, served)
+
+            def encode() -> bytes:
+                return orjson.dumps(prepare())
+
+            data = await tokenize(encode, served, received, state, stored_chars=stored_chars)
+            ignored = state.ignored_fields.report(unknown, (), request)
+        headers = {"x-dynamo-ignored-fields": ignored} if ignored else {}
+        response.send(200, data, headers=headers)

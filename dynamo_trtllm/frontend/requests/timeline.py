@@ -1,0 +1,208 @@
+"""Follow one request: one call for each event, which is passed to all that want to know of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.requests.answer import Answer
+from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.network.addresses import network_of
+from dynamo_trtllm.observability.traces import valid_traceparent
+from dynamo_trtllm.phases import PHASES, PhaseSeconds, Span, divide
+
+
+class RequestFacts(NamedTuple):
+    """What is known of a request with its head."""
+
+    id: str  # that of the client, if it sent one, and `unique_id`
+    unique_id: str  # clients may repeat their ids
+    client_request_id: str  # "": the client sent none
+    endpoint: str  # the value of the metric label `endpoint`
+    path: str
+    client: str  # its network, see `network_of`
+    wants_stats: bool  # the client wants statistics in the response
+    traceparent: str | None  # header of the client; None: it is missing or not valid
+    arrived_at: float  # seconds since the epoch
+
+
+class RequestEnd(NamedTuple):
+    """How a request has ended."""
+
+    outcome: str | DynamoError  # "ok", "cancelled" or the error
+    status: int  # HTTP status; 0 if no response was started
+    end_s: float  # of `time.monotonic()`
+    usage: Usage
+    phases: PhaseSeconds
+
+    @property
+    def code(self) -> str:
+        """Return "ok", "cancelled" or the error code."""
+        return self.outcome if isinstance(self.outcome, str) else self.outcome.code
+
+
+class TimelineSubscriber:
+    """Gets the events of all requests, in their order. Subclasses define those that they want."""
+
+    def received(self, timeline: RequestTimeline) -> None:
+        """Handle the head of a request."""
+
+    def planned(self, timeline: RequestTimeline, plan: GenerationPlan) -> None:
+        """Handle the plan of a request."""
+
+    def left_queue(self, timeline: RequestTimeline, queued_s: float) -> None:
+        """Handle the end of the wait for permits, with or without them."""
+
+    def started(self, timeline: RequestTimeline) -> None:
+        """Handle the creation of the choices, which start next."""
+
+    def first_token(
+        self, timeline: RequestTimeline, choice: ChoiceState, now_s: float, *, is_first: bool
+    ) -> None:
+        """Handle the first token of a choice. `is_first`: it is the first one of the request."""
+
+    def last_token(self, timeline: RequestTimeline, choice: ChoiceState) -> None:
+        """Handle the last token of a choice, which has its finish reason."""
+
+    def ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
+        """Handle the end of a request, after its response."""
+
+
+class RequestTimeline:
+    """One request, from its arrival to its log line: what happened, and when.
+
+    The timeline of each choice (`ChoiceTimeline`) has what belongs to one choice. Times are of
+    `time.monotonic()`, and durations count from the end of the request's head. Each delta costs one
+    clock reading.
+    """
+
+    def __init__(
+        self, request: HttpRequest, endpoint: str, subscribers: Sequence[TimelineSubscriber]
+    ) -> None:
+        unique_id = secrets.token_hex(8)
+        self.facts = RequestFacts(
+            id=f"{request.id}-{unique_id}" if request.id else unique_id,
+            unique_id=unique_id,
+            client_request_id=request.id,
+            endpoint=endpoint,
+            path=request.path,
+            client=network_of(request.client),
+            wants_stats=request.header(b"x-dynamo-stats") == "1",
+            traceparent=valid_traceparent(request.header(b"traceparent")),
+            arrived_at=time.time(),
+        )
+        self.spans = [Span("receive", request.arrived_s)]  # before those of the choices
+        self.body_received_s = request.arrived_s  # later, when the whole body was there
+        self.model = ""  # known with the plan
+        self.answer: Answer | None = None  # as soon as the request is accepted
+        # Tokens come too often for a loop over subscribers. The one that observes the gaps between
+        # them sets this function, of seconds and a number of tokens.
+        self.observe_gap: Callable[[float, int], None] = lambda seconds, count: None
+        self._choices: Sequence[ChoiceState] = ()
+        self._subscribers = subscribers
+        for subscriber in subscribers:
+            subscriber.received(self)
+
+    @property
+    def begun_s(self) -> float:
+        """Return when the head of the request had arrived."""
+        return self.spans[0].begin_s
+
+    def enter(self, phase: str) -> None:
+        """End the current phase of this request and begin the next one."""
+        self.spans.append(Span(phase, time.monotonic()))
+
+    def body_received(self) -> None:
+        """Note that the whole body is there."""
+        self.enter("tokenize_queue")
+        self.body_received_s = self.spans[-1].begin_s
+
+    def planned(self, plan: GenerationPlan) -> None:
+        """Note the plan of the request."""
+        self.model = plan.choices[0].request.model
+        for subscriber in self._subscribers:
+            subscriber.planned(self, plan)
+
+    def accepted(self, answer: Answer) -> None:
+        """Note the answer of the request, which waits for its permits next."""
+        self.answer = answer
+
+    def left_queue(self) -> None:
+        """Note the end of the wait for permits, with or without them."""
+        queued_s = time.monotonic() - self.spans[-1].begin_s
+        for subscriber in self._subscribers:
+            subscriber.left_queue(self, queued_s)
+
+    def started(self) -> None:
+        """Note that the choices of the answer were created. They start next."""
+        assert self.answer is not None
+        self._choices = self.answer.choices
+        for subscriber in self._subscribers:
+            subscriber.started(self)
+
+    def delta_arrived(self, delta: ChoiceDelta) -> None:
+        """Note a delta of a choice. This runs once per token."""
+        choice = self._choices[delta.index]
+        timeline = choice.timeline
+        now_s = time.monotonic()
+        if delta.tokens:
+            if timeline.first_s is not None:
+                # Tokens that arrived together share the time.
+                self.observe_gap((now_s - timeline.last_s) / delta.tokens, delta.tokens)
+            else:
+                self._first_token(choice, now_s)
+            timeline.last_s = now_s
+        if delta.finish is not None:
+            for subscriber in self._subscribers:
+                subscriber.last_token(self, choice)
+
+    def _first_token(self, choice: ChoiceState, now_s: float) -> None:
+        is_first = all(other.timeline.first_s is None for other in self._choices)
+        choice.timeline.first_s = now_s
+        for subscriber in self._subscribers:
+            subscriber.first_token(self, choice, now_s, is_first=is_first)
+
+    def ended(self, outcome: str | DynamoError, status: int) -> None:
+        """Note the end of the request.
+
+        Args:
+            outcome: "ok", "cancelled" or the error.
+            status: HTTP status; 0 if no response was started.
+        """
+        end_s = time.monotonic()
+        usage = Usage()
+        phases: PhaseSeconds = {}
+        if self._choices and self.answer is not None:
+            usage = self.answer.usage()
+            phases = self.phases(last_of(self._choices), end_s)
+        end = RequestEnd(outcome, status, end_s, usage, phases)
+        for subscriber in self._subscribers:
+            subscriber.ended(self, end)
+
+    def phases(self, choice: ChoiceState, end_s: float) -> PhaseSeconds:
+        """Return the phases of this request with one of its choices, which has ended last."""
+        timeline = choice.timeline
+        return divide(self.spans_with(choice), end_s, timeline.prefill_stats, timeline.decode_stats)
+
+    def spans_with(self, choice: ChoiceState) -> list[Span]:
+        """Return the spans of this request with those of one of its choices."""
+        respond = [] if choice.finish is None else [Span("respond", choice.timeline.last_s)]
+        return [*self.spans, *choice.timeline.spans, *respond]
+
+
+def last_of(choices: Sequence[ChoiceState]) -> ChoiceState:
+    """Return the choice that ended last, or one that has not ended."""
+    return max(choices, key=lambda choice: (choice.finish is None, choice.timeline.last_s))
+
+
+def seconds_by_phase(phases: PhaseSeconds) -> dict[str, float]:
+    """Return the seconds by phase, summed over roles, in the order of PHASES."""
+    sums: dict[str, float] = {}
+    for (_, phase), seconds in phases.items():
+        sums[phase] = sums.get(phase, 0.0) + seconds
+    return {phase: sums[phase] for phase in PHASES if phase in sums} | sums
