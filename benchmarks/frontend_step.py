@@ -21,11 +21,11 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice import ChoiceState
+from dynamo_trtllm.frontend.generation.choice import Choice
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.completions import CHAT
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.serve_request import serve_request
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
@@ -112,7 +112,7 @@ def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
         plan = prepare_chat(body, SERVED, body.call("r", 0.0, ""))
         events = CHAT.builder(ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body, plan)
         events.start()
-        outputs = [ChoiceState(prepared, index) for index, prepared in enumerate(plan.choices)]
+        outputs = [Choice(prepared, index) for index, prepared in enumerate(plan.choices)]
         for chunk in chunks:
             for output in outputs:
                 events.delta(output.push(chunk))
@@ -120,8 +120,8 @@ def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
     return cpu_us(work, steps * body.n)
 
 
-class FakePipeline:
-    """A pipeline and model registry that returns prepared chunks."""
+class FakeRouter:
+    """A router and model registry that returns prepared chunks."""
 
     def __init__(self, chunks: list[Chunk]) -> None:
         self._chunks = chunks
@@ -159,11 +159,11 @@ class NullTransport(asyncio.Transport):
 def make_exchange(
     channel: str, steps: int, **fields: Any
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Return a function that runs a request without socket and pipeline."""
-    pipeline = FakePipeline(make_chunks(make_stream(channel, steps)))
+    """Return a function that runs a request without socket and router."""
+    router = FakeRouter(make_chunks(make_stream(channel, steps)))
     config = FrontendConfig()
     state = AppState(
-        config, cast("ModelRegistry", pipeline), cast("Pipeline", pipeline), FrontendMetrics()
+        config, cast("ModelRegistry", router), cast("RequestRouter", router), FrontendMetrics()
     )
     app = partial(serve_request, CHAT, state)
     body = make_request(**fields)
@@ -178,7 +178,7 @@ def make_exchange(
 
 
 def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
-    """Return the CPU time per token of a request without socket and pipeline, in microseconds."""
+    """Return the CPU time per token of a request without socket and router, in microseconds."""
     exchange = make_exchange(channel, steps, **fields)
     return cpu_us(lambda: asyncio.run(exchange()), steps * int(fields.get("n", 1)))
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.streams import (
@@ -83,24 +83,24 @@ def call_stream(
     return as_stream(WorkerCalls(plane, subject), request)
 
 
-class PipelineCalls:
-    """The requests of a pipeline, as a `Generator`."""
+class RouterCalls:
+    """The requests of a router, as a `Generator`."""
 
-    def __init__(self, pipeline: Pipeline, trace: ChoiceTimeline) -> None:
-        self._pipeline, self._trace = pipeline, trace
+    def __init__(self, router: RequestRouter, trace: ChoiceTimeline) -> None:
+        self._router, self._trace = router, trace
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        return self._pipeline.generate(request, self._trace, on_event)
+        return self._router.generate(request, self._trace, on_event)
 
 
-def pipeline_stream(
-    pipeline: Pipeline, request: GenerateRequest, trace: ChoiceTimeline
+def routed_stream(
+    router: RequestRouter, request: GenerateRequest, trace: ChoiceTimeline
 ) -> AsyncGenerator[Chunk, None]:
-    return as_stream(PipelineCalls(pipeline, trace), request)
+    return as_stream(RouterCalls(router, trace), request)
 
 
-class PlayedPipeline(ABC):
-    """A pipeline whose subclass plays a request as a coroutine."""
+class PlayedRouter(ABC):
+    """A router whose subclass plays a request as a coroutine."""
 
     placement = None  # it selects no workers
 

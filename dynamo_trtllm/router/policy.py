@@ -70,7 +70,7 @@ class PairStatus:
 class PairBreakers:
     """The breakers of all pairs.
 
-    The pipeline and the probes write them; selection, health and readiness read them.
+    The router and the probes write them; selection, health and readiness read them.
     """
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:

@@ -27,8 +27,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
-from tests.streaming import PlayedPipeline
+from tests.streaming import PlayedRouter
 from tests.unit.frontend.app_helpers import Catalog
 
 MODEL = "scripted-stand-in"
@@ -61,7 +60,7 @@ def call(name: str, arguments: str) -> str:
 
 
 @dataclass
-class Script(PlayedPipeline):
+class Script(PlayedRouter):
     """Plays the answers in order, one per request, and the last one for all further requests."""
 
     tokenizer: HarmonyRenderer

@@ -17,8 +17,8 @@ import pytest
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
@@ -32,7 +32,7 @@ from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
 from tests.loopback_backend import LoopbackBackend
-from tests.streaming import pipeline_stream
+from tests.streaming import routed_stream
 from tests.waiting import SOON_S
 
 GOOD, BAD = (1, 2), (1, 3)
@@ -150,19 +150,19 @@ class Deployment:
         self.codes[code] += 1
 
     @asynccontextmanager
-    async def frontend(self) -> AsyncIterator[tuple[PairBreakers, Pipeline]]:
+    async def frontend(self) -> AsyncIterator[tuple[PairBreakers, RequestRouter]]:
         breakers = PairBreakers(BreakerLimits(open_s=0.5))
-        pipeline = Pipeline(
-            self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_probes=True), breakers
+        router = RequestRouter(
+            self.view, self.plane, RouterOptions(hold_s=SOON_S, has_probes=True), breakers
         )
-        canaries = PairProbes(pipeline, self.probe_finished, interval_s=60.0, timeout_s=SOON_S)
+        canaries = PairProbes(router, self.probe_finished, interval_s=60.0, timeout_s=SOON_S)
         task = asyncio.create_task(canaries.run())
         try:
-            yield breakers, pipeline
+            yield breakers, router
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await pipeline.aclose()
+            await router.aclose()
 
 
 @pytest.fixture(
@@ -205,9 +205,9 @@ async def deployment(
 
 
 async def tokens_of(
-    pipeline: Pipeline, request: GenerateRequest, trace: ChoiceTimeline
+    router: RequestRouter, request: GenerateRequest, trace: ChoiceTimeline
 ) -> list[int]:
-    async with aclosing(pipeline_stream(pipeline, request, trace)) as chunks:
+    async with aclosing(routed_stream(router, request, trace)) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
 
@@ -224,10 +224,10 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
     for way in (None, *WAYS[kind.partition(" ")[0]]):
         deployment.read_wrongly(way)
         deployment.codes.clear()
-        async with deployment.frontend() as (breakers, pipeline):
+        async with deployment.frontend() as (breakers, router):
             for _ in range(2):
                 trace = ChoiceTimeline()
-                answer = await tokens_of(pipeline, request, trace)
+                answer = await tokens_of(router, request, trace)
                 right = right or answer
                 assert answer == right
                 assert way is None or trace.decode_instance == 2

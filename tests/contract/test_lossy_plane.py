@@ -1,4 +1,4 @@
-"""Requests over a plane that loses, repeats and reorders: the pipeline, two pairs of mock workers,
+"""Requests over a plane that loses, repeats and reorders: the router, two pairs of mock workers,
 one process.
 
 Every request ends with the answer of an undisturbed run or with a named error, and nothing is held
@@ -25,8 +25,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import (
     GenerateRequest,
     Instance,
@@ -46,7 +46,7 @@ from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
 from tests.loopback_backend import LoopbackBackend
-from tests.streaming import pipeline_stream
+from tests.streaming import routed_stream
 from tests.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.25)
@@ -132,7 +132,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
 
 @dataclass(kw_only=True)
 class Cluster:
-    pipeline: Pipeline
+    router: RequestRouter
     plane: InprocPlane
     engines: list[MockEngine]
 
@@ -169,12 +169,12 @@ async def cluster() -> AsyncIterator[Cluster]:
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await plane.serve(instance.subject, service)
         view.add(instance)
-    options = PipelineOptions(hold_s=2.0, has_probes=False)
-    pipeline = Pipeline(
+    options = RouterOptions(hold_s=2.0, has_probes=False)
+    router = RequestRouter(
         view, plane, options, PairBreakers(BreakerLimits(open_s=0.05, max_open_s=0.2))
     )
-    yield Cluster(pipeline=pipeline, plane=plane, engines=engines)
-    await pipeline.aclose()
+    yield Cluster(router=router, plane=plane, engines=engines)
+    await router.aclose()
     await plane.aclose()
     for engine in engines:
         await engine.aclose()
@@ -190,10 +190,8 @@ def make_request(number: int) -> GenerateRequest:
     )
 
 
-async def answer(pipeline: Pipeline, number: int) -> list[int]:
-    async with aclosing(
-        pipeline_stream(pipeline, make_request(number), ChoiceTimeline())
-    ) as chunks:
+async def answer(router: RequestRouter, number: int) -> list[int]:
+    async with aclosing(routed_stream(router, make_request(number), ChoiceTimeline())) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
 
@@ -207,10 +205,10 @@ def undisturbed(number: int) -> list[int]:
     ]
 
 
-async def outcome(pipeline: Pipeline, number: int) -> str:
+async def outcome(router: RequestRouter, number: int) -> str:
     try:
         async with asyncio.timeout(HUNG_S):
-            got = await answer(pipeline, number)
+            got = await answer(router, number)
     except DynamoError as exc:
         return exc.code
     except TimeoutError:
@@ -226,7 +224,7 @@ async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right
 ) -> None:
     caplog.set_level(logging.ERROR, "dynamo_trtllm")  # each retry is a line
     async with cluster() as made:
-        assert [await answer(made.pipeline, number) for number in range(20)] == [
+        assert [await answer(made.router, number) for number in range(20)] == [
             *map(undisturbed, range(20))
         ]
         network.rng = random.Random(16)
@@ -235,7 +233,7 @@ async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right
 
         async def one_after_the_other() -> None:
             for number in numbers:
-                seen[await outcome(made.pipeline, number)] += 1
+                seen[await outcome(made.router, number)] += 1
 
         await asyncio.gather(*(one_after_the_other() for _ in range(AT_ONCE)))
         network.rng = None

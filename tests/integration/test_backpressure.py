@@ -35,7 +35,7 @@ from tests.integration.worker_helpers import (
     request,
     until,
 )
-from tests.streaming import call_stream, pipeline_stream
+from tests.streaming import call_stream, routed_stream
 from tests.waiting import SOON_S
 
 SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 10}  # 100 tokens: 3 s
@@ -50,7 +50,7 @@ class Scene:
 
     async def run(self, asked: GenerateRequest, trace: ChoiceTimeline | None = None) -> list[Chunk]:
         async with aclosing(
-            pipeline_stream(self.side.pipeline, asked, trace or ChoiceTimeline())
+            routed_stream(self.side.router, asked, trace or ChoiceTimeline())
         ) as chunks:
             return [chunk async for chunk in chunks]
 
@@ -86,7 +86,7 @@ class Scene:
         )
 
     async def until_nothing_is_left(self) -> None:
-        await self.side.pipeline.aclose()
+        await self.side.router.aclose()
         await self.running_workers.wait_idle()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
         await until(
@@ -222,7 +222,7 @@ async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_
         assert len(tokens(await made.run(request(max_tokens=5)))) == 5
 
 
-async def test_worker_when_it_is_full_then_the_pipeline_asks_another(
+async def test_worker_when_it_is_full_then_the_router_asks_another(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     one = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}

@@ -24,7 +24,7 @@ from tests.integration.worker_helpers import (
     request,
     until,
 )
-from tests.streaming import pipeline_stream
+from tests.streaming import routed_stream
 from tests.waiting import SOON_S
 
 
@@ -59,7 +59,7 @@ class Scene:
         backend.read = slow_fetch  # type: ignore[method-assign]
 
     async def run(self, asked: GenerateRequest) -> list[Chunk]:
-        async with aclosing(pipeline_stream(self.side.pipeline, asked, ChoiceTimeline())) as chunks:
+        async with aclosing(routed_stream(self.side.router, asked, ChoiceTimeline())) as chunks:
             return [chunk async for chunk in chunks]
 
     def left(self) -> dict[str, object]:

@@ -1,5 +1,5 @@
 """The limits of connections, over real sockets: the frontend's own HTTP server around a scripted
-pipeline.
+router.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def serving(**config: Any) -> AsyncIterator[Served]:
             await task
     assert server.open == set()
     assert server.tasks == set()
-    assert made.pipeline.running == 0
+    assert made.router.running == 0
 
 
 async def test_connection_when_its_request_was_rejected_and_the_client_stays_then_it_is_cut() -> (
@@ -207,7 +207,7 @@ async def test_body_when_it_drips_then_408_and_closed_after_the_bound() -> None:
         assert (answer.status, answer.code) == (408, "request_timeout")
         assert time.monotonic() - begun < SOON_S
         assert await client.until_closed() == b""
-        assert served.front.pipeline.requests == []
+        assert served.front.router.requests == []
         assert "request_timeout" in served.front.metrics.render().decode()
 
 
@@ -253,7 +253,7 @@ async def test_request_when_its_form_is_wrong_then_a_named_error_and_closed(
             answer = await client.ask(rest)
             assert (answer.status, answer.code) == (status, code)
             assert await client.until_closed() == b""
-        assert served.front.pipeline.requests == []
+        assert served.front.router.requests == []
 
 
 async def test_request_of_http_1_0_when_it_has_no_host_then_served() -> None:
@@ -306,10 +306,10 @@ async def test_keep_alive_when_the_receive_timeout_is_shorter_then_an_idle_conne
 async def test_answer_when_it_takes_longer_than_a_request_may_then_it_is_not_cut() -> None:
     async with serving(receive_timeout_s=0.2) as served:
         held = asyncio.Event()
-        served.front.pipeline.script = [held, stop("ok")]
+        served.front.router.script = [held, stop("ok")]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
-        await asyncio.wait_for(served.front.pipeline.begun.wait(), SOON_S)
+        await asyncio.wait_for(served.front.router.begun.wait(), SOON_S)
         await asyncio.sleep(0.5)
         held.set()
         assert (await client.answer()).status == 200
@@ -324,13 +324,13 @@ async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.2)
     async with serving(request_timeout_s=1.5) as served:
-        served.front.pipeline.script = [*FLOOD, stop()]
+        served.front.router.script = [*FLOOD, stop()]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
-        await asyncio.wait_for(served.front.pipeline.closed.wait(), SOON_S)
+        await asyncio.wait_for(served.front.router.closed.wait(), SOON_S)
         await served.until_connections(0)
         await served.until_answered()
-        assert 0 < served.front.pipeline.yielded < len(FLOOD)
+        assert 0 < served.front.router.yielded < len(FLOOD)
         metrics = served.front.metrics.render().decode()
         assert "dynamo_trtllm_choices 0.0" in metrics
         assert "dynamo_trtllm_inflight 0.0" in metrics
@@ -343,7 +343,7 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
     # the script does not wait for its reader
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 1 << 40)
     async with serving(request_timeout_s=1.5) as served:
-        served.front.pipeline.script = [*FLOOD, stop()]
+        served.front.router.script = [*FLOOD, stop()]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
         await asyncio.sleep(1.7)
@@ -359,12 +359,12 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
 
 async def test_client_when_it_has_sent_a_second_request_and_leaves_then_the_first_ends() -> None:
     async with serving() as served:
-        served.front.pipeline.script = [asyncio.Event()]
+        served.front.router.script = [asyncio.Event()]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + GET)
-        await asyncio.wait_for(served.front.pipeline.begun.wait(), SOON_S)
+        await asyncio.wait_for(served.front.router.begun.wait(), SOON_S)
         client.writer.transport.abort()
-        await asyncio.wait_for(served.front.pipeline.closed.wait(), SOON_S)
+        await asyncio.wait_for(served.front.router.closed.wait(), SOON_S)
         await served.until_answered()
         assert "dynamo_trtllm_inflight 0.0" in served.front.metrics.render().decode()
 
@@ -375,7 +375,7 @@ async def test_answer_when_its_last_byte_was_sent_then_the_request_counts_as_ans
     stream: bool, choices: int
 ) -> None:
     async with serving() as served:
-        served.front.pipeline.script = [chunk("one"), stop("ok")]
+        served.front.router.script = [chunk("one"), stop("ok")]
         client = await served.connect()
         body = json.dumps({**json.loads(BODY), "stream": stream, "n": choices}).encode()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)

@@ -17,7 +17,7 @@ from etcd3aio.kv import KVService
 
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -35,7 +35,7 @@ from tests.servers import TestServer
 from tests.waiting import SOON_S
 
 Make = Callable[[], TestServer]
-HOLD = PipelineOptions(hold_s=SOON_S)
+HOLD = RouterOptions(hold_s=SOON_S)
 QUICK = PlaneLimits(ack_timeout_s=2.0, ping_interval_s=0.5)
 STEP = {"step_s": 0.005}
 
@@ -210,7 +210,7 @@ async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconn
     start_pairs(chosen, running_workers)
     async with (
         frontend_side(chosen, HOLD, QUICK) as patient,
-        frontend_side(chosen, PipelineOptions(hold_s=1), QUICK) as side,
+        frontend_side(chosen, RouterOptions(hold_s=1), QUICK) as side,
     ):
         await patient.until_instances(2)
         await side.until_instances(2)

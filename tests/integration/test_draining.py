@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
 from dynamo_trtllm.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
@@ -26,7 +26,7 @@ from tests.integration.worker_helpers import (
     until,
 )
 from tests.servers import TestServer
-from tests.streaming import call_stream, pipeline_stream
+from tests.streaming import call_stream, routed_stream
 from tests.waiting import SOON_S
 
 STEP = {"step_s": 0.01}
@@ -67,7 +67,7 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetche
         async with aclosing(call_stream(side.plane, decode.subject, call)) as stream:
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
-        # its backend reports that the KV was read; with one that can't, the pipeline's release does
+        # its backend reports that the KV was read; with one that can't, the router's release does
         await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
 
 
@@ -100,14 +100,12 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
     )
     for _ in range(2):
         running_workers.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
-    async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
+    async with frontend_side(chosen, RouterOptions(hold_s=5)) as side:
         await side.until_instances(3)
         traces = [ChoiceTimeline() for _ in range(4)]  # two for each decode worker
 
         async def run(trace: ChoiceTimeline) -> int:
-            async with aclosing(
-                pipeline_stream(side.pipeline, request(max_tokens=8), trace)
-            ) as chunks:
+            async with aclosing(routed_stream(side.router, request(max_tokens=8), trace)) as chunks:
                 return len(tokens([chunk async for chunk in chunks]))
 
         running = [asyncio.create_task(run(trace)) for trace in traces]
@@ -131,7 +129,7 @@ async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
     start_pairs(chosen, running_workers, count=2)
-    async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
+    async with frontend_side(chosen, RouterOptions(hold_s=5)) as side:
         await side.until_instances(4)
         await asyncio.to_thread(etcd.stop)
         for leaving in (0, 1):  # a prefill and a decode worker

@@ -1,4 +1,4 @@
-"""A client that leaves, at every phase, over a real socket: the pipeline's stream is closed and no
+"""A client that leaves, at every phase, over a real socket: the router's stream is closed and no
 permit is left.
 """
 
@@ -55,7 +55,7 @@ def flood() -> list[Chunk]:
 
 
 def check_nothing_left(served: FakeFrontend) -> None:
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
     metrics = served.metrics.render().decode()
     assert "dynamo_trtllm_inflight 0.0" in metrics
     assert 'code="cancelled"' in metrics
@@ -64,38 +64,38 @@ def check_nothing_left(served: FakeFrontend) -> None:
 async def finished(served: FakeFrontend) -> None:
     """The log line and the metrics follow the close, a few turns of the loop later."""
     async with asyncio.timeout(SOON_S):
-        await served.pipeline.closed.wait()
+        await served.router.closed.wait()
         while 'code="cancelled"' not in served.metrics.render().decode():  # noqa: ASYNC110  # a counter has no event
             await asyncio.sleep(0.01)
 
 
 async def until_stuck(served: FakeFrontend) -> None:
     """The socket buffers are full, and the client does not read: nothing more is taken from the
-    pipeline.
+    router.
     """
-    await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
+    await asyncio.wait_for(served.router.begun.wait(), SOON_S)
     seen = 0
     async with asyncio.timeout(SOON_S):
-        while not seen or seen != served.pipeline.yielded:
-            seen = served.pipeline.yielded
+        while not seen or seen != served.router.yielded:
+            seen = served.router.yielded
             await asyncio.sleep(0.3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_leaves_before_the_first_chunk_then_the_pipeline_is_closed(
+async def test_client_leaves_before_the_first_chunk_then_the_router_is_closed(
     stream: bool,
 ) -> None:
     served = front(asyncio.Event())
     async with serving(served) as port:
         _, writer = await request(port, stream=stream)
-        await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
+        await asyncio.wait_for(served.router.begun.wait(), SOON_S)
         writer.close()
         await finished(served)
         check_nothing_left(served)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_leaves_between_chunks_then_the_pipeline_is_closed(stream: bool) -> None:
+async def test_client_leaves_between_chunks_then_the_router_is_closed(stream: bool) -> None:
     reached = asyncio.Event()
 
     class Reached(asyncio.Event):
@@ -114,14 +114,14 @@ async def test_client_leaves_between_chunks_then_the_pipeline_is_closed(stream: 
         check_nothing_left(served)
 
 
-async def test_client_leaves_while_its_reader_is_full_then_the_pipeline_is_closed() -> None:
+async def test_client_leaves_while_its_reader_is_full_then_the_router_is_closed() -> None:
     many = flood()
     served = front(*many, asyncio.Event())
     async with serving(served) as port:
         _, writer = await request(port, stream=True)
-        await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
+        await asyncio.wait_for(served.router.begun.wait(), SOON_S)
         await until_stuck(served)
-        assert 0 < served.pipeline.yielded < len(many)
+        assert 0 < served.router.yielded < len(many)
         writer.transport.abort()
         await finished(served)
         check_nothing_left(served)
@@ -133,8 +133,8 @@ async def test_slow_reader_then_only_its_own_stream_waits() -> None:
     async with serving(served) as port:
         _, slow = await request(port, stream=True)
         await until_stuck(served)
-        assert served.pipeline.yielded < len(many)
-        served.pipeline.script = [chunk("quick"), stop()]
+        assert served.router.yielded < len(many)
+        served.router.script = [chunk("quick"), stop()]
         reader, quick = await request(port, stream=True)
         await asyncio.wait_for(reader.readuntil(b"[DONE]"), SOON_S)
         quick.close()
@@ -142,7 +142,7 @@ async def test_slow_reader_then_only_its_own_stream_waits() -> None:
         await finished(served)
 
 
-async def test_server_cancels_the_exchange_then_the_pipeline_is_closed() -> None:
+async def test_server_cancels_the_exchange_then_the_router_is_closed() -> None:
     served = front(asyncio.Event())
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
     inbox: asyncio.Queue[dict[str, object]] = asyncio.Queue()
@@ -159,7 +159,7 @@ async def test_server_cancels_the_exchange_then_the_pipeline_is_closed() -> None
         raise AssertionError("nothing to send")
 
     exchange = asyncio.create_task(asgi(served.app)(scope, inbox.get, send))  # type: ignore[arg-type]
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     exchange.cancel()
     with pytest.raises(asyncio.CancelledError):
         await exchange

@@ -66,7 +66,7 @@ def cancel_all_at(
     """
     events: list[StreamEvent] = []
     handles = [
-        side.pipeline.generate(request(max_tokens=500), ChoiceTimeline(), events.append)
+        side.router.generate(request(max_tokens=500), ChoiceTimeline(), events.append)
         for _ in range(REQUESTS)
     ]
     feed, num_arrived = side.plane._inbox.feed, 0
@@ -109,7 +109,7 @@ async def test_cancels_when_only_a_fetch_frees_kv_then_no_kv_waits_for_the_libra
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         outcomes: list[str] = []
-        side.pipeline.kv_collector.on_end = outcomes.append
+        side.router.kv_collector.on_end = outcomes.append
         cancel_all_at(side, arrival, before_it_is_read=before_it_is_read)
         await until(lambda: "ok" in outcomes, SOON_S)
 
@@ -118,4 +118,4 @@ async def test_cancels_when_only_a_fetch_frees_kv_then_no_kv_waits_for_the_libra
 
         await until(lambda: not any(used()), SOON_S, used)
         await running_workers.wait_idle()
-        await until(lambda: len(side.pipeline.kv_collector) == 0, SOON_S)
+        await until(lambda: len(side.router.kv_collector) == 0, SOON_S)

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.kv_events import KvCacheUpdate
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -28,7 +28,7 @@ from tests.integration.worker_helpers import (
     start_pairs,
     until,
 )
-from tests.streaming import pipeline_stream
+from tests.streaming import routed_stream
 from tests.waiting import SOON_S
 
 BLOCK = 32  # tokens, of the mock engine
@@ -53,12 +53,12 @@ class Follower:
         self.side = side
         self.known = LossyPrefixes()
         self.metrics = FrontendMetrics()
-        self._pipeline = Pipeline(side.view, side.plane, placement=Placement("kv", self.known))
+        self._router = RequestRouter(side.view, side.plane, placement=Placement("kv", self.known))
 
     async def ask(self, prompt: int) -> tuple[int | None, int | None]:
         """Send a request and return its prefill and its decode worker."""
         trace = ChoiceTimeline()
-        async for _ in pipeline_stream(self._pipeline, request(max_tokens=3, prompt=prompt), trace):
+        async for _ in routed_stream(self._router, request(max_tokens=3, prompt=prompt), trace):
             pass
         return trace.prefill_instance, trace.decode_instance
 

@@ -48,7 +48,7 @@ async def opened(nats: str, namespace: str) -> Frontend:
     served = front(chunk("why", ids=[REASONING]), chunk("{}", ids=[CALL]), stop())
     store = await JetStreamStore.connect(nats, namespace, LIMITS)
     config = FrontendConfig(response_store="jetstream")
-    served.built = build_app(config, served.catalog, served.pipeline, served.metrics, store)
+    served.built = build_app(config, served.catalog, served.router, served.metrics, store)
     client = httpx.AsyncClient(
         transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend"
     )

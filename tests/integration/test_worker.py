@@ -33,7 +33,7 @@ from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens
 from tests.integration.worker_helpers import config, frontend_side, request
-from tests.streaming import call_stream, pipeline_stream
+from tests.streaming import call_stream, routed_stream
 from tests.waiting import SOON_S
 
 
@@ -96,7 +96,7 @@ def test_run_when_not_on_the_main_thread_then_says_so() -> None:
     ]
 
 
-async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggregated_workers(
+async def test_router_when_prefill_and_decode_serve_then_tokens_equal_one_aggregated_workers(
     etcd_server: str, nats_server: str
 ) -> None:
     answers = []
@@ -138,7 +138,7 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
         async with aclosing(
-            pipeline_stream(side.pipeline, request(max_tokens=60), ChoiceTimeline())
+            routed_stream(side.router, request(max_tokens=60), ChoiceTimeline())
         ) as stream:
             chunks = [await anext(stream)]
             go.clear()  # the request does not end by itself
@@ -251,7 +251,7 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
         await side.until_instances(1)
         leaked_kv_blocks = 2  # a quarter: not above the limit
         async with aclosing(
-            pipeline_stream(side.pipeline, request(max_tokens=50), ChoiceTimeline())
+            routed_stream(side.router, request(max_tokens=50), ChoiceTimeline())
         ) as running:
             chunks = [await anext(running)]
             leaked_kv_blocks = 3

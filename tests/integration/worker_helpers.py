@@ -1,4 +1,4 @@
-"""Runs workers and the pipeline of a frontend in one process, with real etcd and NATS."""
+"""Runs workers and the router of a frontend in one process, with real etcd and NATS."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.network.listening import listen
@@ -24,7 +24,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker import Worker
-from tests.streaming import pipeline_stream
+from tests.streaming import routed_stream
 from tests.waiting import SOON_S
 
 
@@ -53,18 +53,18 @@ def request(
 
 
 class FrontendSide:
-    """The frontend's view of the cluster, its model registry and its pipeline."""
+    """The frontend's view of the cluster, its model registry and its router."""
 
     def __init__(
         self,
         chosen: WorkerConfig,
         plane: NatsPlane,
         discovery: EtcdDiscovery,
-        options: PipelineOptions,
+        options: RouterOptions,
     ) -> None:
         self.view = ClusterView()
         self.models = ModelRegistry(self.view, discovery, plane, chosen.namespace)
-        self.pipeline = Pipeline(self.view, plane, options)
+        self.router = RequestRouter(self.view, plane, options)
         self.plane = plane
 
     async def until_instances(self, count: int) -> None:
@@ -74,25 +74,25 @@ class FrontendSide:
 
     async def ask(self, max_tokens: int) -> list[Chunk]:
         async with aclosing(
-            pipeline_stream(self.pipeline, request(max_tokens=max_tokens), ChoiceTimeline())
+            routed_stream(self.router, request(max_tokens=max_tokens), ChoiceTimeline())
         ) as chunks:
             return [chunk async for chunk in chunks]
 
 
 @asynccontextmanager
 async def frontend_side(
-    chosen: WorkerConfig, options: PipelineOptions | None = None, limits: PlaneLimits | None = None
+    chosen: WorkerConfig, options: RouterOptions | None = None, limits: PlaneLimits | None = None
 ) -> AsyncIterator[FrontendSide]:
     plane = await NatsPlane.connect(chosen.nats_server, limits)
     discovery = EtcdDiscovery(chosen, lease_ttl_s=chosen.lease_ttl_s)
-    side = FrontendSide(chosen, plane, discovery, options or PipelineOptions())
+    side = FrontendSide(chosen, plane, discovery, options or RouterOptions())
     watch = asyncio.create_task(side.models.watch())
     try:
         yield side
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        await side.pipeline.aclose()
+        await side.router.aclose()
         await side.models.aclose()
         await discovery.aclose()
         await plane.aclose()

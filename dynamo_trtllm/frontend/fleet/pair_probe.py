@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.fleet.known_answers import (
     random_prompt,
 )
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
 from dynamo_trtllm.router.view import MAX_PAIRS, Pair, format_pair, is_probed, new_pairs, pairs_with
@@ -65,23 +65,23 @@ class _Due(NamedTuple):
 
 @dataclass(eq=False)
 class PairProbes:
-    """The probes of all pairs of a pipeline. The owner runs `run` in a task.
+    """The probes of all pairs of workers. The owner runs `run` in a task.
 
     Args:
-        pipeline: runs the probes. Its breakers record their outcomes.
+        router: runs the probes. Its breakers record their outcomes.
         probe_finished: is called after each probe, with its `model` and `code`.
         interval_s: seconds between probes of an idle pair, of at most MAX_PAIRS.
         timeout_s: longest time of each request of a probe.
     """
 
-    pipeline: Pipeline
+    router: RequestRouter
     probe_finished: Callable[..., None]
     interval_s: float
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self._view = self.pipeline.view
-        self._breakers = self.pipeline.breakers
+        self._view = self.router.view
+        self._breakers = self.router.breakers
         self._known_answers = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
@@ -109,7 +109,7 @@ class PairProbes:
                 self._probed.clear()
                 self._schedule_changed()
                 # Without the request plane, thousands of probes would fail per second.
-                if self.pipeline.plane.unavailable_reason() is not None:
+                if self.router.plane.unavailable_reason() is not None:
                     await asyncio.sleep(_UNAVAILABLE_S)
                     continue
                 now = time.monotonic()
@@ -131,7 +131,7 @@ class PairProbes:
 
     def _schedule_changed(self) -> None:
         """Schedule pairs that are new or may be due earlier, and drop instances that are gone."""
-        self.pipeline.update_breakers()  # new pairs get no requests before their probe
+        self.router.update_breakers()  # new pairs get no requests before their probe
         if not all(change.is_added for change in self._changes):
             self._keep_only(self._view.ids())
         while self._changes:
@@ -224,7 +224,7 @@ class PairProbes:
             code = "canary"
             text = f"no answer to a probe within {self.timeout_s:g} s"
         except (errors.TransferFailed, errors.TransferTimeout) as exc:
-            return exc.code  # the pipeline has recorded it
+            return exc.code  # the router has recorded it
         except errors.CapacityError as exc:  # a busy worker is not a broken pair
             self._breakers.defer(pair, time.monotonic())
             return exc.code
@@ -235,7 +235,7 @@ class PairProbes:
             if called is None:
                 called = timeline.prefill_instance
             if called is not None:
-                self.pipeline.record_unreachable(called, exc)
+                self.router.record_unreachable(called, exc)
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
@@ -248,7 +248,7 @@ class PairProbes:
         elif code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
-            self.pipeline.record_success(pair, is_probe=True, note=text)
+            self.router.record_success(pair, is_probe=True, note=text)
             model = selection.decode.card.name
             if text and model not in self._inconclusive:
                 self._inconclusive.add(model)
@@ -341,7 +341,7 @@ class PairProbes:
             tokens.extend(chunk.token_ids)
             return True
 
-        generate = partial(self.pipeline.generate, request, timeline, selection=selection)
+        generate = partial(self.router.generate, request, timeline, selection=selection)
         async with asyncio.timeout(self.timeout_s):
             await run_stream(generate, collect)
         return tokens
@@ -370,7 +370,7 @@ class PairProbes:
             log.error(text, instance.role, instance_id)
             message = Restart("KV transfer fails with every peer")
             try:
-                await self.pipeline.plane.control(instance.subject, message)
+                await self.router.plane.control(instance.subject, message)
             except DynamoError as exc:
                 if isinstance(exc, errors.PlaneError):
                     # The worker may not have received the request.

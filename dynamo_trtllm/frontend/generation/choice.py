@@ -16,8 +16,8 @@ import msgspec
 
 from dynamo_trtllm.errors import DynamoError, StreamIncomplete
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import (
     Chunk,
@@ -149,7 +149,7 @@ def _borders(stop: str) -> tuple[int, ...]:
     return tuple(borders)
 
 
-class ChoiceState:
+class Choice:
     """One choice of a request, as long as the request lives.
 
     It holds its stream, text, workers, times and finish.
@@ -183,7 +183,7 @@ class ChoiceState:
         self.timeline = ChoiceTimeline()
 
     def start(
-        self, pipeline: Pipeline, on_delta: Callable[[ChoiceDelta | DynamoError], None]
+        self, router: RequestRouter, on_delta: Callable[[ChoiceDelta | DynamoError], None]
     ) -> None:
         """Start the stream.
 
@@ -208,7 +208,7 @@ class ChoiceState:
                 else:
                     on_delta(unexpected_error(exc, request.request_id))
 
-        self._stream = pipeline.generate(request, self.timeline, on_event)
+        self._stream = router.generate(request, self.timeline, on_event)
 
     @property
     def is_running(self) -> bool:
@@ -382,7 +382,7 @@ class ChoiceState:
         The parser does not report to which token a text belongs. So the output is parsed again,
         this step token by token. That happens at most once; other steps are parsed at once.
         """
-        again = ChoiceState(self._choice_request)
+        again = Choice(self._choice_request)
         again._add(again._parse(self._ids).deltas, [])
         num_used = 0
         while num_used < len(ids) and again.finish is None:
@@ -518,7 +518,7 @@ def pick_best_of(
                 yield msgspec.structs.replace(delta, index=index)
 
 
-def share_suspicions(choices: Sequence[ChoiceState], candidates: int) -> None:
+def share_suspicions(choices: Sequence[Choice], candidates: int) -> None:
     """Give all choices of a prompt one suspicion, so that they are charged together.
 
     Args:

@@ -1,6 +1,6 @@
 """Decide what happens next to a request: a state machine without I/O, clocks and tasks.
 
-`pipeline` passes events to `GenerationFlow.on` and is the driver that it calls. Only this module
+`request_router` passes events to `GenerationFlow.on` and is the driver that it calls. Only this module
 knows that a request is a prefill call and a decode call, and how it continues after a failed call.
 It is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and output
 so far become the prompt of the rest. A greedy engine then generates the same tokens as without the
@@ -21,7 +21,7 @@ from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.flow_events import (
     FlowDriver,
     FlowEvent,
-    PipelineOptions,
+    RouterOptions,
     Signal,
 )
 from dynamo_trtllm.frontend.generation.suspects import SETTLED_TOKENS, RequestProgress
@@ -120,7 +120,7 @@ class GenerationFlow:
         driver: FlowDriver,
         request: GenerateRequest,
         timeline: ChoiceTimeline,
-        options: PipelineOptions,
+        options: RouterOptions,
         selection: WorkerSelection | None,
     ) -> None:
         self.state = State.NEW

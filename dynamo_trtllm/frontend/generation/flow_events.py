@@ -109,7 +109,7 @@ class FlowDriver(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
+class RouterOptions:
     """The limits and fallbacks for requests whose workers fail or are missing.
 
     Calls that a worker did not accept do not count as retries or migrations.

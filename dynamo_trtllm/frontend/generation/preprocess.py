@@ -1,4 +1,4 @@
-"""Convert a checked OpenAI request to pipeline requests for a model.
+"""Convert a checked OpenAI request to generation requests for a model.
 
 Pure: no await, no clock; safe in a thread.
 """
@@ -89,7 +89,7 @@ class ChoiceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """The pipeline requests of one HTTP request: one per choice, in the order of the prompts.
+    """The generation requests of one HTTP request: one per choice, in the order of the prompts.
 
     The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are
     returned.

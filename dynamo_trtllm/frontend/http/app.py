@@ -30,8 +30,8 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessagesAdapter
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import B
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.generation.responses.response_builder import (
     ResponseBuilder,
     ResponsesAdapter,
@@ -323,7 +323,7 @@ class FrontendApp(NamedTuple):
 def build_app(
     config: FrontendConfig,
     models: ModelRegistry,
-    pipeline: Pipeline,
+    request_router: RequestRouter,
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
@@ -342,7 +342,7 @@ def build_app(
             config.trace_sample_ratio,
             on_dropped=metrics.traces_dropped,
         )
-    app_state = AppState(config, models, pipeline, metrics, traces)
+    app_state = AppState(config, models, request_router, metrics, traces)
     _watch(app_state, metrics)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
@@ -389,7 +389,7 @@ def _watch(state: AppState, metrics: FrontendMetrics) -> None:
     """Let the metrics read the values of their gauges."""
     limiter = state.limits.choices
     budget = state.limits.body_budget
-    placement = state.pipeline.placement
+    placement = state.router.placement
     metrics.watch(
         choices=lambda: limiter.in_use,
         queued=lambda: limiter.queued,

@@ -19,8 +19,8 @@ from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.generation.suspects import Suspects
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
@@ -88,8 +88,8 @@ async def run_app(
         proofs = breakers if config.canary_interval_s > 0 else None
         models = ModelRegistry(view, discovery, plane, config.namespace, proofs)
         stack.push_async_callback(models.aclose)
-        pipeline = pipeline_of(config, view, plane, breakers, metrics)
-        stack.push_async_callback(pipeline.aclose)
+        router = router_of(config, view, plane, breakers, metrics)
+        stack.push_async_callback(router.aclose)
         store = await _connect_store(config)
         if store is not None:
             stack.push_async_callback(store.aclose)
@@ -99,9 +99,9 @@ async def run_app(
                 return tasks.reason
             return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
-        app = build_app(config, models, pipeline, metrics, store, not_ready)
+        app = build_app(config, models, router, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
-        for name, coroutine in _background_work(config, models, pipeline, metrics, app).items():
+        for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await first_of(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_SETTLE_S)
         tune_gc()
@@ -133,17 +133,17 @@ async def _connect_store(config: FrontendConfig) -> JetStreamStore | None:
 def _background_work(
     config: FrontendConfig,
     models: ModelRegistry,
-    pipeline: Pipeline,
+    router: RequestRouter,
     metrics: FrontendMetrics,
     app: FrontendApp,
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """Return all background work of a frontend, by the names of its tasks, in order of start."""
-    work = {"recordings": answer_queries(pipeline.plane, config.namespace)}
-    work |= routing_work(config.namespace, pipeline, metrics)
+    work = {"recordings": answer_queries(router.plane, config.namespace)}
+    work |= routing_work(config.namespace, router, metrics)
     work["discovery-watch"] = models.watch()
     if config.canary_interval_s > 0:
         probes = PairProbes(
-            pipeline,
+            router,
             metrics.probe_finished,
             interval_s=config.canary_interval_s,
             timeout_s=config.canary_timeout_s,
@@ -189,13 +189,13 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
 
 
 def routing_work(
-    namespace: str, pipeline: Pipeline, metrics: FrontendMetrics
+    namespace: str, router: RequestRouter, metrics: FrontendMetrics
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """Return the background work that keeps up to date what selections read, by task names."""
-    view = pipeline.view
-    plane = pipeline.plane
-    placement = pipeline.placement
-    work = {"pairs": prune_breakers(view, pipeline.breakers)}
+    view = router.view
+    plane = router.plane
+    placement = router.placement
+    work = {"pairs": prune_breakers(view, router.breakers)}
     if placement is not None:
         work["loads"] = follow_loads(plane, namespace, view, placement.loads)
         if placement.prefixes is not None:
@@ -226,8 +226,8 @@ async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: F
         await unsubscribe()
 
 
-def _options(config: FrontendConfig) -> PipelineOptions:
-    return PipelineOptions(
+def _options(config: FrontendConfig) -> RouterOptions:
+    return RouterOptions(
         retries=config.retry_limit,
         migrations=config.migration_limit,
         hold_s=config.hold_for_roles_s,
@@ -237,19 +237,19 @@ def _options(config: FrontendConfig) -> PipelineOptions:
     )
 
 
-def pipeline_of(
+def router_of(
     config: FrontendConfig,
     view: ClusterView,
     plane: Plane,
     breakers: PairBreakers,
     metrics: FrontendMetrics,
-) -> Pipeline:
-    """Return the pipeline that runs requests.
+) -> RequestRouter:
+    """Return the router of requests.
 
     It counts queries of death and collected KV in `metrics`.
     """
     suspects = Suspects(metrics.query_of_death)
-    return Pipeline(
+    return RequestRouter(
         view,
         plane,
         _options(config),

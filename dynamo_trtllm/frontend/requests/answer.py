@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from dynamo_trtllm.api.response_schemas import ResponseMeta
-from dynamo_trtllm.frontend.generation.choice import ChoiceState, Usage, share_suspicions
+from dynamo_trtllm.frontend.generation.choice import Choice, Usage, share_suspicions
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
@@ -90,7 +90,7 @@ class Answer:
         self.is_streamed = is_streamed
         self.wanted = wanted
         self.on_complete = on_complete
-        self.choices: Sequence[ChoiceState] = ()  # until `create_choices`
+        self.choices: Sequence[Choice] = ()  # until `create_choices`
         self.has_begun = False  # the builder's first events were sent
         self._ignored = ignored
 
@@ -100,8 +100,7 @@ class Answer:
         Call it after the wait for permits, because 128 choices take 0.5 MB.
         """
         self.choices = [
-            ChoiceState(choice_request, index)
-            for index, choice_request in enumerate(self.plan.choices)
+            Choice(choice_request, index) for index, choice_request in enumerate(self.plan.choices)
         ]
         if len(self.choices) > 1:
             share_suspicions(self.choices, self.plan.candidates)
@@ -165,7 +164,7 @@ def joined_ids(instances: Iterable[int | None]) -> str | None:
     return ",".join(dict.fromkeys(ids)) or None
 
 
-def tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:
+def tokens_per_s(choices: Iterable[Choice]) -> float | None:
     """Return the sum of the choices' rates after their first token; None if no choice has two."""
     rates = []
     for choice in choices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
 from dynamo_trtllm.frontend.requests.ignored_fields import IgnoredFieldReports
 from dynamo_trtllm.frontend.requests.loop_turns import LoopTurns
@@ -28,13 +28,13 @@ class AppState:
         self,
         config: FrontendConfig,
         models: ModelRegistry,
-        pipeline: Pipeline,
+        router: RequestRouter,
         metrics: FrontendMetrics,
         traces: TraceExporter | None = None,
     ) -> None:
         self.config = config
         self.models = models
-        self.pipeline = pipeline
+        self.router = router
         self.limits = AdmissionLimits(config)
         self.turns = LoopTurns()
         self.output_budget = OutputBudget()

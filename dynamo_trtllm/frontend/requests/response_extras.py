@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats, WorkerIds
-from dynamo_trtllm.frontend.generation.choice import ChoiceState
+from dynamo_trtllm.frontend.generation.choice import Choice
 from dynamo_trtllm.frontend.requests.answer import Answer, joined_ids, tokens_per_s
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, last_of, seconds_by_phase
 
@@ -34,7 +34,7 @@ def extras_of(answer: Answer, timeline: RequestTimeline) -> Extras:
     return extras
 
 
-def _worker_ids(first: ChoiceState) -> WorkerIds:
+def _worker_ids(first: Choice) -> WorkerIds:
     """Return the workers of the first choice. An aggregated worker has both roles."""
     ids = (first.timeline.prefill_instance, first.timeline.decode_instance)
     known = [instance_id for instance_id in ids if instance_id is not None]
@@ -63,7 +63,7 @@ def _timing(answer: Answer, timeline: RequestTimeline) -> NvTiming:
     return timing
 
 
-def _stats_of(choices: Sequence[ChoiceState], timeline: RequestTimeline, end_s: float) -> Stats:
+def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float) -> Stats:
     """Return the statistics of some choices until `end_s`.
 
     They run in parallel; the phases are those of the last one.

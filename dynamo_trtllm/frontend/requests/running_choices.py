@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Self
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState
+from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta
 from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.keep_alive import EventSender
@@ -95,16 +95,16 @@ class RunningChoices:
 
     async def _start(self) -> None:
         """Start the streams of all choices, in turns with other requests."""
-        pipeline = self._state.pipeline
+        router = self._state.router
         deliver = self._deliver
         choices = self._answer.choices
         if len(choices) == 1:
             # Reading its body takes longer, so it takes no turn.
-            choices[0].start(pipeline, deliver)
+            choices[0].start(router, deliver)
             return
 
-        def start(choice: ChoiceState) -> None:
-            choice.start(pipeline, deliver)
+        def start(choice: Choice) -> None:
+            choice.start(router, deliver)
 
         await self._state.turns.starts.run(choices, start)
 
@@ -113,7 +113,7 @@ class RunningChoices:
         running = [choice for choice in self._answer.choices if choice.is_running]
         try:
             if running:
-                await self._state.turns.cancels.run(running, ChoiceState.cancel)
+                await self._state.turns.cancels.run(running, Choice.cancel)
         finally:
             self._cancel()  # those that are left if this task was cancelled
             self._unsent.clear()

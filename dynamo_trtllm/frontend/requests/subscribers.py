@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo_trtllm.frontend.generation.choice import ChoiceState
+from dynamo_trtllm.frontend.generation.choice import Choice
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.timeline import (
     RequestEnd,
@@ -36,7 +36,7 @@ class RequestMetrics(TimelineSubscriber):
         timeline.observe_gap = self._metrics.child("itl_seconds", timeline.model).observe
 
     def first_token(
-        self, timeline: RequestTimeline, choice: ChoiceState, now_s: float, *, is_first: bool
+        self, timeline: RequestTimeline, choice: Choice, now_s: float, *, is_first: bool
     ) -> None:
         if not is_first:
             return
@@ -95,11 +95,11 @@ class RequestRecorder(TimelineSubscriber):
             RECORDER.follow(choice)
 
     def first_token(
-        self, timeline: RequestTimeline, choice: ChoiceState, now_s: float, *, is_first: bool
+        self, timeline: RequestTimeline, choice: Choice, now_s: float, *, is_first: bool
     ) -> None:
         RECORDER.record(choice.request_id, RecordedEvent.FIRST_TOKEN)
 
-    def last_token(self, timeline: RequestTimeline, choice: ChoiceState) -> None:
+    def last_token(self, timeline: RequestTimeline, choice: Choice) -> None:
         RECORDER.unfollow(choice)
         RECORDER.record(
             choice.request_id,
@@ -165,5 +165,5 @@ class RequestTraces(TimelineSubscriber):
         )
 
 
-def _choices(timeline: RequestTimeline) -> Sequence[ChoiceState]:
+def _choices(timeline: RequestTimeline) -> Sequence[Choice]:
     return () if timeline.answer is None else timeline.answer.choices

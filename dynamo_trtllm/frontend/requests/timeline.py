@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
+from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.http_server.exchange import HttpRequest
@@ -62,11 +62,11 @@ class TimelineSubscriber:
         """Handle the creation of the choices, which start next."""
 
     def first_token(
-        self, timeline: RequestTimeline, choice: ChoiceState, now_s: float, *, is_first: bool
+        self, timeline: RequestTimeline, choice: Choice, now_s: float, *, is_first: bool
     ) -> None:
         """Handle the first token of a choice. `is_first`: it is the first one of the request."""
 
-    def last_token(self, timeline: RequestTimeline, choice: ChoiceState) -> None:
+    def last_token(self, timeline: RequestTimeline, choice: Choice) -> None:
         """Handle the last token of a choice, which has its finish reason."""
 
     def ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
@@ -103,7 +103,7 @@ class RequestTimeline:
         # Tokens come too often for a loop over subscribers. The one that observes the gaps between
         # them sets this function, of seconds and a number of tokens.
         self.observe_gap: Callable[[float, int], None] = lambda seconds, count: None
-        self._choices: Sequence[ChoiceState] = ()
+        self._choices: Sequence[Choice] = ()
         self._subscribers = subscribers
         for subscriber in subscribers:
             subscriber.received(self)
@@ -161,7 +161,7 @@ class RequestTimeline:
             for subscriber in self._subscribers:
                 subscriber.last_token(self, choice)
 
-    def _first_token(self, choice: ChoiceState, now_s: float) -> None:
+    def _first_token(self, choice: Choice, now_s: float) -> None:
         is_first = all(other.timeline.first_s is None for other in self._choices)
         choice.timeline.first_s = now_s
         for subscriber in self._subscribers:
@@ -184,18 +184,18 @@ class RequestTimeline:
         for subscriber in self._subscribers:
             subscriber.ended(self, end)
 
-    def phases(self, choice: ChoiceState, end_s: float) -> PhaseSeconds:
+    def phases(self, choice: Choice, end_s: float) -> PhaseSeconds:
         """Return the phases of this request with one of its choices, which has ended last."""
         timeline = choice.timeline
         return divide(self.spans_with(choice), end_s, timeline.prefill_stats, timeline.decode_stats)
 
-    def spans_with(self, choice: ChoiceState) -> list[Span]:
+    def spans_with(self, choice: Choice) -> list[Span]:
         """Return the spans of this request with those of one of its choices."""
         respond = [] if choice.finish is None else [Span("respond", choice.timeline.last_s)]
         return [*self.spans, *choice.timeline.spans, *respond]
 
 
-def last_of(choices: Sequence[ChoiceState]) -> ChoiceState:
+def last_of(choices: Sequence[Choice]) -> Choice:
     """Return the choice that ended last, or one that has not ended."""
     return max(choices, key=lambda choice: (choice.finish is None, choice.timeline.last_s))
 

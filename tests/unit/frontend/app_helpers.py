@@ -1,4 +1,4 @@
-"""Creates a frontend with a scripted pipeline and a renderer whose tokens are characters."""
+"""Creates a frontend with a scripted router and a renderer whose tokens are characters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from dynamo_trtllm.tokenization.base import text_output
 
 from dynamo_trtllm.api.response_schemas import ReadinessReport
 from dynamo_trtllm.config.models import FrontendConfig
@@ -36,8 +37,7 @@ from dynamo_trtllm.tokenization.conversation import Conversation, Tool
 from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, StepOutput
 from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
 from dynamo_trtllm.tokenization.served_model import ServedModel
-from dynamo_trtllm.tokenization.text_parsers import text_output
-from tests.streaming import PlayedPipeline
+from tests.streaming import PlayedRouter
 
 # markers; every other id is a character's code point
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5
@@ -191,7 +191,7 @@ class Catalog:
 
 
 @dataclass
-class ScriptedPipeline(PlayedPipeline):
+class ScriptedRouter(PlayedRouter):
     """Plays `script`: chunks are yielded, errors raised, an Event is waited for."""
 
     script: list[Chunk | BaseException | asyncio.Event]
@@ -274,7 +274,7 @@ def stop(text: str = "") -> Chunk:
 class FakeFrontend:
     """An app with the objects that tests inspect."""
 
-    pipeline: ScriptedPipeline
+    router: ScriptedRouter
     config: FrontendConfig = field(default_factory=FrontendConfig)
     catalog: Catalog = field(default_factory=Catalog)
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
@@ -284,7 +284,7 @@ class FakeFrontend:
         self.built = build_app(
             self.config,
             self.catalog,
-            self.pipeline,
+            self.router,
             self.metrics,
             not_ready_reason=lambda: self.not_ready_reason,
         )
@@ -295,4 +295,4 @@ class FakeFrontend:
 
 
 def front(*script: Chunk | BaseException | asyncio.Event, **config: object) -> FakeFrontend:
-    return FakeFrontend(ScriptedPipeline(list(script)), FrontendConfig.model_validate(config))
+    return FakeFrontend(ScriptedRouter(list(script)), FrontendConfig.model_validate(config))

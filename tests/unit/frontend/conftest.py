@@ -14,9 +14,9 @@ from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES
-from tests.unit.frontend.pipeline_helpers import Cluster
 from tests.unit.frontend.plan_helpers import TemplateModels, harmony_model
 from tests.unit.frontend.registry_helpers import TEMPLATE, Frontend
+from tests.unit.frontend.routing_helpers import Cluster
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -44,7 +44,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     before = asyncio.all_tasks()
     cluster = Cluster()
     yield cluster
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     await cluster.plane.aclose()
     assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()
 

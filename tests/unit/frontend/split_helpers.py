@@ -17,7 +17,7 @@ from dynamo_trtllm.api.messages import MessagesRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.responses import LOGPROBS, ResponseRequest
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState
+from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.messages.message_builder import (
     MessageBuilder,
@@ -103,9 +103,9 @@ class Case:
 
 def deltas_of(
     case: Case, steps: Sequence[int], plan: GenerationPlan
-) -> tuple[list[ChoiceDelta], ChoiceState]:
+) -> tuple[list[ChoiceDelta], Choice]:
     """Push the tokens until the choice ends, as the frontend does."""
-    state, deltas = ChoiceState(plan.choices[0]), []
+    state, deltas = Choice(plan.choices[0]), []
     for chunk in case.chunks(steps):
         deltas.append(state.push(chunk))
         if deltas[-1].finish is not None:

@@ -21,19 +21,19 @@ from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLo
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.tokenization.output import Channel, Delta
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
+from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedRouter, chunk, stop
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
 
 class Each:
-    """A pipeline that plays another script for each choice."""
+    """A router that plays another script for each choice."""
 
     placement = None  # it selects no workers
 
     def __init__(self, *scripts: list[Any]) -> None:
-        self.each = [ScriptedPipeline(script) for script in scripts]
+        self.each = [ScriptedRouter(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
     def generate(
@@ -96,8 +96,8 @@ async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> 
         "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
-    assert [request.sampling.seed for request in served.pipeline.requests] == [7, 8]
-    assert len({request.request_id for request in served.pipeline.requests}) == 2
+    assert [request.sampling.seed for request in served.router.requests] == [7, 8]
+    assert len({request.request_id for request in served.router.requests}) == 2
     assert response.headers["x-decode-instance"] == "cd"
 
 
@@ -105,7 +105,7 @@ async def test_prompts_when_several_then_their_choices_in_order_and_all_prompts_
     served = each([stop("a")], [stop("b")], [stop("c")], [stop("d")])
     body = (await post(served, TEXT, prompt=["x", "yy"], n=2)).json()
     assert [choice["text"] for choice in body["choices"]] == ["a", "b", "c", "d"]
-    assert [list(request.token_ids) for request in served.pipeline.requests] == [[120]] * 2 + [
+    assert [list(request.token_ids) for request in served.router.requests] == [[120]] * 2 + [
         [121, 121]
     ] * 2
     assert body["usage"]["prompt_tokens"] == 3
@@ -116,7 +116,7 @@ async def test_choices_then_they_run_side_by_side() -> None:
     second_ran = asyncio.Event()
     served = each([second_ran, stop("a")], [stop("b")])
     asking = asyncio.create_task(post(served, TEXT, n=2))
-    await served.pipeline.each[1].closed.wait()
+    await served.router.each[1].closed.wait()
     second_ran.set()
     assert [choice["text"] for choice in (await asking).json()["choices"]] == ["a", "b"]
 
@@ -133,7 +133,7 @@ async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tok
         (1, "meh"),
     ]
     assert all(choice["logprobs"] is None for choice in body["choices"])
-    assert {request.sampling.logprobs for request in served.pipeline.requests} == {0}
+    assert {request.sampling.logprobs for request in served.router.requests} == {0}
     assert body["usage"]["prompt_tokens"] == 2
     assert (
         body["usage"]["completion_tokens"] == len("unlikely" + "a long but likely text" + "meh") + 3
@@ -165,9 +165,9 @@ async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_fini
     asking = asyncio.create_task(
         post(served, CHAT, n=2, stream=True, stream_options={"include_usage": True})
     )
-    await served.pipeline.each[1].begun.wait()
+    await served.router.each[1].begun.wait()
     second.set()
-    await served.pipeline.each[1].closed.wait()
+    await served.router.each[1].closed.wait()
     first.set()
     *parts, totals = events(await asking)
     assert {part["id"] for part in parts} == {totals["id"]}
@@ -240,23 +240,23 @@ async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_cl
     response = await post(served, CHAT, n=3, stream=stream)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "engine_failed"
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
 
 
 async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> None:
     shown = asyncio.Event()
     served = each([chunk("a"), asyncio.Event()], [shown, errors.Disconnected("lost")])
     asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
-    await served.pipeline.each[0].begun.wait()
+    await served.router.each[0].begun.wait()
     shown.set()
     got = events(await asking)
     assert got[-1]["error"]["code"] == "disconnected"
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
 
 
 async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back() -> None:
     served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2)
-    begun = [one.begun for one in served.pipeline.each]
+    begun = [one.begun for one in served.router.each]
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
     )
@@ -280,13 +280,13 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
         "root_path": "",
     }
     await asgi(served.app)(scope, receive, send)
-    assert served.pipeline.running == 0
-    served.pipeline.each += [ScriptedPipeline([stop("a")]), ScriptedPipeline([stop("b")])]
+    assert served.router.running == 0
+    served.router.each += [ScriptedRouter([stop("a")]), ScriptedRouter([stop("b")])]
     assert (await post(served, CHAT, n=2)).status_code == 200
 
 
-class CountingPipeline:
-    """A pipeline whose streams never begin.
+class CountingRouter:
+    """A router whose streams never begin.
 
     It counts those that are started and cancelled, by iteration.
     """
@@ -323,18 +323,18 @@ class CountedStream(Stream):
 async def test_clients_of_128_choices_when_they_leave_together_then_no_iteration_has_many_of_them(
     leaves_early: bool,
 ) -> None:
-    pipeline = CountingPipeline()
-    served = FakeFrontend(pipeline, FrontendConfig(max_inflight=1024))  # type: ignore[arg-type]
+    router = CountingRouter()
+    served = FakeFrontend(router, FrontendConfig(max_inflight=1024))  # type: ignore[arg-type]
     requests = [asyncio.create_task(post(served, CHAT, n=128, stream=True)) for _ in range(10)]
     most_running = 8 * 128  # two requests wait for permits
-    await pipeline.count(lambda: sum(pipeline.started) >= (1 if leaves_early else most_running))
+    await router.count(lambda: sum(router.started) >= (1 if leaves_early else most_running))
     for request in requests:
         request.cancel()
-    await pipeline.count(lambda: all(request.done() for request in requests))
-    assert max(pipeline.started) <= CHOICES_PER_ITERATION
-    assert max(pipeline.cancelled) <= CHOICES_PER_ITERATION
-    assert sum(pipeline.cancelled) == sum(pipeline.started)
-    assert sum(pipeline.started) <= (most_running // 2 if leaves_early else most_running)
+    await router.count(lambda: all(request.done() for request in requests))
+    assert max(router.started) <= CHOICES_PER_ITERATION
+    assert max(router.cancelled) <= CHOICES_PER_ITERATION
+    assert sum(router.cancelled) == sum(router.started)
+    assert sum(router.started) <= (most_running // 2 if leaves_early else most_running)
     assert b"dynamo_trtllm_choices 0.0" in await served.metrics.render_all()
 
 
@@ -342,11 +342,11 @@ async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
     held = asyncio.Event()
     served = each([held, stop()], max_inflight=2, max_queued=0)
     first = asyncio.create_task(post(served, CHAT))
-    await served.pipeline.each[0].begun.wait()
+    await served.router.each[0].begun.wait()
     response = await post(served, CHAT, n=2)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert response.headers["retry-after"]
-    assert len(served.pipeline.requests) == 1
+    assert len(served.router.requests) == 1
     held.set()
     assert (await first).status_code == 200
 
@@ -399,4 +399,4 @@ async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() ->
     (choice,) = (await post(served, CHAT, tools=tools, parallel_tool_calls=False)).json()["choices"]
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
     assert choice["finish_reason"] == "tool_calls"
-    assert served.pipeline.running == 0
+    assert served.router.running == 0

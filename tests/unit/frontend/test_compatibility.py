@@ -515,7 +515,7 @@ async def test_scheduling_fields_then_every_call_to_workers_has_them(path: str, 
     for sent, headers in ((fields, session), ({}, session), ({}, {})):
         answer = await post(served, path, body(**sent), headers=headers)
         assert answer.status_code == 200, answer.text
-    full, named, plain = served.pipeline.requests
+    full, named, plain = served.router.requests
     assert (full.priority, full.dp_rank, full.prefill_dp_rank, full.relax_dp_rank) == (
         5,
         1,

@@ -28,8 +28,8 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from tests.streaming import pipeline_stream
-from tests.unit.frontend.pipeline_helpers import (
+from tests.streaming import routed_stream
+from tests.unit.frontend.routing_helpers import (
     FINISHED,
     HANG,
     Cluster,
@@ -75,7 +75,7 @@ async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its
     ]
     assert prefill.requests[0].reservation_id is None
     assert (trace.prefill_instance, trace.decode_instance, trace.retries) == (1, 2, 0)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert decode.reservations == [kept]
 
 
@@ -92,7 +92,7 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
 ) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], FINISHED)
     long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
-    async with aclosing(pipeline_stream(cluster.pipeline, long, ChoiceTimeline())) as stream:
+    async with aclosing(routed_stream(cluster.router, long, ChoiceTimeline())) as stream:
         async for _ in stream:
             pass
     (kept,) = decode.reservations
@@ -111,7 +111,7 @@ async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (trace.decode_instance, trace.retries) == (3, 1)
     assert len(prefill.requests) == 1  # not before there was a slot
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     # nothing was kept, so nothing is given back
     assert [type(verb) for verb in full.reservations] == [ReserveSlot]
     assert [type(verb) for verb in other.reservations] == [ReserveSlot]
@@ -138,7 +138,7 @@ async def test_reserve_when_there_is_no_answer_then_the_slot_is_released_and_ano
     lost.faults[ReserveSlot] = Unreachable("the answer was lost")
     await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
     assert await cluster.tokens() == [10, 11, 12, 13]
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     check_given_back(lost)
     assert len(prefill.requests) == 1
 
@@ -151,7 +151,7 @@ async def test_slot_when_the_prefill_call_fails_then_it_is_given_back_before_the
     decode = await cluster.add(2, Role.DECODE, FINISHED, strategy=FIRST)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert (len(first.requests), len(second.requests)) == (1, 1)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     kept = [verb.reservation_id for verb in decode.reservations if isinstance(verb, ReserveSlot)]
     assert [
         verb.reservation_id for verb in decode.reservations if isinstance(verb, ReleaseSlot)
@@ -165,7 +165,7 @@ async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.STOP)
     _, decode = await pair(cluster, [done])
     assert await cluster.tokens() == [10]
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     check_given_back(decode)
 
 
@@ -177,7 +177,7 @@ async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_ba
     await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     check_given_back(decode)
     await asyncio.wait_for(prefill.closed.wait(), SOON_S)
 
@@ -192,7 +192,7 @@ async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_give
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     decode.stalls.set()
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     check_given_back(decode)
     assert prefill.requests == []
 
@@ -201,7 +201,7 @@ async def test_slot_when_the_decode_call_is_refused_then_it_is_given_back(cluste
     _, decode = await pair(cluster, [kv_chunk("t1")], [RequestRejected("no")])
     with pytest.raises(RequestRejected):
         await cluster.tokens()
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     check_given_back(decode)
 
 
@@ -221,7 +221,7 @@ async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_
     _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):
-        async with aclosing(pipeline_stream(cluster.pipeline, late, ChoiceTimeline())) as stream:
+        async with aclosing(routed_stream(cluster.router, late, ChoiceTimeline())) as stream:
             await anext(stream)
     assert decode.reservations == []
 

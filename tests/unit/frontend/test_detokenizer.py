@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.generation.choice import ChoiceState, StopStrings
+from dynamo_trtllm.frontend.generation.choice import Choice, StopStrings
 from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.plan_helpers import chat
@@ -51,7 +51,7 @@ def test_usage_when_the_answer_was_cached_too_where_the_request_went_on_then_onl
     harmony: ServedModel,
 ) -> None:
     (choice,) = chat(harmony).choices
-    state = ChoiceState(choice)
+    state = Choice(choice)
     state.timeline.decode_stats = PhaseTimings(cached_tokens=len(choice.request.token_ids) + 7)
     usage = state.usage()
     assert usage.cached_tokens == usage.prompt_tokens

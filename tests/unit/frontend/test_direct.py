@@ -33,11 +33,11 @@ from tests.unit.frontend.app_helpers import (
     Catalog,
     CharacterRenderer,
     FakeFrontend,
-    ScriptedPipeline,
+    ScriptedRouter,
     chunk,
     stop,
 )
-from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, request
+from tests.unit.frontend.routing_helpers import FINISHED, Cluster, request
 
 SCRIPT = [
     chunk("why", ids=[REASONING]),
@@ -97,7 +97,7 @@ def post(path: str, padding: int = 0, **fields: Any) -> HttpRequest:
 
 async def streamed(wire: Wire, script: list[Any], **fields: Any) -> list[Any]:
     """The choices of all events."""
-    served = FakeFrontend(ScriptedPipeline(script), FrontendConfig())
+    served = FakeFrontend(ScriptedRouter(script), FrontendConfig())
     messages = [{"role": "user", "content": "hi"}]
     await served.app(post("/v1/chat/completions", messages=messages, **fields), wire)
     events = wire.body().split("\n\n")
@@ -121,7 +121,7 @@ async def test_stream_when_the_client_can_be_written_to_then_the_same_events_com
 
 async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_directly() -> None:
     served = FakeFrontend(
-        ScriptedPipeline([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]),
+        ScriptedRouter([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]),
         FrontendConfig(),
     )
     wire = Wire(1)
@@ -167,7 +167,7 @@ async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_even
     assert wire.written > 0
 
 
-class AtOnce(ScriptedPipeline):
+class AtOnce(ScriptedRouter):
     """Passes on the chunks between two events of its script in one step."""
 
     async def play(
@@ -181,7 +181,7 @@ class AtOnce(ScriptedPipeline):
                 on_chunk(step)
 
 
-class OneFails(ScriptedPipeline):
+class OneFails(ScriptedRouter):
     """The first choice fails, and the second one has its first token in the same step."""
 
     async def play(
@@ -248,20 +248,20 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 50 * 64)
     monkeypatch.setattr(running_choices, "COUNTED_TOKENS", 0)
-    served = FakeFrontend(ScriptedPipeline([chunk("a") for _ in range(200)]), FrontendConfig())
+    served = FakeFrontend(ScriptedRouter([chunk("a") for _ in range(200)]), FrontendConfig())
     wire = Gated(every=0)
     answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))
-    await served.pipeline.closed.wait()
-    assert served.pipeline.yielded < 60
+    await served.router.closed.wait()
+    assert served.router.yielded < 60
     wire.gate.set()
     await answering
     *texts, error, done = wire.body().strip().split("\n\n")
     assert done == "data: [DONE]"
-    assert 20 < len(texts) <= served.pipeline.yielded
+    assert 20 < len(texts) <= served.router.yielded
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "overloaded"
 
 
-async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(
+async def test_router_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(
     cluster: Cluster,
 ) -> None:
     begun = asyncio.Event()
@@ -274,7 +274,7 @@ async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passe
         begun.set()
         return True
 
-    await run_stream(partial(cluster.pipeline.generate, request(), ChoiceTimeline()), take)
+    await run_stream(partial(cluster.router.generate, request(), ChoiceTimeline()), take)
     assert got == [10, 11, 12, 13]
     assert second.requests[0].num_resumed_output_tokens == 3
 
@@ -282,7 +282,7 @@ async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passe
 @pytest.mark.parametrize(
     "error", [StreamIncomplete("as if a worker had failed"), Overloaded("the reader is behind")]
 )
-async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_worker(
+async def test_router_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_worker(
     cluster: Cluster, error: DynamoError
 ) -> None:
     first = await cluster.add(1, Role.AGGREGATED, FINISHED)
@@ -292,7 +292,7 @@ async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_
         raise error
 
     with pytest.raises(type(error)):
-        await run_stream(partial(cluster.pipeline.generate, request(), ChoiceTimeline()), fail)
+        await run_stream(partial(cluster.router.generate, request(), ChoiceTimeline()), fail)
     assert len(first.requests) + len(second.requests) == 1
 
 
@@ -327,7 +327,7 @@ async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other
     renderer = Clocked()
     catalog.served[MODEL] = ServedModel(CARD, renderer)
     messages = [{"role": "user", "content": "hi"}]
-    served = FakeFrontend(ScriptedPipeline([chunk("a"), stop()]), FrontendConfig(), catalog)
+    served = FakeFrontend(ScriptedRouter([chunk("a"), stop()]), FrontendConfig(), catalog)
     counting = asyncio.create_task(renderer.count())
     requests = [post("/v1/chat/completions", padding=20_000, messages=messages) for _ in range(8)]
     await asyncio.gather(*(served.app(request, Wire(1)) for request in requests))
@@ -342,7 +342,7 @@ async def test_bodies_when_the_tokenizer_is_not_loaded_then_threads_render_long_
     catalog = Catalog()
     renderer = catalog.renderer
     renderer.is_loaded = False
-    served = FakeFrontend(ScriptedPipeline([chunk("a"), stop()]), FrontendConfig(), catalog)
+    served = FakeFrontend(ScriptedRouter([chunk("a"), stop()]), FrontendConfig(), catalog)
     messages = [{"role": "user", "content": "hi"}]
     for padding in (100, 2000):
         await served.app(post("/v1/chat/completions", padding=padding, messages=messages), Wire(1))

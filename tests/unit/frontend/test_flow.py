@@ -25,7 +25,7 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, State
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, Signal
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions, Signal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -38,7 +38,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.router.policy import WorkerSelection
 from tests.instances import make_instance
-from tests.unit.frontend.pipeline_helpers import FINISHED, kv_chunk, request
+from tests.unit.frontend.routing_helpers import FINISHED, kv_chunk, request
 
 PREFILL, DECODE, OTHER_DECODE = (
     make_instance(1, role=Role.PREFILL),
@@ -65,7 +65,7 @@ class Played:
         self._calls: list[tuple[Any, ...]] = []
         self._selected: deque[Any] = deque()
         self.flow = GenerationFlow(
-            self, request(), ChoiceTimeline(), PipelineOptions(**options), selection
+            self, request(), ChoiceTimeline(), RouterOptions(**options), selection
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Generations over HTTP against a scripted pipeline: both answers, every refusal, errors before and
+"""Generations over HTTP against a scripted router: both answers, every refusal, errors before and
 after headers.
 """
 
@@ -24,7 +24,7 @@ from tests.unit.frontend.app_helpers import (
     REASONING,
     Catalog,
     FakeFrontend,
-    ScriptedPipeline,
+    ScriptedRouter,
     chunk,
     front,
     stop,
@@ -90,14 +90,14 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
     assert response.headers["x-prefill-instance"] == "ab"
     assert response.headers["x-decode-instance"] == "cd"
     assert "dynamo_trtllm" not in body
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
 
 
 @pytest.mark.parametrize("size", [100, 900, 2000])
 async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rendered_off_the_loop(
     size: int,
 ) -> None:
-    served = FakeFrontend(ScriptedPipeline([stop("x")]), catalog=Catalog(context_length=10_000))
+    served = FakeFrontend(ScriptedRouter([stop("x")]), catalog=Catalog(context_length=10_000))
     response = await post(served, CHAT, chat(messages=[{"role": "user", "content": "a" * size}]))
     assert response.status_code == 200
     assert served.catalog.renderer.rendered_on_loop == [size < served.catalog.renderer.inline_bytes]
@@ -159,13 +159,13 @@ async def test_text_whole_then_text_and_default_of_16_tokens() -> None:
     body = (await post(served, TEXT, text())).json()
     assert body["object"] == "text_completion"
     assert body["choices"][0]["text"] == "abcd"
-    assert served.pipeline.requests[0].sampling.max_tokens == 16
+    assert served.router.requests[0].sampling.max_tokens == 16
 
 
-async def test_text_when_prompt_is_ids_then_they_reach_the_pipeline_unchanged() -> None:
+async def test_text_when_prompt_is_ids_then_they_reach_the_router_unchanged() -> None:
     served = front(stop("x"))
     await post(served, TEXT, text(prompt=[5, 6, 7]))
-    assert list(served.pipeline.requests[0].token_ids) == [5, 6, 7]
+    assert list(served.router.requests[0].token_ids) == [5, 6, 7]
 
 
 async def test_stats_when_asked_for_then_both_calls_are_merged() -> None:
@@ -230,7 +230,7 @@ async def test_chat_stream_of_a_tool_call_then_id_and_name_come_once() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_pipeline_is_closed(
+async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_router_is_closed(
     stream: bool,
 ) -> None:
     never = asyncio.Event()
@@ -244,7 +244,7 @@ async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_pipeli
         choice = response.json()["choices"][0]
         content, finish = choice["message"]["content"], choice["finish_reason"]
     assert (content, finish) == ("one ", "stop")
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
 
 
 async def test_text_stream_then_text_events() -> None:
@@ -261,7 +261,7 @@ async def test_logprobs_of_chat_then_only_content_tokens_and_no_infinities() -> 
     (token,) = body["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], token["bytes"]) == ("h", -0.5, [104])
     assert [top["logprob"] for top in token["top_logprobs"]] == [-0.5, -9999.0]
-    assert served.pipeline.requests[0].sampling.logprobs == 2
+    assert served.router.requests[0].sampling.logprobs == 2
 
 
 async def test_logprobs_of_text_then_offsets_count_characters() -> None:
@@ -379,7 +379,7 @@ async def test_stream_without_terminal_chunk_then_incomplete() -> None:
     check_error(await post(front(chunk("a")), CHAT, chat()), 502, "incomplete")
 
 
-async def test_bug_in_the_pipeline_then_500_without_its_words(
+async def test_bug_in_the_router_then_500_without_its_words(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     response = await post(
@@ -400,7 +400,7 @@ async def test_one_request_more_than_max_inflight_then_429_and_accepted_again_af
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=0)
     first = asyncio.create_task(post(served, CHAT, chat()))
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     check_error(await post(served, CHAT, chat()), 429, "overloaded")
     held.set()
     assert (await first).status_code == 200
@@ -415,7 +415,7 @@ async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer_an
     answering = asyncio.create_task(
         post(served, CHAT, chat(prompt_cache_options={"pad": "x" * 100_000}))
     )
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     assert "dynamo_trtllm_body_bytes 0.0" in served.metrics.render().decode()
     held.set()
     assert (await answering).json()["choices"][0]["message"]["content"] == "ok"
@@ -439,7 +439,7 @@ async def test_sampling_then_each_field_arrives() -> None:
             stop_token_ids=[65],
         ),
     )
-    sampling = served.pipeline.requests[0].sampling
+    sampling = served.router.requests[0].sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (7, 2, 0.0)
     assert (sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 4, 9)
     assert sampling.stop_token_ids == (65, END)
@@ -449,7 +449,7 @@ async def test_sampling_then_each_field_arrives() -> None:
 async def test_ignore_eos_then_the_format_stops_are_not_given() -> None:
     served = front(stop("a"))
     await post(served, CHAT, chat(nvext={"ignore_eos": True}))
-    sampling = served.pipeline.requests[0].sampling
+    sampling = served.router.requests[0].sampling
     assert sampling.ignore_eos
     assert sampling.stop_token_ids == ()
     assert sampling.max_tokens == 98

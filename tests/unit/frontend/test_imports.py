@@ -15,7 +15,7 @@ OF_MODELS = {"openai_harmony", "fastokens", "tokenizers", "jinja2"}
 LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
 OURS_LATER = {
     "dynamo_trtllm.api.chat",
-    "dynamo_trtllm.frontend.generation.pipeline",
+    "dynamo_trtllm.frontend.generation.request_router",
     "dynamo_trtllm.frontend.process.run_app",
 }
 

@@ -88,7 +88,7 @@ async def test_silence_in_the_queue_then_headers_and_comments() -> None:
     running = asyncio.Event()
     served = front(running, stop("x"), sse_keep_alive_s=SILENCE_S, max_inflight=1)
     first = send(served)
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     second = send(served)
     await until_commented(second)
     running.set()
@@ -100,7 +100,7 @@ async def test_queue_when_the_deadline_passes_after_the_headers_then_an_error_ev
     running = asyncio.Event()
     served = front(running, stop("x"), sse_keep_alive_s=SILENCE_S, max_inflight=1)
     first = send(served)
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     second = send(served, timeout=5 * SILENCE_S)
     await second.until_answered()
     assert b'"code":"deadline"' in second.received
@@ -180,7 +180,7 @@ async def test_client_leaves_during_the_silence_then_the_request_is_cancelled_an
     received = client.received
     await asyncio.sleep(5 * SILENCE_S)
     assert client.received == received
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
     assert 'code="cancelled"' in served.metrics.render().decode()
 
 

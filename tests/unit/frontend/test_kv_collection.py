@@ -25,7 +25,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.frames import Frame
 from dynamo_trtllm.streams import StreamEvent, StreamHandle
-from tests.unit.frontend.pipeline_helpers import (
+from tests.unit.frontend.routing_helpers import (
     FINISHED,
     HANG,
     Cluster,
@@ -53,7 +53,7 @@ class Pair:
     events: list[StreamEvent] = field(default_factory=list)  # that the client got
 
     def start(self) -> StreamHandle:
-        return self.cluster.pipeline.generate(request(), ChoiceTimeline(), self.events.append)
+        return self.cluster.router.generate(request(), ChoiceTimeline(), self.events.append)
 
     async def ended(self) -> list[str]:
         """Wait for a collection. Return the outcomes."""
@@ -64,7 +64,7 @@ class Pair:
 
     async def releases(self) -> list[ReleaseKv]:
         """Return what the prefill worker was sent, when all of it has arrived."""
-        await self.cluster.pipeline.aclose()
+        await self.cluster.router.aclose()
         return self.prefill.releases
 
 
@@ -73,7 +73,7 @@ async def pair_of(
 ) -> Pair:
     prefill_worker = await cluster.add(1, Role.PREFILL, prefill, keeps_unfetched_kv=True)
     pair = Pair(cluster, prefill_worker, await cluster.add(2, Role.DECODE, *decode, **fields))
-    cluster.pipeline.kv_collector.on_end = pair.outcomes.append
+    cluster.router.kv_collector.on_end = pair.outcomes.append
     return pair
 
 
@@ -93,14 +93,14 @@ async def test_cancel_when_the_decode_call_has_no_token_then_it_goes_on_until_th
     cluster: Cluster,
 ) -> None:
     pair, gate = await cancelled_in_decode(cluster, FINISHED[0], HANG)
-    assert len(cluster.pipeline.kv_collector) == 1
+    assert len(cluster.router.kv_collector) == 1
     pair.decode.hanging.clear()
     gate.set()
     assert await pair.ended() == ["ok"]
     await asyncio.wait_for(pair.decode.closed.wait(), SOON_S)  # no tokens are generated for nothing
     assert (await pair.releases(), pair.events) == ([FETCHED], [])
     assert len(pair.decode.requests) == 1
-    assert len(cluster.pipeline.kv_collector) == 0
+    assert len(cluster.router.kv_collector) == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_close_when_a_collection_runs_then_it_may_end_for_a_bounded_time(
 ) -> None:
     monkeypatch.setattr(kv_collection, "_CLOSE_S", SOON_S if arrives else 0.01)
     pair, gate = await cancelled_in_decode(cluster, *FINISHED)
-    closing = asyncio.create_task(cluster.pipeline.aclose())
+    closing = asyncio.create_task(cluster.router.aclose())
     await asyncio.sleep(0)
     assert pair.outcomes == []
     if arrives:
@@ -247,6 +247,6 @@ async def test_cancel_when_the_prefill_worker_has_not_acknowledged_the_call_then
     handle = pair.start()
     await asyncio.sleep(0)  # the call begins
     handle.cancel()
-    assert len(cluster.pipeline.kv_collector) == 0
-    await cluster.pipeline.aclose()
+    assert len(cluster.router.kv_collector) == 0
+    await cluster.router.aclose()
     assert (pair.outcomes, pair.prefill.releases) == ([], [])

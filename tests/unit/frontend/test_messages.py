@@ -292,7 +292,7 @@ async def test_prompt_when_too_long_then_the_words_that_clients_look_for() -> No
 async def test_max_tokens_when_more_than_the_context_then_as_many_as_fit() -> None:
     served = front(stop("x"))
     await made(served, max_tokens=32_000)
-    assert served.pipeline.requests[0].sampling.max_tokens == 98
+    assert served.router.requests[0].sampling.max_tokens == 98
 
 
 async def test_page_of_another_origin_then_it_may_send_anthropics_headers() -> None:
@@ -316,7 +316,7 @@ async def test_count_then_the_input_tokens_of_the_same_message_and_no_generation
     fields = {"system": "be", "messages": HI, "tools": [TOOL]}
     counted = await post(served, COUNT, **fields)
     assert counted.json() == {"input_tokens": 4}
-    assert served.pipeline.requests == []
+    assert served.router.requests == []
     usage = (await made(served, **fields))["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 4
 

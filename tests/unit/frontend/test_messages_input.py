@@ -233,7 +233,7 @@ async def test_tool_choice_then_as_in_chat(choice: Any, num_tools: int, is_force
     served = front(stop("{}"))
     await made(served, tools=[TOOL], tool_choice=choice)
     assert len(served.catalog.renderer.conversations[0].tools) == num_tools
-    assert (served.pipeline.requests[0].token_ids[-1] == CALL) == is_forced
+    assert (served.router.requests[0].token_ids[-1] == CALL) == is_forced
 
 
 # --- options ------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ async def test_thinking_when_the_template_has_a_switch_then_it_is_set(
 async def test_sampling_then_the_engine_gets_it() -> None:
     served = front(stop("x"))
     await made(served, temperature=0.5, top_p=0.9, top_k=7)
-    sampling = served.pipeline.requests[0].sampling
+    sampling = served.router.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
 
 
@@ -291,7 +291,7 @@ async def test_format_then_the_output_follows_its_schema() -> None:
     served = front(stop("{}"))
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     await made(served, output_config={"format": {"type": "json_schema", "schema": schema}})
-    guided = served.pipeline.requests[0].sampling.guided
+    guided = served.router.requests[0].sampling.guided
     assert guided is not None
     assert '"a"' in guided.alternatives[0].json_schema
 

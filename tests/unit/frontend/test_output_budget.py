@@ -16,7 +16,7 @@ from dynamo_trtllm.frontend.requests import output_budget, running_choices, send
 from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
 from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.output import Channel, Delta
-from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedPipeline, chunk, stop
+from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedRouter, chunk, stop
 from tests.unit.frontend.test_choices import CHAT, TEXT, post
 
 KIB = 1 << 10
@@ -28,7 +28,7 @@ def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(*script: Any) -> FakeFrontend:
-    return FakeFrontend(ScriptedPipeline(list(script)), FrontendConfig())
+    return FakeFrontend(ScriptedRouter(list(script)), FrontendConfig())
 
 
 def scored(text: str, alternatives: int) -> Chunk:
@@ -65,7 +65,7 @@ async def test_answer_when_it_may_be_too_large_then_413_before_it_starts(
     )
     assert f"lower n, best_of, {param}" in error["message"]
     assert "set stream to true" in error["message"]
-    assert frontend.pipeline.requests == []
+    assert frontend.router.requests == []
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def test_answer_when_it_grows_too_large_then_413_and_its_choices_end(
     response = await post(frontend, CHAT, **fields)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
     assert "lower n, best_of, max_tokens" in response.json()["error"]["message"]
-    assert frontend.pipeline.running == 0
+    assert frontend.router.running == 0
 
 
 async def test_answer_when_it_is_large_then_it_is_encoded_in_a_thread_with_the_same_result(

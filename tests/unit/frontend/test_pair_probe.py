@@ -24,7 +24,7 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
@@ -41,8 +41,8 @@ from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance, make_transfer_params
-from tests.streaming import ChunkSource, pipeline_stream
-from tests.unit.frontend.pipeline_helpers import request
+from tests.streaming import ChunkSource, routed_stream
+from tests.unit.frontend.routing_helpers import request
 from tests.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
@@ -124,9 +124,9 @@ class Bench:
     ) -> None:
         self.plane, self.view = InprocPlane(), ClusterView()
         self.breakers = PairBreakers(limits)
-        self.pipeline = Pipeline(self.view, self.plane, breakers=self.breakers)
+        self.router = RequestRouter(self.view, self.plane, breakers=self.breakers)
         self.canaries = PairProbes(
-            self.pipeline, self.probe_finished, interval_s=interval_s, timeout_s=timeout_s
+            self.router, self.probe_finished, interval_s=interval_s, timeout_s=timeout_s
         )
         self.codes: Counter[str] = Counter()
 
@@ -160,7 +160,7 @@ class Bench:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await self.pipeline.aclose()
+            await self.router.aclose()
             await self.plane.aclose()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -302,9 +302,7 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         await bench.until(lambda: bench.codes["inconclusive"] == 1)
         decode.ending = Unreachable("no subscriber")
         with pytest.raises(Unreachable):
-            async with aclosing(
-                pipeline_stream(bench.pipeline, request(), ChoiceTimeline())
-            ) as chunks:
+            async with aclosing(routed_stream(bench.router, request(), ChoiceTimeline())) as chunks:
                 await anext(chunks)
         assert bench.breakers.status((1, 2)).state is PairState.FAILING
         decode.ending = answer()
@@ -361,7 +359,7 @@ async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with
         await bench.add(1, Role.PREFILL, right)
         await bench.add(2, Role.DECODE, wrongly(prompts, sound))
         await bench.until(lambda: bench.codes == {code: 1})
-        bench.pipeline.record_success((1, 2))  # by a request that had begun before
+        bench.router.record_success((1, 2))  # by a request that had begun before
         assert bench.breakers.is_open((1, 2)) is (code == "mismatch")
         assert ("KV arrives changed" in bench.breakers.status((1, 2)).reason) is (
             code == "mismatch"

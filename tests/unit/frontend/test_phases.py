@@ -37,7 +37,7 @@ from tests.instances import make_instance
 from tests.loopback_backend import LoopbackBackend
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
-from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
+from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
 
 PREFILL = PhaseTimings(queue_s=0.2, prefill_s=0.5, more={"queue.slots": 0.1, "export": 0.1})
 DECODE = PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, more={"handoff.read": 0.2})
@@ -218,7 +218,7 @@ async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
         msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer
     )
     served.built = build_app(
-        served.config, cast("ModelRegistry", served.catalog), cluster.pipeline, served.metrics
+        served.config, cast("ModelRegistry", served.catalog), cluster.router, served.metrics
     )
     yield served
     for engine in engines:

@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt, through the pipeline: those of one prefill or aggregated call,
+"""The log-probabilities of a prompt, through the router: those of one prefill or aggregated call,
 once each.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import Chunk, Role, TokenLogprob
-from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
+from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
 
 SCORED = [TokenLogprob(token, -float(token)) for token in (1, 2, 3)]
 SCORING = {"logprobs": 0, "prompt_logprobs": 0}

@@ -1,4 +1,4 @@
-"""Requests that end their workers, through the pipeline: with workers that die on the in-process
+"""Requests that end their workers, through the router: with workers that die on the in-process
 request plane.
 """
 
@@ -16,8 +16,8 @@ import pytest
 from dynamo_trtllm.errors import EngineFailed, QueryOfDeath, TransferFailed
 from dynamo_trtllm.frontend.generation import suspects
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.generation.suspects import Suspicion
 from dynamo_trtllm.messages import (
     Chunk,
@@ -32,8 +32,8 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
-from tests.streaming import ChunkSource, pipeline_stream
-from tests.unit.frontend.pipeline_helpers import kv_chunk, request
+from tests.streaming import ChunkSource, routed_stream
+from tests.unit.frontend.routing_helpers import kv_chunk, request
 from tests.waiting import SOON_S
 
 FOR_EVER_S = 600.0
@@ -77,7 +77,7 @@ class MortalWorker(ChunkSource):
 
 
 class Deployment:
-    """A pipeline and workers.
+    """A router and workers.
 
     `deadly`: by first token of the prompt, after how many tokens of which phase it kills.
     """
@@ -86,7 +86,7 @@ class Deployment:
         self.deadly = deadly
         self.plane = InprocPlane(PlaneLimits(ping_interval_s=0.1, listener_timeout_s=0.05))
         self.view = ClusterView()
-        self.pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S))
+        self.router = RequestRouter(self.view, self.plane, RouterOptions(hold_s=SOON_S))
         self.workers: list[MortalWorker] = []
         self.num_deaths = 0
         self._replaces = replaces
@@ -120,7 +120,7 @@ class Deployment:
         """Return the tokens of a request, within a bounded time."""
         async with (
             asyncio.timeout(3 * SOON_S),
-            aclosing(pipeline_stream(self.pipeline, asked, trace or ChoiceTimeline())) as stream,
+            aclosing(routed_stream(self.router, asked, trace or ChoiceTimeline())) as stream,
         ):
             return [token async for chunk in stream for token in chunk.token_ids]
 
@@ -136,7 +136,7 @@ async def deploy() -> AsyncIterator[type[Deployment]]:
 
     yield Closed
     for deployment in made:
-        await deployment.pipeline.aclose()
+        await deployment.router.aclose()
         await deployment.plane.aclose()
 
 

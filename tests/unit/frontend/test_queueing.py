@@ -1,4 +1,4 @@
-"""Requests that wait in the queue, over HTTP with a scripted pipeline: their order, clients that
+"""Requests that wait in the queue, over HTTP with a scripted router: their order, clients that
 leave, answers.
 """
 
@@ -50,7 +50,7 @@ async def until(served: FakeFrontend, name: str, value: float) -> None:
 
 def check_nothing_left(served: FakeFrontend) -> None:
     assert [gauge(served, name) for name in ("inflight", "choices", "queued")] == [0, 0, 0]
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
 
 
 async def test_request_when_all_permits_are_taken_then_it_waits_and_says_how_long(
@@ -60,10 +60,10 @@ async def test_request_when_all_permits_are_taken_then_it_waits_and_says_how_lon
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
     with caplog.at_level("INFO"):
         first = asyncio.create_task(post(served))
-        await served.pipeline.begun.wait()
+        await served.router.begun.wait()
         second = asyncio.create_task(post(served, headers={"x-dynamo-stats": "1"}))
         await until(served, "queued", 1)
-        assert (gauge(served, "choices"), len(served.pipeline.requests)) == (1, 1)
+        assert (gauge(served, "choices"), len(served.router.requests)) == (1, 1)
         await asyncio.sleep(0.02)
         held.set()
         responses = [await first, await second]
@@ -80,7 +80,7 @@ async def test_request_when_the_queue_is_full_then_429_before_its_body_is_read()
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     second = asyncio.create_task(post(served))
     await until(served, "queued", 1)
     client = MemoryClient(served.app)
@@ -102,10 +102,10 @@ async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_o
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     response = await post(served, path, timeout=0.05)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
-    assert len(served.pipeline.requests) == 1
+    assert len(served.router.requests) == 1
     assert gauge(served, "queued") == 0
     held.set()
     assert (await first).status_code == 200
@@ -115,7 +115,7 @@ async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_o
 async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() -> None:
     served = front(chunk("a"), asyncio.Event(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
-    await served.pipeline.begun.wait()
+    await served.router.begun.wait()
     leaves = asyncio.Event()
     body = json.dumps({"model": MODEL} | PATHS[CHAT]).encode()
     parts = [{"type": "http.request", "body": body}]
@@ -157,7 +157,7 @@ async def test_timeout_when_sent_then_the_deadline_is_the_nearer_one(
     served = front(stop("a"), request_timeout_s=60.0)
     begun = time.time()
     assert (await post(served, path, timeout=timeout)).status_code == 200
-    assert begun + expected_s <= served.pipeline.requests[0].deadline <= time.time() + expected_s
+    assert begun + expected_s <= served.router.requests[0].deadline <= time.time() + expected_s
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -171,10 +171,10 @@ async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate()
     served = front(stop("a"), max_inflight=1, max_queued=0)
     await post(served)
     held = asyncio.Event()
-    served.pipeline.script = [held, stop("a")]
-    served.pipeline.begun.clear()
+    served.router.script = [held, stop("a")]
+    served.router.begun.clear()
     first = asyncio.create_task(post(served))
-    await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
+    await asyncio.wait_for(served.router.begun.wait(), SOON_S)
     response = await post(served)
     assert response.status_code == 429
     assert 1 <= int(response.headers["retry-after"]) <= 2  # one ended within the first second
@@ -200,7 +200,7 @@ async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answere
             % (CHAT.encode(), len(body), body)
         )
     async with asyncio.timeout(SOON_S):
-        while served.pipeline.running < len(clients):  # noqa: ASYNC110  # it has no event
+        while served.router.running < len(clients):  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0)
     held.set()
     num_running, most = len(clients), 0

@@ -20,14 +20,14 @@ from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.streams import OnChunk
 from tests.memory_http import MemoryClient
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, ScriptedPipeline
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, ScriptedRouter
 
 
 def refuse() -> None:
     raise InvalidRequest("wrong")
 
 
-class Refusing(ScriptedPipeline):
+class Refusing(ScriptedRouter):
     error: weakref.ref[BaseException] | None = None
 
     async def play(
@@ -52,8 +52,8 @@ def no_collector() -> Iterator[None]:
 async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_collector(
     stream: bool,
 ) -> None:
-    pipeline = Refusing([])
-    client = MemoryClient(FakeFrontend(pipeline, FrontendConfig()).app)
+    router = Refusing([])
+    client = MemoryClient(FakeFrontend(router, FrontendConfig()).app)
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": stream}).encode()
     client.send(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -61,8 +61,8 @@ async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_c
     await client.until_answered()
     assert b" 400 " in client.received
     await asyncio.sleep(0)
-    assert pipeline.error is not None
-    assert pipeline.error() is None
+    assert router.error is not None
+    assert router.error() is None
 
 
 @pytest.mark.usefixtures("no_collector")

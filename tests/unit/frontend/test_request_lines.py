@@ -16,8 +16,8 @@ from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.logging import TextFormatter
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
-from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster
 from tests.unit.frontend.responses_client import ask, check_error
+from tests.unit.frontend.routing_helpers import FINISHED, Cluster
 
 NAMED = {"x-request-id": "job-7"}
 
@@ -34,7 +34,7 @@ async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_
     first = await asked(served, NAMED)
     await asked(served, NAMED)
     assert first.headers["x-request-id"] == "job-7"
-    one, two = (request.request_id for request in served.pipeline.requests)
+    one, two = (request.request_id for request in served.router.requests)
     assert one != two
     assert one.startswith("job-7-")
 
@@ -76,7 +76,7 @@ async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
     served.catalog.served["tiny"] = ServedModel(
         msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer
     )
-    served.built = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
+    served.built = build_app(served.config, served.catalog, cluster.router, served.metrics)
     headers = {} if request_id is None else {"x-request-id": request_id}
     response = await asked(served, headers, model="tiny")
     assert response.status_code == 200, response.text

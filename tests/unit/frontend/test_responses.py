@@ -1,4 +1,4 @@
-"""`/v1/responses` over HTTP against a scripted pipeline: objects and events, held to the SDK's own
+"""`/v1/responses` over HTTP against a scripted router: objects and events, held to the SDK's own
 types.
 """
 

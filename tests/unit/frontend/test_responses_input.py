@@ -17,7 +17,7 @@ from tests.unit.frontend.app_helpers import (
     REASONING,
     Catalog,
     FakeFrontend,
-    ScriptedPipeline,
+    ScriptedRouter,
     chunk,
     front,
     stop,
@@ -189,7 +189,7 @@ async def test_tool_choice_when_it_names_a_tool_then_its_call_is_forced() -> Non
     response = await made(served, tools=[TOOL], tool_choice=choice)
     (call,) = response["output"]
     assert (call["name"], call["arguments"]) == ("get_system_health", "{}")
-    assert served.pipeline.requests[0].token_ids[-1] == CALL
+    assert served.router.requests[0].token_ids[-1] == CALL
 
 
 async def test_tool_choice_when_it_names_no_tool_then_400() -> None:
@@ -204,7 +204,7 @@ async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> N
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
     wanted = {"type": "json_schema", "name": "health", "schema": schema}
     response = await made(served, text={"format": wanted})
-    guided = served.pipeline.requests[0].sampling.guided
+    guided = served.router.requests[0].sampling.guided
     assert guided is not None
     assert json.loads(guided.alternatives[0].json_schema) == schema
     assert response["text"]["format"] == wanted | {"strict": True}
@@ -212,7 +212,7 @@ async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> N
 
 
 async def test_long_conversation_then_rendered_off_the_loop() -> None:
-    served = FakeFrontend(ScriptedPipeline([stop("x")]), catalog=Catalog(context_length=10_000))
+    served = FakeFrontend(ScriptedRouter([stop("x")]), catalog=Catalog(context_length=10_000))
     first = await made(served, input="a" * 700)
     await made(served, input="b" * 700, previous_response_id=first["id"])
     assert served.catalog.renderer.rendered_on_loop == [True, False]

@@ -236,7 +236,7 @@ async def test_running_stream_then_seen_and_cancelled() -> None:
     await task
     Response.model_validate_json(json.dumps(cancelled), strict=True)
     assert cancelled["status"] == "cancelled"
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
     *_, done, last = parsed(reader.text)
     assert done["item"]["status"] == "incomplete"
     assert (last["type"], last["response"]) == ("response.incomplete", cancelled)
@@ -254,7 +254,7 @@ async def test_cancel_when_it_is_not_to_be_kept_then_ended_and_forgotten() -> No
     assert (await ask(served, "GET", path)).status_code == 404
     assert (await ask(served, "POST", f"{path}/cancel")).json()["status"] == "cancelled"
     await task
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
     assert (await ask(served, "GET", path)).status_code == 404
 
 
@@ -273,7 +273,7 @@ async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() ->
     path = f"{PATH}/{parsed(reader.text)[0]['response']['id']}"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert served.pipeline.running == 0
+    assert served.router.running == 0
     check_error(await ask(served, "GET", path), 404, "response_not_found")
 
 
@@ -305,7 +305,7 @@ def over(store: SlowStore, **config: Any) -> FakeFrontend:
     served.built = build_app(
         FrontendConfig.model_validate(config),
         served.catalog,
-        served.pipeline,
+        served.router,
         served.metrics,
         store,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet import pair_probe
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.process.run_app import (
     follow_loads,
     placement_of,
@@ -113,17 +113,17 @@ async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_
     settings: dict[str, Any], work: set[str]
 ) -> None:
     config, plane, breakers = FrontendConfig(**settings), InprocPlane(), PairBreakers()
-    pipeline = Pipeline(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
+    router = RequestRouter(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
     tasks = {
         name: asyncio.create_task(each)
-        for name, each in routing_work("ns", pipeline, FrontendMetrics()).items()
+        for name, each in routing_work("ns", router, FrontendMetrics()).items()
     }
     assert set(tasks) == work
-    pipeline.view.add(make_instance(1))
+    router.view.add(make_instance(1))
     await asyncio.sleep(0.01)
     assert not any(task.done() for task in tasks.values())
-    if pipeline.placement is not None and pipeline.placement.prefixes is not None:
-        assert pipeline.placement.prefixes.reads_events is config.router_kv_events
+    if router.placement is not None and router.placement.prefixes is not None:
+        assert router.placement.prefixes.reads_events is config.router_kv_events
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)

@@ -1,7 +1,7 @@
 """Generated requests against `/openapi.json`: what the schema forbids is refused, and every answer
 is as described.
 
-The pipeline plays all sorts of answers and errors, but none that is a 500: one would be a fault of
+The router plays all sorts of answers and errors, but none that is a 500: one would be a fault of
 the edge.
 """
 
@@ -37,7 +37,7 @@ from tests.unit.frontend.app_helpers import (
     Catalog,
     CharacterRenderer,
     FakeFrontend,
-    ScriptedPipeline,
+    ScriptedRouter,
     chunk,
     stop,
 )
@@ -76,7 +76,7 @@ class AnyModel(Catalog):
         return ServedModel(CARD, self.renderer)
 
 
-class Varied(ScriptedPipeline):
+class Varied(ScriptedRouter):
     """Another script for each prompt."""
 
     async def play(

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm.errors import QueryOfDeath
 from dynamo_trtllm.frontend.generation import suspects
-from dynamo_trtllm.frontend.generation.choice import ChoiceState, share_suspicions
+from dynamo_trtllm.frontend.generation.choice import Choice, share_suspicions
 from dynamo_trtllm.frontend.generation.suspects import (
     MOST_UNSETTLED_TOKENS,
     REFUSED_S,
@@ -25,8 +25,8 @@ from dynamo_trtllm.frontend.generation.suspects import (
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Role, StructuredOutput, token_ids
 from dynamo_trtllm.router.policy import WorkerSelection
 from tests.instances import make_instance
-from tests.unit.frontend.pipeline_helpers import request
 from tests.unit.frontend.plan_helpers import harmony_model, text
+from tests.unit.frontend.routing_helpers import request
 
 
 def prompt(*ids: int, **sampling: Any) -> GenerateRequest:
@@ -177,7 +177,7 @@ def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None
 
 def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() -> None:
     plan = text(harmony_model(), prompt=["a", "b", "a"], n=2)
-    choices = [ChoiceState(choice_request) for choice_request in plan.choices]
+    choices = [Choice(choice_request) for choice_request in plan.choices]
     share_suspicions(choices, plan.candidates)
     shared = [choice.timeline.suspicion for choice in choices]
     assert [shared.index(suspicion) for suspicion in shared] == [0, 0, 2, 2, 0, 0]

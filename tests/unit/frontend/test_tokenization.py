@@ -17,7 +17,7 @@ from tests.unit.frontend.app_helpers import (
     MODEL,
     Catalog,
     FakeFrontend,
-    ScriptedPipeline,
+    ScriptedRouter,
     front,
     stop,
 )
@@ -50,7 +50,7 @@ async def test_prompt_then_its_tokens_and_no_generation() -> None:
         "tokens": [104, 105],
         "token_strs": None,
     }
-    assert served.pipeline.requests == []
+    assert served.router.requests == []
     metrics = served.metrics.render().decode()
     assert 'requests_total{code="ok",endpoint="tokenize",model=""} 1.0' in metrics
     assert "dynamo_trtllm_inflight 0.0" in metrics
@@ -80,7 +80,7 @@ async def test_messages_then_the_tokens_of_the_same_chat_request(fields: dict[st
     counted = await post(served, "/tokenize", messages=MESSAGES, **fields)
     assert counted.status_code == 200, counted.text
     await post(served, "/v1/chat/completions", messages=MESSAGES, **fields)
-    assert counted.json()["tokens"] == served.pipeline.requests[0].token_ids.tolist()
+    assert counted.json()["tokens"] == served.router.requests[0].token_ids.tolist()
 
 
 async def test_messages_without_the_start_of_an_answer_then_the_prompt_ends_before_it() -> None:
@@ -144,7 +144,7 @@ async def test_tokenize_when_there_are_too_many_tokens_then_400(
 
 @pytest.mark.parametrize(("size", "on_loop"), [(100, True), (2000, False)])
 async def test_tokenize_when_the_body_is_long_then_off_the_loop(size: int, on_loop: bool) -> None:
-    served = FakeFrontend(ScriptedPipeline([]), catalog=Catalog(context_length=10_000))
+    served = FakeFrontend(ScriptedRouter([]), catalog=Catalog(context_length=10_000))
     await post(served, "/tokenize", messages=[{"role": "user", "content": "a" * size}])
     assert served.catalog.renderer.rendered_on_loop == [on_loop]
 
@@ -193,7 +193,7 @@ async def test_input_tokens_then_as_many_as_the_same_response_has() -> None:
     after = {"input": "so", "previous_response_id": whole.json()["id"]}
     counted = await post(served, "/v1/responses/input_tokens", **after)
     assert counted.json()["input_tokens"] == len("hi" + "x" + "so")
-    assert len(served.pipeline.requests) == 1
+    assert len(served.router.requests) == 1
 
 
 async def test_input_tokens_when_the_response_before_is_unknown_then_404() -> None:

@@ -98,7 +98,7 @@ async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
     assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -0.5, -0.5]
     assert logprobs["top_logprobs"][:3] == [None, {"b": -1.0}, {"c": -2.0}]
-    assert served.pipeline.requests[0].sampling.prompt_logprobs == 1
+    assert served.router.requests[0].sampling.prompt_logprobs == 1
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
@@ -114,14 +114,14 @@ async def test_echo_when_no_token_is_wanted_then_only_the_prompt(logprobs: int |
     if logprobs is not None:
         assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
     assert body["usage"]["completion_tokens"] == 0
-    assert served.pipeline.requests[0].sampling.max_tokens == 1
+    assert served.router.requests[0].sampling.max_tokens == 1
 
 
 async def test_logprobs_without_echo_then_none_of_the_prompt_are_asked_for() -> None:
     served = front(scored("d"))
     body = (await post(served, TEXT, text(logprobs=1))).json()
     assert body["choices"][0]["logprobs"]["tokens"] == ["d"]
-    assert served.pipeline.requests[0].sampling.prompt_logprobs is None
+    assert served.router.requests[0].sampling.prompt_logprobs is None
 
 
 async def test_max_tokens_0_without_echo_then_400() -> None:
@@ -174,7 +174,7 @@ async def test_prompt_logprobs_then_in_each_choice_of_text_and_once_for_chat_as_
     body = (await post(served, CHAT, chat(messages=messages, n=2, prompt_logprobs=1))).json()
     assert body["prompt_logprobs"] == wanted
     assert not any("prompt_logprobs" in choice for choice in body["choices"])
-    assert [request.sampling.prompt_logprobs for request in served.pipeline.requests] == [1, None]
+    assert [request.sampling.prompt_logprobs for request in served.router.requests] == [1, None]
 
 
 async def test_prompt_logprobs_beside_echo_then_each_has_its_number_of_alternatives() -> None:
@@ -226,7 +226,7 @@ async def test_truncate_prompt_tokens_then_the_end_of_the_prompt_is_used() -> No
     assert body["usage"]["prompt_tokens"] == 3
     messages = [{"role": "user", "content": "abcd"}]
     await post(served, CHAT, chat(messages=messages, truncate_prompt_tokens=3))
-    assert [[*request.token_ids] for request in served.pipeline.requests] == [
+    assert [[*request.token_ids] for request in served.router.requests] == [
         [*b"cd"],
         [*b"e"],
         [*b"bcd"],
@@ -246,7 +246,7 @@ async def test_truncate_prompt_tokens_when_minus_1_then_as_many_as_the_context_a
         answer = await post(served, path, body | fields)
         assert answer.status_code == (200 if max_tokens != 100 else 400)
     if max_tokens != 100:  # of 100 tokens of context
-        assert tuple(len(request.token_ids) for request in served.pipeline.requests) == kept
+        assert tuple(len(request.token_ids) for request in served.router.requests) == kept
 
 
 async def test_skip_special_tokens_when_false_then_they_are_text_but_for_the_end() -> None:

@@ -163,7 +163,7 @@ async def test_traceparent_when_it_is_valid_then_workers_get_it_also_from_a_fron
 ) -> None:
     served = exporting(collector.url)[0] if exports else front(chunk("ok"), stop())
     assert (await chat(served, {"traceparent": header})).status_code == 200
-    (request,) = served.pipeline.requests
+    (request,) = served.router.requests
     assert request.traceparent == passed
 
 

@@ -24,8 +24,8 @@ from dynamo_trtllm.errors import (
     UnsupportedParameter,
 )
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import (
     GenerateRequest,
     LoadReport,
@@ -39,8 +39,8 @@ from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
 from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
-from tests.streaming import pipeline_stream
-from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, kv_chunk, request
+from tests.streaming import routed_stream
+from tests.unit.frontend.routing_helpers import FINISHED, HANG, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
 
 
@@ -57,21 +57,21 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_another_fetche
     assert other.requests[0].kv_params.transfer_id == "t1"
     assert len(prefill.requests) == 1
     assert (trace.decode_instance, trace.retries) == (4, 0)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
 async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_loaded_other_one_fetches_it(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
-    assert cluster.pipeline.placement is not None
+    cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
+    assert cluster.router.placement is not None
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     # of more than four in all, four random ones are compared
     for instance_id, running in ((3, 5), (6, 1), (7, 8)):
         await cluster.add(instance_id, Role.DECODE, FINISHED)
-        cluster.pipeline.placement.loads.on_report(
+        cluster.router.placement.loads.on_report(
             LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0), time.monotonic()
         )
     trace = ChoiceTimeline()
@@ -83,8 +83,8 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_load
 async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_is_none(
     takes_it: bool, cluster: Cluster
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
-    assert cluster.pipeline.placement is not None
+    cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
+    assert cluster.router.placement is not None
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED if takes_it else [Draining("leaving")])
     await cluster.add(4, Role.DECODE, FINISHED)
@@ -98,7 +98,7 @@ async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_i
     )
     for instance_id, running in ((1, 0), (2, 0), (4, 9)):
         report = LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0, cost)
-        cluster.pipeline.placement.loads.on_report(report, time.monotonic())
+        cluster.router.placement.loads.on_report(report, time.monotonic())
     trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (trace.decode_instance, trace.expected is not None) == (
@@ -113,7 +113,7 @@ async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_
     await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))
     with pytest.raises(Draining):
         await cluster.tokens()
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.ABORTED)] * 4
 
 
@@ -124,7 +124,7 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
     selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
-    probe = partial(cluster.pipeline.generate, request(), ChoiceTimeline(), selection=selection)
+    probe = partial(cluster.router.generate, request(), ChoiceTimeline(), selection=selection)
     with pytest.raises(Draining):
         await run_stream(probe, lambda chunk: True)
     assert other.requests == []
@@ -172,7 +172,7 @@ async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries
 async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hold(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=0.35))
+    cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=0.35))
     cluster.view.add(make_instance(1, role=Role.AGGREGATED))
     begun = asyncio.get_running_loop().time()
     with pytest.raises(Unreachable):
@@ -191,7 +191,7 @@ async def test_release_when_the_prefill_worker_is_away_for_a_moment_then_it_is_s
         while not prefill.releases:  # noqa: ASYNC110  # a list has no event
             await asyncio.sleep(0)
     prefill.faults.clear()
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)] * 2
 
 
@@ -224,7 +224,7 @@ def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
-async def test_generate_when_the_pipeline_has_a_bug_then_the_kv_is_freed_and_the_error_is_internal(
+async def test_generate_when_the_router_has_a_bug_then_the_kv_is_freed_and_the_error_is_internal(
     cluster: Cluster, phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -242,7 +242,7 @@ async def test_generate_when_the_pipeline_has_a_bug_then_the_kv_is_freed_and_the
     monkeypatch.setattr(cluster.plane, "generate", generate)
     with pytest.raises(InternalError):
         await cluster.tokens()
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert [(release.transfer_id, release.outcome) for release in prefill.releases] == [
         ("t1", ReleaseOutcome.ABORTED)
     ]
@@ -257,9 +257,7 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
         if has_other:
             await cluster.add(2, Role.AGGREGATED, *[FINISHED] * 3, supported_features=("priority",))
         for _ in range(3):
-            async with aclosing(
-                pipeline_stream(cluster.pipeline, wanted, ChoiceTimeline())
-            ) as stream:
+            async with aclosing(routed_stream(cluster.router, wanted, ChoiceTimeline())) as stream:
                 if has_other:
                     assert [chunk async for chunk in stream]
                 else:
@@ -269,12 +267,12 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
 
 
 def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
-    """Return what the pipeline counts per instance: requests, prompt tokens to compute, tokens of
+    """Return what the router counts per instance: requests, prompt tokens to compute, tokens of
     context.
     """
-    assert cluster.pipeline.placement is not None
+    assert cluster.router.placement is not None
     loads = {
-        instance.id: cluster.pipeline.placement.loads.of(instance.id)
+        instance.id: cluster.router.placement.loads.of(instance.id)
         for instance in cluster.view.instances()
     }
     return {
@@ -286,7 +284,7 @@ def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
 async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worker_counts_what_it_runs(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
+    cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     gate = asyncio.Event()
     prefill = await cluster.add(1, Role.PREFILL, [gate, kv_chunk("t1")], [kv_chunk("t2")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG], [Draining("leaving")])
@@ -300,7 +298,7 @@ async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worke
     with pytest.raises(asyncio.CancelledError):
         await tokens
     assert work(cluster) == {1: (0, 0, 0), 2: (0, 0, 0)}
-    assert cluster.pipeline.placement is not None
+    assert cluster.router.placement is not None
     report = LoadReport(
         4,
         1,
@@ -311,7 +309,7 @@ async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worke
         kv_blocks_total=0,
         context_tokens=0,
     )
-    cluster.pipeline.placement.loads.on_report(report, time.monotonic())
+    cluster.router.placement.loads.on_report(report, time.monotonic())
     other = await cluster.add(4, Role.DECODE, [*FINISHED[:2], HANG])
     tokens = asyncio.create_task(cluster.tokens())
     await asyncio.wait_for(other.hanging.wait(), SOON_S)
@@ -324,7 +322,7 @@ async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worke
 async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no_prompt_to_compute(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
+    cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     gate = asyncio.Event()
     worker = await cluster.add(1, Role.AGGREGATED, [gate, FINISHED[0], HANG])
     tokens = asyncio.create_task(cluster.tokens())
@@ -341,10 +339,10 @@ async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no
 async def test_random_when_there_are_two_pairs_then_neither_gets_all_and_no_load_is_kept(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(
-        cluster.view, cluster.plane, PipelineOptions(selects_at_random=True)
+    cluster.router = RequestRouter(
+        cluster.view, cluster.plane, RouterOptions(selects_at_random=True)
     )
-    assert cluster.pipeline.placement is None
+    assert cluster.router.placement is None
     workers = [await cluster.add(number, Role.AGGREGATED, *[FINISHED] * 40) for number in (1, 2)]
     for _ in range(40):
         await cluster.tokens()

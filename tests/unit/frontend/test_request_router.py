@@ -24,8 +24,8 @@ from dynamo_trtllm.errors import (
     TransferFailed,
 )
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -38,8 +38,8 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
-from tests.streaming import pipeline_stream
-from tests.unit.frontend.pipeline_helpers import (
+from tests.streaming import routed_stream
+from tests.unit.frontend.routing_helpers import (
     DECODE_STATS,
     FINISHED,
     HANG,
@@ -92,7 +92,7 @@ async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decod
     assert await cluster.tokens(trace) == [10]
     assert decode.requests == []
     assert trace == ChoiceTimeline(prefill_instance=1, prefill_stats=PREFILL_STATS)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == []
 
 
@@ -112,11 +112,11 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_re
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(pipeline_stream(cluster.pipeline, request(), ChoiceTimeline())) as stream:
+    async with aclosing(routed_stream(cluster.router, request(), ChoiceTimeline())) as stream:
         await anext(stream)
-        await cluster.pipeline.aclose()  # waits for what was posted: the call still runs
+        await cluster.router.aclose()  # waits for what was posted: the call still runs
         assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert len(prefill.releases) == 1
 
 
@@ -127,7 +127,7 @@ async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_rel
     await cluster.add(2, Role.DECODE, [RequestRejected("too long")])
     with pytest.raises(RequestRejected):
         await cluster.tokens()
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
     assert len(prefill.requests) == 1  # not a fault of the hand-off
 
@@ -137,7 +137,7 @@ async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster:
     prefill.faults[ReleaseKv] = RequestRejected("no")
     await cluster.add(2, Role.DECODE, FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert len(prefill.releases) == 1
 
 
@@ -151,7 +151,7 @@ async def test_generate_when_the_transfer_fails_before_a_token_then_it_is_prefil
         "t1",
         "t2",
     ]
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [
         ReleaseKv("t1", ReleaseOutcome.ABORTED),
         ReleaseKv("t2", ReleaseOutcome.FETCHED),
@@ -168,7 +168,7 @@ async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(
     with pytest.raises(TransferFailed, match="two"):
         await cluster.tokens()
     assert len(prefill.requests) == 2
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert [r.outcome for r in prefill.releases] == [ReleaseOutcome.ABORTED] * 2
 
 
@@ -302,7 +302,7 @@ async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(
 async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
+    cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=5))
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0)
@@ -313,7 +313,7 @@ async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_
 async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_for(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
+    cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=5))
     death = asyncio.Event()
     first = await cluster.add(1, Role.AGGREGATED, [FINISHED[0], death, Disconnected("gone")])
     tokens = asyncio.create_task(cluster.tokens())
@@ -327,7 +327,7 @@ async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_f
 async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(decode_fallback=True))
+    cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(decode_fallback=True))
     decode = await cluster.add(2, Role.DECODE, FINISHED, can_aggregate=True)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.phase for r in decode.requests] == [Phase.AGGREGATED]
@@ -340,7 +340,7 @@ async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_re
     decode = await cluster.add(2, Role.DECODE)
     await _cancel_when(prefill.hanging, cluster)
     await asyncio.wait_for(prefill.closed.wait(), SOON_S)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == []
     assert decode.requests == []
 
@@ -352,7 +352,7 @@ async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_k
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
 
 
@@ -361,10 +361,10 @@ async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_trans
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(pipeline_stream(cluster.pipeline, request(), ChoiceTimeline())) as stream:
+    async with aclosing(routed_stream(cluster.router, request(), ChoiceTimeline())) as stream:
         await anext(stream)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
-    await cluster.pipeline.aclose()
+    await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
@@ -372,7 +372,7 @@ async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed
     cluster: Cluster,
 ) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
-    async with aclosing(pipeline_stream(cluster.pipeline, request(), ChoiceTimeline())) as stream:
+    async with aclosing(routed_stream(cluster.router, request(), ChoiceTimeline())) as stream:
         await anext(stream)
     await asyncio.wait_for(worker.closed.wait(), SOON_S)
 
@@ -391,9 +391,9 @@ async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_d
 ) -> None:
     breakers, options = (
         PairBreakers(BreakerLimits(failures=1, open_s=60.0)),
-        PipelineOptions(has_probes=False),
+        RouterOptions(has_probes=False),
     )
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, breakers)
+    cluster.router = RequestRouter(cluster.view, cluster.plane, options, breakers)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(2)])
     await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
     with pytest.raises(TransferFailed):
@@ -410,28 +410,28 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     cluster: Cluster,
 ) -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5.0), breakers)
+    cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=5.0), breakers)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     breakers.record_failure((1, 2), "transfer: x", time.monotonic())
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.pipeline.record_success((1, 2))  # by a canary
+    cluster.router.record_success((1, 2))  # by a canary
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
 async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_after_its_first_one(
     cluster: Cluster,
 ) -> None:
-    options = PipelineOptions(hold_s=SOON_S, has_probes=True)
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
+    options = RouterOptions(hold_s=SOON_S, has_probes=True)
+    cluster.router = RequestRouter(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(4)])
     await cluster.add(2, Role.DECODE, *[FINISHED] * 4)
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.pipeline.record_success((1, 2), is_probe=True)
+    cluster.router.record_success((1, 2), is_probe=True)
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
     untried = await cluster.add(3, Role.DECODE)
     for _ in range(3):
@@ -442,8 +442,8 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
 async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(
     cluster: Cluster,
 ) -> None:
-    options = PipelineOptions(hold_s=0.05, has_probes=True)
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
+    options = RouterOptions(hold_s=0.05, has_probes=True)
+    cluster.router = RequestRouter(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t")])
     await cluster.add(2, Role.DECODE, FINISHED)
     assert await asyncio.wait_for(cluster.tokens(), SOON_S) == [10, 11, 12, 13]
@@ -454,7 +454,7 @@ async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_lon
     cluster: Cluster, ending: DynamoError
 ) -> None:
     breakers = PairBreakers()
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, breakers=breakers)
+    cluster.router = RequestRouter(cluster.view, cluster.plane, breakers=breakers)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(9)])
     await cluster.add(2, Role.DECODE, FINISHED, *[[ending]] * 8)
     await cluster.tokens()

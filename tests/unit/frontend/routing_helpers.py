@@ -1,4 +1,4 @@
-"""Runs a pipeline with scripted workers on the in-process request plane."""
+"""Runs a router with scripted workers on the in-process request plane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
@@ -31,7 +31,7 @@ from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance, make_transfer_params
-from tests.streaming import ChunkSource, pipeline_stream
+from tests.streaming import ChunkSource, routed_stream
 
 PREFILL_STATS = PhaseTimings(prefill_s=0.25)
 DECODE_STATS = PhaseTimings(kv_transfer_s=0.5, kv_bytes=7)
@@ -129,7 +129,7 @@ class Cluster:
     def __init__(self) -> None:
         self.plane = InprocPlane()
         self.view = ClusterView()
-        self.pipeline = Pipeline(self.view, self.plane)
+        self.router = RequestRouter(self.view, self.plane)
 
     async def add(
         self,
@@ -160,7 +160,7 @@ class Cluster:
     async def tokens(self, trace: ChoiceTimeline | None = None, **sampling: Any) -> list[int]:
         """Return all tokens of a request. Only its last chunk may have a finish reason."""
         async with aclosing(
-            pipeline_stream(self.pipeline, request(**sampling), trace or ChoiceTimeline())
+            routed_stream(self.router, request(**sampling), trace or ChoiceTimeline())
         ) as stream:
             chunks = [chunk async for chunk in stream]
         assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (

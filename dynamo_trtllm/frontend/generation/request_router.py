@@ -1,4 +1,4 @@
-"""Run requests on workers: do what `flow` decides, and pass it what happens.
+"""Route requests to workers: do what `flow` decides, and pass it what happens.
 
 Handles no HTTP and no text.
 """
@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
 from dynamo_trtllm.frontend.generation.flow_events import (
     FlowEvent,
-    PipelineOptions,
+    RouterOptions,
     Signal,
 )
 from dynamo_trtllm.frontend.generation.kv_collection import KvCollector
@@ -80,8 +80,8 @@ def _log_failures_left_out(count: int) -> None:
 
 
 @dataclass(eq=False)
-class Pipeline:
-    """A runner of requests on prefill and decode workers. Close it after the last stream.
+class RequestRouter:
+    """Routes requests to prefill and decode workers. Close it after the last stream.
 
     Args:
         breakers: records the outcome of every KV transfer, and opens.
@@ -90,7 +90,7 @@ class Pipeline:
 
     view: ClusterView
     plane: Plane
-    options: PipelineOptions = field(default_factory=PipelineOptions)
+    options: RouterOptions = field(default_factory=RouterOptions)
     breakers: PairBreakers = field(default_factory=PairBreakers)
     placement: Placement | None = None
     on_kv_collected: Callable[[str], None] = lambda outcome: None  # see `KvCollector`
@@ -127,7 +127,7 @@ class Pipeline:
             selection: run one attempt on these workers, without recovery: a probe. Its caller
                 records whether the pair works; a failed KV transfer is recorded here.
         """
-        return _RunningRequest(self, request, timeline, on_event, selection)
+        return RoutedRequest(self, request, timeline, on_event, selection)
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one, or a random number."""
@@ -275,8 +275,8 @@ class Pipeline:
         await self.background_control.aclose()
 
 
-class _RunningRequest(Stream):
-    """One request in the pipeline: the driver of its flow.
+class RoutedRequest(Stream):
+    """One request on its way to workers and back: the driver of its flow.
 
     At most one call, reservation or wait is in progress.
     """
@@ -287,9 +287,9 @@ class _RunningRequest(Stream):
         "_call",
         "_context",
         "_flow",
-        "_pipeline",
         "_placed",
         "_round_robin_index",
+        "_router",
         "_task",
         "_timeline",
         "_tracked",
@@ -297,16 +297,16 @@ class _RunningRequest(Stream):
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        router: RequestRouter,
         request: GenerateRequest,
         timeline: ChoiceTimeline,
         on_event: OnEvent,
         selection: WorkerSelection | None,
     ) -> None:
         super().__init__(on_event)
-        self._pipeline = pipeline
+        self._router = router
         self._timeline = timeline
-        self._flow = GenerationFlow(self, request, timeline, pipeline.options, selection)
+        self._flow = GenerationFlow(self, request, timeline, router.options, selection)
         # The context of log lines: events come in the context of a transport.
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
@@ -351,19 +351,19 @@ class _RunningRequest(Stream):
         self, attempt: int, excluded: frozenset[int], avoid: int | None, is_last_resort: bool
     ) -> WorkerSelection | DynamoError:
         request = self._flow.request
-        placement = self._pipeline.placement
+        placement = self._router.placement
         if attempt != self._attempt:
             self._attempt = attempt
             self._begun_s = time.monotonic()
             self._timeline.attempt_began()
-            self._round_robin_index = self._pipeline.new_round_robin_index(request.model)
+            self._round_robin_index = self._router.new_round_robin_index(request.model)
         self._end_placed()
         self._end_trial()
-        self._pipeline.suspects.end(self._tracked)
+        self._router.suspects.end(self._tracked)
         try:
-            self._pipeline.suspects.check(request)
+            self._router.suspects.check(request)
             if is_last_resort:
-                self._pipeline.breakers.admit(self._pipeline.view.model(request.model))
+                self._router.breakers.admit(self._router.view.model(request.model))
             selection = self._select_workers(excluded, avoid)
         except DynamoError as exc:
             # Its frames refer to this stream, and the flow may keep the error.
@@ -379,36 +379,34 @@ class _RunningRequest(Stream):
 
         They are those of the prompt's other choices if possible, else those of the router mode.
         """
-        pipeline = self._pipeline
+        router = self._router
         suspicion = self._timeline.suspicion
         if self._flow.awaits_turn:
-            excluded |= pipeline.suspects.tried_on(suspicion)
+            excluded |= router.suspects.tried_on(suspicion)
         selection = suspicion.selection if suspicion.is_shared else None
-        if selection is None or not pipeline.is_usable(selection, excluded, avoid):
-            selection = pipeline.select(
-                self._flow.request, self._round_robin_index, excluded, avoid
-            )
+        if selection is None or not router.is_usable(selection, excluded, avoid):
+            selection = router.select(self._flow.request, self._round_robin_index, excluded, avoid)
         suspicion.selection = selection
         if suspicion.deaths:
-            pipeline.suspects.begin_trial(
+            router.suspects.begin_trial(
                 self._tracked, selection, is_prime=self._flow.is_prime_suspect
             )
         return selection
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
         self._timeline.expected = None  # it was predicted for another worker
-        return self._pipeline.select_other_decode(self._flow.request, prefill, tried)
+        return self._router.select_other_decode(self._flow.request, prefill, tried)
 
     def wait_for_workers(self, limit_s: float) -> None:
-        pipeline = self._pipeline
+        router = self._router
         request = self._flow.request
         left_s = min(self._begun_s + limit_s - time.monotonic(), request.deadline - time.time())
         if left_s <= 0:
             asyncio.get_running_loop().call_soon(self._on, Signal.WAIT_TIMED_OUT)
             return
-        quarantined = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
+        quarantined = router.view.model(request.model).first_of(router.breakers.quarantined)
         self._timeline.waiting_for_workers(request, quarantined)
-        self._run(_wait(pipeline.view.changed, left_s))
+        self._run(_wait(router.view.changed, left_s))
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
         self._timeline.reserving_slot(self._flow.request, decode)
@@ -428,39 +426,39 @@ class _RunningRequest(Stream):
         on_event = self._on_prompt if scores_prompt else self._on
         self._call = None  # the one before has ended
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
-        self._pipeline.suspects.begin(self._tracked, worker.id, kv_holder)
-        self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
+        self._router.suspects.begin(self._tracked, worker.id, kv_holder)
+        self._call = self._router.plane.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
         call = self._call
         self._call = None
-        self._pipeline.kv_collector.collect(call, prefill, decode, request)
+        self._router.kv_collector.collect(call, prefill, decode, request)
 
     def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        self._pipeline.background_control.send(worker, message)
+        self._router.background_control.send(worker, message)
 
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         if error is None:  # the first chunk of the decode call
-            self._pipeline.suspects.kv_arrived(self._tracked)
+            self._router.suspects.kv_arrived(self._tracked)
             self._timeline.decode_began()
             if self._placed is not None:
                 self._placed.prefilled()
-        self._pipeline.record_transfer(pair, error)
+        self._router.record_transfer(pair, error)
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
-        return self._pipeline.suspects.record_death(self._tracked, worker.id, self._flow.request)
+        return self._router.suspects.record_death(self._tracked, worker.id, self._flow.request)
 
     def record_settled(self) -> None:
         self._end_trial()
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
-        self._pipeline.record_unreachable(worker.id, error)
-        self._pipeline.suspects.end(self._tracked)
+        self._router.record_unreachable(worker.id, error)
+        self._router.suspects.end(self._tracked)
         request = self._flow.request
         self._timeline.call_failed(request, worker, error, goes_on=bool(next_step))
         if not next_step:
             return
-        if self._pipeline.failure_lines.admits():
+        if self._router.failure_lines.admits():
             log.warning(
                 "request %s: call to worker %x failed, %s (%s): %s",
                 short_id(request.request_id),
@@ -477,11 +475,11 @@ class _RunningRequest(Stream):
 
     def _end_trial(self) -> None:
         if self._tracked.tried_on:
-            self._pipeline.suspects.end_trial(self._tracked)
-            self._pipeline.view.notify_changed()  # other suspects may wait for these workers
+            self._router.suspects.end_trial(self._tracked)
+            self._router.view.notify_changed()  # other suspects may wait for these workers
 
     def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
-        name = f"pipeline-{self._flow.request.request_id}"
+        name = f"request-{self._flow.request.request_id}"
         self._task = asyncio.get_running_loop().create_task(self._await_answer(work), name=name)
 
     async def _await_answer(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
@@ -504,11 +502,11 @@ class _RunningRequest(Stream):
         left_s = min(deadline - now, _RESERVED_S)
         message = ReserveSlot(reservation_id, now + left_s, left_s)
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
-        await self._pipeline.plane.control(decode.subject, message, timeout_s=timeout_s)
+        await self._router.plane.control(decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED
 
     async def _check(self, worker: Instance) -> Signal:
-        await self._pipeline.plane.check_listener(worker.subject, num_pings=2)
+        await self._router.plane.check_listener(worker.subject, num_pings=2)
         return Signal.WORKER_LISTENS
 
     def _stop(self) -> None:
@@ -522,8 +520,8 @@ class _RunningRequest(Stream):
         is_done = isinstance(last, Chunk)
         self._end_placed(is_done=is_done)
         if is_done:
-            self._pipeline.suspects.completed(self._flow.request)
-        self._pipeline.suspects.end(self._tracked)
+            self._router.suspects.completed(self._flow.request)
+        self._router.suspects.end(self._tracked)
         self._end_trial()
         if last is None:
             self._on(Signal.CANCEL)  # which may let the call go on
