@@ -119,6 +119,7 @@ def _run_switched(process: str) -> None:
     """Run a frontend or worker that records nothing and divides no request into phases between two
     signals.
     """
+    from dynamo_trtllm import phases
     from dynamo_trtllm.frontend.process.main import main as run_frontend
     from dynamo_trtllm.frontend.requests import timeline
 

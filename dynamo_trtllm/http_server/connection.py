@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection: its socket, its requests, and their limits in size and time.
 
-Bodies are also limited where they are read (`frontend/requests/body_budget.read_body`).
+Bodies are also limited where they are read (`frontend/requests/request_body.read_body`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.streaming import PlayedRouter
 from tests.unit.frontend.app_helpers import Catalog
 

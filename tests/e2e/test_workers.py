@@ -57,7 +57,9 @@ def total(url: str) -> float:
 
 def served_by(frontend: Process) -> set[str]:
     """The names of those that have finished a request."""
-    found = (re.search(r"(frontend-\d) .*request_log: request", line) for line in frontend.lines)
+    found = (
+        re.search(r"(frontend-\d) .*request_reports: request", line) for line in frontend.lines
+    )
     return {match[1] for match in found if match}
 
 

@@ -1,10 +1,10 @@
 """Decide what happens next to a request: a state machine without I/O, clocks and tasks.
 
-`request_router` passes events to `GenerationFlow.on` and is the driver that it calls. Only this module
-knows that a request is a prefill call and a decode call, and how it continues after a failed call.
-It is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and output
-so far become the prompt of the rest. A greedy engine then generates the same tokens as without the
-failure.
+`request_router` passes events to `GenerationFlow.on` and is the driver that it calls. Only this
+module knows that a request is a prefill call and a decode call, and how it continues after a failed
+call. It is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and
+output so far become the prompt of the rest. A greedy engine then generates the same tokens as
+without the failure.
 """
 
 from __future__ import annotations

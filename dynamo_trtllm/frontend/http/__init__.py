@@ -1,1 +1,1 @@
-"""Serve the OpenAI API over HTTP: routes, admission, bodies, and the responses of generations."""
+"""Serve the OpenAI API over HTTP: bind APIs to routes, and answer what needs no generation."""

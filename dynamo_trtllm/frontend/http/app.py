@@ -43,9 +43,8 @@ from dynamo_trtllm.frontend.generation.responses.response_store import (
 )
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
-from dynamo_trtllm.frontend.requests.answer import ApiAdapter
+from dynamo_trtllm.frontend.requests.answer import ApiAdapter, RunningAnswers
 from dynamo_trtllm.frontend.requests.app_state import AppState
-from dynamo_trtllm.frontend.requests.running_answers import RunningAnswers
 from dynamo_trtllm.frontend.requests.serve_request import serve_request
 from dynamo_trtllm.http_server.errors import messages_error, retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse

@@ -1,21 +1,27 @@
-"""Admit requests: hold the bytes of their bodies, and the permits of their choices."""
+"""Admit requests: to memory for their bodies, permits of their choices, and time of the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Self
+from typing import Self, TypeVar
 
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, InvalidRequest
-from dynamo_trtllm.frontend.requests.body_budget import BodyBudget, read_body
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
-from dynamo_trtllm.frontend.requests.request_body import RequestBody
+from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody, read_body
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.http_server.exchange import HttpRequest
+
+T = TypeVar("T")
+
+WORK_S = 0.01
+CHOICES_PER_ITERATION = 32  # they take 5 to 10 ms
+FEW_CHOICES = 4  # requests with more of them are planned within the time of an iteration
+_GROUP = 8  # choices of one request in one turn
 
 
 class AdmissionLimits:
@@ -27,15 +33,8 @@ class AdmissionLimits:
         self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
-    def slot(self, *, is_large: bool) -> AbstractAsyncContextManager[None]:
-        """Return the slot in which a body is processed. Only large bodies wait for theirs."""
-        return self._large_body_slot() if is_large else nullcontext()
-
-    @asynccontextmanager
-    async def _large_body_slot(self) -> AsyncGenerator[None, None]:
-        """Limit how many large bodies are processed at once.
-
-        Each takes several times its size in memory.
+    async def acquire_slot(self) -> None:
+        """Wait until a large body may be processed: each takes several times its size in memory.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.
@@ -47,26 +46,40 @@ class AdmissionLimits:
             raise DeadlineExceeded(
                 "the request's deadline passed while other large requests were parsed"
             ) from None
+
+    def release_slot(self) -> None:
+        """Let another large body be processed."""
+        self._large_bodies.release()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncGenerator[None, None]:
+        """Hold the slot of a large body during a `with` block. Raises as `acquire_slot`."""
+        await self.acquire_slot()
         try:
             await waiting.granted
         finally:
-            self._large_bodies.release()
+            self.release_slot()
 
 
 class RequestAdmission:
-    """What one request has taken of the limits. The end of its `with` block releases all of it."""
+    """What one request holds of the limits. The end of its `with` block releases all of it.
+
+    The block is asynchronous only so that one statement can open it together with `RequestEnding`.
+    """
 
     def __init__(self, limits: AdmissionLimits, timeline: RequestTimeline) -> None:
         self._limits = limits
         self._timeline = timeline
         self._body_bytes = limits.body_budget.body(timeline.facts.client)
+        self._received: RequestBody | None = None
+        self._has_slot = False
         self._num_permits = 0
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._release_body()
+        self.release_body()
         self._limits.choices.release(self._num_permits)
         self._num_permits = 0
 
@@ -77,33 +90,39 @@ class RequestAdmission:
         """
         self._limits.choices.check(self._timeline.facts.client)
 
-    @asynccontextmanager
-    async def body(self, request: HttpRequest) -> AsyncGenerator[RequestBody, None]:
-        """Read the body, and hold its bytes while a `with` block parses and plans it.
-
-        A large body waits for the slot of a thread. After an error, the bytes are held until the
-        error was answered, because it refers to them.
+    async def read_body(self, request: HttpRequest) -> RequestBody:
+        """Read the body. Its bytes are held until `release_body`, and the slot of a large one.
 
         Raises:
-            PayloadTooLarge, RequestTimeout, Overloaded, ClientDisconnected: as `read_body`.
-            DeadlineExceeded: other large bodies took too long.
+            PayloadTooLarge, RequestTimeout, Overloaded, ClientDisconnected: as
+                `request_body.read_body`.
+            DeadlineExceeded: as `AdmissionLimits.acquire_slot`.
         """
         config = self._limits.config
-        received = RequestBody(
-            await read_body(
-                request,
-                config.max_body_bytes,
-                config.receive_timeout_s,
-                self._limits.body_budget,
-                self._body_bytes,
-            ),
-            self._timeline,
+        data = await read_body(
+            request,
+            config.max_body_bytes,
+            config.receive_timeout_s,
+            self._limits.body_budget,
+            self._body_bytes,
         )
+        received = RequestBody(data, self._timeline)
+        self._received = received
         self._timeline.body_received()
-        async with self._limits.slot(is_large=received.is_large):
-            yield received
-        received.data = b""
-        self._release_body()
+        if received.is_large:
+            await self._limits.acquire_slot()
+            self._has_slot = True
+        return received
+
+    def release_body(self) -> None:
+        """Drop the body when it is not needed any more, and release what it holds. Idempotent."""
+        if self._received is not None:
+            self._received.data = b""
+            self._received = None
+        if self._has_slot:
+            self._limits.release_slot()
+            self._has_slot = False
+        self._limits.body_budget.release(self._body_bytes)
 
     def check_choices(self, count: int) -> None:
         """Raise InvalidRequest if a request may not have so many choices."""
@@ -133,5 +152,89 @@ class RequestAdmission:
         self._timeline.enter("select")
         self._num_permits = count
 
-    def _release_body(self) -> None:
-        self._limits.body_budget.release(self._body_bytes)
+
+class IterationTime:
+    """A limit on the time that an iteration of the event loop spends on one kind of work.
+
+    Such a kind is the planning of bodies. Other streams are delayed by no more. Bodies that arrive
+    together are planned together until the limit, further ones in the next iterations, in order of
+    arrival. If each had an iteration of its own, their tokens would come in messages of their own
+    with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._used_s = 0.0  # in this iteration
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None, None]:
+        """Wait until this iteration has time left, and count the time of the block."""
+        # In order of arrival: those that wait look again before those that arrive.
+        while self._used_s >= WORK_S:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        begun_s = self._clock()
+        try:
+            yield
+        finally:
+            if not self._used_s:
+                asyncio.get_running_loop().call_soon(self._begin_iteration)
+            self._used_s += self._clock() - begun_s
+
+    def _begin_iteration(self) -> None:
+        self._used_s = 0.0
+
+
+class ChoiceTurns:
+    """A limit on the choices that one iteration of the event loop starts, or cancels.
+
+    Requests with several choices handle them in groups, and the groups of all requests take turns.
+    Otherwise, all other streams would wait for hundreds of choices. A request with one choice takes
+    no turn, because reading its body takes longer than starting its choice.
+    """
+
+    def __init__(self) -> None:
+        self._used = 0  # in this iteration
+
+    async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
+        """Call `act` with all choices, in order."""
+        if len(choices) == 1:
+            act(choices[0])
+            return
+        for first in range(0, len(choices), _GROUP):
+            group = choices[first : first + _GROUP]
+            if first:
+                await asyncio.sleep(0)  # other requests have their turn
+            await self._take(len(group))
+            for choice in group:
+                act(choice)
+
+    async def _take(self, count: int) -> None:
+        """Wait until `count` more choices fit into the iteration, and count them."""
+        # In order of arrival, as for `IterationTime`.
+        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if not self._used:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        self._used += count
+
+    def _begin_iteration(self) -> None:
+        self._used = 0
+
+
+class LoopTurns:
+    """The turns of all requests, by kind of work."""
+
+    def __init__(self) -> None:
+        self.planning = IterationTime()  # of bodies on the event loop
+        self.ending = IterationTime()  # of requests whose last choice has ended, or that failed
+        self.starts = ChoiceTurns()  # of new choices
+        self.cancels = ChoiceTurns()  # of running choices
+
+    def creation(self, num_choices: int) -> AbstractAsyncContextManager[None]:
+        """Return the turn in which the choices of a request are created.
+
+        Requests with few choices need not wait.
+        """
+        if num_choices <= FEW_CHOICES:
+            return nullcontext()
+        return self.planning.turn()

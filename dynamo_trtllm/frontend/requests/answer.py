@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
 
 from dynamo_trtllm.api.response_schemas import ResponseMeta
+from dynamo_trtllm.errors import Cancelled
 from dynamo_trtllm.frontend.generation.choice import Choice, Usage, share_suspicions
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
@@ -53,13 +56,6 @@ class ApiAdapter(Protocol[B]):
         """
 
 
-class WantedExtras(NamedTuple):
-    """What a client wants beside the fields of the API."""
-
-    stats: bool = False  # those of `Stats`
-    nvext: frozenset[str] = frozenset()  # fields of `NvExtAnswer`
-
-
 class Answer:
     """The answer to one request, from its plan to its last byte.
 
@@ -68,7 +64,8 @@ class Answer:
         builder: encodes or aggregates what the choices generate.
         plan: the plan of the request.
         is_streamed: the response is a stream of events.
-        wanted: what the client wants beside the fields of the API.
+        wants_stats: the client wants statistics in the response.
+        nvext_fields: what the client wants in `nvext` of the response.
         ignored: names of ignored fields, for the response header; "" without any.
         on_complete: called once, before the last part of the answer is sent.
     """
@@ -80,7 +77,8 @@ class Answer:
         plan: GenerationPlan,
         *,
         is_streamed: bool,
-        wanted: WantedExtras,
+        wants_stats: bool,
+        nvext_fields: frozenset[str],
         ignored: str,
         on_complete: Callable[[], Awaitable[None]],
     ) -> None:
@@ -88,7 +86,8 @@ class Answer:
         self.builder = builder
         self.plan = plan
         self.is_streamed = is_streamed
-        self.wanted = wanted
+        self.wants_stats = wants_stats
+        self.nvext_fields = nvext_fields
         self.on_complete = on_complete
         self.choices: Sequence[Choice] = ()  # until `create_choices`
         self.has_begun = False  # the builder's first events were sent
@@ -147,11 +146,6 @@ class Answer:
         """Return the decode instances, see `joined_ids`."""
         return joined_ids(choice.timeline.decode_instance for choice in self.choices)
 
-    def first_s(self) -> float | None:
-        """Return when the first tokens of the request arrived; None: there are none yet."""
-        times = [choice.timeline.first_s for choice in self.choices]
-        return min((first_s for first_s in times if first_s is not None), default=None)
-
     def finish_reasons(self) -> str:
         """Return the distinct finish reasons of the choices, joined by commas."""
         reasons = [choice.finish for choice in self.choices if choice.finish is not None]
@@ -173,3 +167,63 @@ def tokens_per_s(choices: Iterable[Choice]) -> float | None:
         if first_s is not None and last_s > first_s:
             rates.append((choice.num_tokens - 1) / (last_s - first_s))
     return sum(rates) if rates else None
+
+
+class RunningAnswers:
+    """The answers whose choices run, by their ids: clients may look at them and cancel them."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, _RunningAnswer] = {}
+
+    def track(self, answer: Answer, client: str) -> _RunningAnswer:
+        """Return a context manager: the answer is one of them while its `with` block runs.
+
+        The block is of the current task. Its end raises Cancelled if a client has cancelled the
+        answer.
+
+        Args:
+            answer: the answer.
+            client: network address of its client.
+        """
+        return _RunningAnswer(answer, client, self._by_id)
+
+    def builder(self, answer_id: str) -> AnswerBuilder | None:
+        """Return the builder of an answer in progress; None if there is none of this id."""
+        running = self._by_id.get(answer_id)
+        return None if running is None else running.answer.builder
+
+    def cancel(self, answer_id: str) -> str:
+        """Cancel an answer in progress. Return the network address of its client."""
+        running = self._by_id[answer_id]
+        running.cancel()
+        return running.client
+
+
+class _RunningAnswer:
+    """An answer while its choices run in the current task."""
+
+    def __init__(self, answer: Answer, client: str, by_id: dict[str, _RunningAnswer]) -> None:
+        self.answer = answer
+        self.client = client
+        self._by_id = by_id
+        self._task = asyncio.current_task()
+        self._is_cancelled = False  # on request of a client
+
+    def __enter__(self) -> None:
+        self._by_id[self.answer.id] = self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del self._by_id[self.answer.id]
+        if self._is_cancelled and isinstance(error, asyncio.CancelledError):
+            raise Cancelled(f"{self.answer.id} was cancelled on request") from None
+
+    def cancel(self) -> None:
+        """Cancel the task, on request of a client."""
+        assert self._task is not None
+        self._is_cancelled = True
+        self._task.cancel()

@@ -1,17 +1,36 @@
-"""Parse the body of a request: on the event loop if that is quick, else in a thread."""
+"""Read the body of a request within limits of size and time, and parse it."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
+from dynamo_trtllm import errors
 from dynamo_trtllm.api.request_model import RequestModel, parse
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import in_thread
+from dynamo_trtllm.freed_memory import return_freed_memory
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
+from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.tokenization.renderer import INLINE_BYTES
 
 M = TypeVar("M", bound=RequestModel)
+
+_BODY_WAIT_S = 5.0
+EVICTION_AGE_S = 1.0  # no younger body is evicted
+SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
+# After so many bytes were in use, their memory is returned to the system.
+_RETURNED_BYTES = 64 << 20
+_RETURN_AFTER_S = 1.0  # the last body is freed by then
+TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
+SMALL_BODY_BYTES = 128 << 10
 
 # Messages, tools and parts of them. Each takes as long as half a kilobyte of text.
 _MANY_OBJECTS = 500
@@ -23,6 +42,263 @@ TURN_BYTES = 16 << 10
 _WORDLESS_BYTES = 48 << 10
 _SAMPLED = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
+
+
+@dataclass(slots=True, eq=False)
+class BodyBytes:
+    """The part of the budget that one request body uses."""
+
+    number: int  # in order of arrival
+    client: str  # network address
+    since_s: float  # when it began to arrive, plus the time for which it has waited for its share
+    in_use: int = 0  # bytes
+    arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
+    is_evicted: bool = False
+
+
+class BodyBudget:
+    """The bytes of all request bodies that are being received or parsed.
+
+    Large bodies share one half of the budget, and an eighth is only for tiny bodies, so that small
+    requests are served meanwhile. When the half is full, the oldest large body that waits may use a
+    quarter more until it is released: without this, partly received bodies would wait for each
+    other. The quarter stays reserved for this body between two of its parts.
+
+    When a body does not get its share at once, bodies that arrive slowly are evicted: first those
+    of the client that uses the most bytes, the slowest first.
+    """
+
+    def __init__(
+        self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Set the budget to `limit` bytes.
+
+        Each chunk of a body waits at most `wait_s` seconds for its share.
+        """
+        self.limit = limit
+        self.in_use = 0
+        self._most_in_use = 0  # since memory was returned to the system
+        self._wait_s = wait_s
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._arriving: dict[BodyBytes, None] = {}
+        self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
+        self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
+        # By body, unordered: the bytes that it wants, and what is done when it has them.
+        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}
+        self._favored: BodyBytes | None = None  # may have the quarter more
+
+    def body(self, client: str = "") -> BodyBytes:
+        """Return the account of a new body. `client`: network address of its sender."""
+        return BodyBytes(next(self._numbers), client, self._clock())
+
+    @asynccontextmanager
+    async def arrival(self, body: BodyBytes, within_s: float | None) -> AsyncGenerator[None, None]:
+        """Limit the time in which a `with` block receives the body.
+
+        Meanwhile, the body may be evicted.
+
+        Raises:
+            RequestTimeout: the body did not arrive in time, or was evicted because it arrives
+                slowly.
+        """
+        self._arriving[body] = None
+        try:
+            async with asyncio.timeout(within_s) as body.arrival:
+                yield
+        except TimeoutError:
+            if body.is_evicted:
+                raise errors.RequestTimeout(
+                    f"the request body arrived at less than {SLOW_BYTES_PER_S >> 10} KiB/s while"
+                    " other requests needed its memory (--max-total-body-bytes); send it faster"
+                ) from None
+            raise errors.RequestTimeout(
+                f"the request body did not arrive within {within_s:g} s; send it faster"
+            ) from None
+        finally:
+            body.arrival = None
+            self._arriving.pop(body, None)
+
+    async def acquire(self, count: int, body: BodyBytes) -> None:
+        """Reserve `count` more bytes for the body.
+
+        Raises:
+            Overloaded: the bytes were not free in time.
+        """
+        if not self._waiting and self.in_use + count <= self._max_bytes(body.in_use + count):
+            self.in_use += count
+            body.in_use += count
+            return
+        begun_s = self._clock()
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting[body] = (count, granted)
+        self._grant()
+        if self._eviction is None:
+            self._evict()
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await granted
+        except TimeoutError:
+            raise errors.Overloaded(
+                f"request bodies in progress use {self.in_use} of {self.limit} bytes"
+                " (--max-total-body-bytes); try again later"
+            ) from None
+        finally:
+            body.since_s += self._clock() - begun_s
+            self._waiting.pop(body, None)
+
+    def release(self, body: BodyBytes) -> None:
+        """Free all bytes of the body. Idempotent."""
+        if not body.in_use and self._favored is not body:
+            return
+        if self.in_use > self._most_in_use:
+            self._most_in_use = self.in_use
+        self.in_use -= body.in_use
+        if not self.in_use and self._most_in_use >= _RETURNED_BYTES:
+            self._most_in_use = 0
+            asyncio.get_running_loop().call_later(_RETURN_AFTER_S, return_freed_memory)
+        if body.is_evicted:
+            self._evicted_bytes -= body.in_use
+        body.in_use = 0
+        if self._favored is body:
+            self._favored = None
+        if self._waiting:
+            self._grant()
+
+    def _max_bytes(self, size: int) -> int:
+        """Return how many bytes may be in use when a body grows to this size.
+
+        Not for the favored body.
+        """
+        if size <= TINY_BODY_BYTES:
+            return self.limit
+        if size <= SMALL_BODY_BYTES:
+            return self.limit - self.limit // 8
+        return self.limit // 2
+
+    def _grant(self) -> None:
+        for body in sorted(self._waiting, key=lambda waiting: waiting.number):
+            count, granted = self._waiting[body]
+            size = body.in_use + count
+            max_bytes = self._max_bytes(size)
+            is_large = size > SMALL_BODY_BYTES
+            is_full = self.in_use + count > max_bytes
+            if is_large and is_full and self._favored in (None, body):
+                self._favored = body
+                max_bytes = self.limit // 4 * 3
+            if self.in_use + count <= max_bytes and not granted.done():
+                self.in_use += count
+                body.in_use += count
+                del self._waiting[body]
+                granted.set_result(None)
+
+    def _evict(self) -> None:
+        """End slow bodies, now and every second, as long as others wait for their share."""
+        self._eviction = None
+        if self._waiting:
+            self._eviction = asyncio.get_running_loop().call_later(EVICTION_AGE_S, self._evict)
+            self._evict_slow(self._lacking_bytes() - self._evicted_bytes)
+
+    def _lacking_bytes(self) -> int:
+        """Return how many bytes must become free so that all waiting bodies get their share."""
+        wanted = 0
+        least = self.limit
+        for body, (count, _) in self._waiting.items():
+            wanted += count
+            least = min(least, self._max_bytes(body.in_use + count))
+        return self.in_use + wanted - least
+
+    def _evict_slow(self, lacking: int) -> None:
+        """End slow bodies until their release frees `lacking` bytes."""
+        if lacking <= 0:
+            return
+        by_client: Counter[str] = Counter()
+        for body in self._arriving:
+            by_client[body.client] += body.in_use
+        slow = [body for body in self._arriving if self._is_slow(body)]
+        slow.sort(key=lambda body: (-by_client[body.client], self._rate(body)))
+        for body in slow:
+            if lacking <= 0:
+                return
+            lacking -= body.in_use
+            self._evicted_bytes += body.in_use
+            body.is_evicted = True
+            assert body.arrival is not None
+            body.arrival.reschedule(0.0)
+
+    def _is_slow(self, body: BodyBytes) -> bool:
+        if not body.in_use or body in self._waiting:
+            return False
+        if body.arrival is None or body.arrival.expired():
+            return False
+        age_s = self._clock() - body.since_s
+        return age_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
+
+    def _rate(self, body: BodyBytes) -> float:
+        """Return the bytes per second at which a body has arrived."""
+        return body.in_use / max(self._clock() - body.since_s, EVICTION_AGE_S)
+
+
+def check_json(request: HttpRequest) -> None:
+    """Raise UnsupportedMedia if a header declares that the body is compressed or not JSON."""
+    given = request.header(b"content-type")
+    kind = (given or "application/json").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise errors.UnsupportedMedia(
+            f"Content-Type {kind!r} is not supported; send application/json"
+        )
+    encoding = (request.header(b"content-encoding") or "identity").strip().lower()
+    if encoding != "identity":
+        raise errors.UnsupportedMedia(
+            f"Content-Encoding {encoding!r} is not supported; send the body uncompressed"
+        )
+
+
+async def read_body(
+    request: HttpRequest, max_bytes: int, within_s: float, budget: BodyBudget, body: BodyBytes
+) -> bytes:
+    """Return the body.
+
+    Args:
+        max_bytes: limit of the body's size.
+        within_s: seconds until the whole body must have arrived.
+        budget: where the bytes are reserved.
+        body: account of the body in the budget.
+
+    Raises:
+        PayloadTooLarge: the body is too large; raised as soon as this is known.
+        RequestTimeout: the client did not send it in time, or slowly while other requests needed
+            its memory.
+        Overloaded: other bodies use all of the budget.
+        ClientDisconnected: the client disconnected before the end.
+    """
+    declared = request.header(b"content-length")
+    if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    if request.is_complete:
+        return await _receive_body(request, max_bytes, budget, body)
+    async with budget.arrival(body, within_s):
+        return await _receive_body(request, max_bytes, budget, body)
+
+
+async def _receive_body(
+    request: HttpRequest, max_bytes: int, budget: BodyBudget, body: BodyBytes
+) -> bytes:
+    parts = []
+    size = 0
+    while part := await request.receive():
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        await budget.acquire(len(part), body)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> errors.PayloadTooLarge:
+    return errors.PayloadTooLarge(
+        f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one"
+    )
 
 
 class RequestBody:

@@ -13,9 +13,8 @@ from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.frontend.requests.admission import RequestAdmission
 from dynamo_trtllm.frontend.requests.app_state import AppState
-from dynamo_trtllm.frontend.requests.body_budget import check_json
-from dynamo_trtllm.frontend.requests.end_request import RequestEnding
-from dynamo_trtllm.frontend.requests.plan_request import tokenize
+from dynamo_trtllm.frontend.requests.request_body import check_json
+from dynamo_trtllm.frontend.requests.serve_request import RequestEnding, tokenize
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.tokenization.served_model import ServedModel
@@ -59,16 +58,16 @@ async def serve_tokenization(
         RequestEnding(timeline, response, state),
     ):
         check_json(request)
-        async with admission.body(request) as received:
-            unknown = state.ignored_fields.collector()
-            body = await received.parse(api.body, unknown)
-            served = state.models.get(body.model)
-            prepare, stored_chars = await api.resolve(body, served)
+        received = await admission.read_body(request)
+        unknown = state.ignored_fields.collector()
+        body = await received.parse(api.body, unknown)
+        served = state.models.get(body.model)
+        prepare, stored_chars = await api.resolve(body, served)
 
-            def encode() -> bytes:
-                return orjson.dumps(prepare())
+        def encode() -> bytes:
+            return orjson.dumps(prepare())
 
-            data = await tokenize(encode, served, received, state, stored_chars=stored_chars)
-            ignored = state.ignored_fields.report(unknown, (), request)
+        data = await tokenize(encode, served, received, state, stored_chars=stored_chars)
+        ignored = state.ignored_fields.report(unknown, (), request)
         headers = {"x-dynamo-ignored-fields": ignored} if ignored else {}
         response.send(200, data, headers=headers)

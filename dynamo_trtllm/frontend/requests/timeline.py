@@ -1,11 +1,12 @@
-"""Follow one request: one call for each event, which is passed to all that want to know of it."""
+"""Follow one request: one call for each event, which is passed to its subscribers."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta, Usage
@@ -17,7 +18,7 @@ from dynamo_trtllm.observability.traces import valid_traceparent
 from dynamo_trtllm.phases import PHASES, PhaseSeconds, Span, divide
 
 
-class RequestFacts(NamedTuple):
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request with its head."""
 
     id: str  # that of the client, if it sent one, and `unique_id`
@@ -31,46 +32,30 @@ class RequestFacts(NamedTuple):
     arrived_at: float  # seconds since the epoch
 
 
-class RequestEnd(NamedTuple):
+class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a request has ended."""
 
     outcome: str | DynamoError  # "ok", "cancelled" or the error
+    code: str  # "ok", "cancelled" or the error code
     status: int  # HTTP status; 0 if no response was started
     end_s: float  # of `time.monotonic()`
     usage: Usage
     phases: PhaseSeconds
 
-    @property
-    def code(self) -> str:
-        """Return "ok", "cancelled" or the error code."""
-        return self.outcome if isinstance(self.outcome, str) else self.outcome.code
 
+class TimelineSubscribers:
+    """What is called at each event of all requests, in order. One list for each event."""
 
-class TimelineSubscriber:
-    """Gets the events of all requests, in their order. Subclasses define those that they want."""
-
-    def received(self, timeline: RequestTimeline) -> None:
-        """Handle the head of a request."""
-
-    def planned(self, timeline: RequestTimeline, plan: GenerationPlan) -> None:
-        """Handle the plan of a request."""
-
-    def left_queue(self, timeline: RequestTimeline, queued_s: float) -> None:
-        """Handle the end of the wait for permits, with or without them."""
-
-    def started(self, timeline: RequestTimeline) -> None:
-        """Handle the creation of the choices, which start next."""
-
-    def first_token(
-        self, timeline: RequestTimeline, choice: Choice, now_s: float, *, is_first: bool
-    ) -> None:
-        """Handle the first token of a choice. `is_first`: it is the first one of the request."""
-
-    def last_token(self, timeline: RequestTimeline, choice: Choice) -> None:
-        """Handle the last token of a choice, which has its finish reason."""
-
-    def ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
-        """Handle the end of a request, after its response."""
+    def __init__(self) -> None:
+        self.received: list[Callable[[RequestTimeline], None]] = []
+        self.planned: list[Callable[[RequestTimeline, GenerationPlan], None]] = []
+        # The wait for permits has ended, with or without them, after so many seconds.
+        self.left_queue: list[Callable[[RequestTimeline, float], None]] = []
+        self.started: list[Callable[[RequestTimeline], None]] = []
+        # The flag says whether it is the first token of the request.
+        self.first_token: list[Callable[[RequestTimeline, Choice, bool], None]] = []
+        self.last_token: list[Callable[[RequestTimeline, Choice], None]] = []
+        self.ended: list[Callable[[RequestTimeline, RequestEnd], None]] = []
 
 
 class RequestTimeline:
@@ -82,7 +67,7 @@ class RequestTimeline:
     """
 
     def __init__(
-        self, request: HttpRequest, endpoint: str, subscribers: Sequence[TimelineSubscriber]
+        self, request: HttpRequest, endpoint: str, subscribers: TimelineSubscribers
     ) -> None:
         unique_id = secrets.token_hex(8)
         self.facts = RequestFacts(
@@ -96,22 +81,19 @@ class RequestTimeline:
             traceparent=valid_traceparent(request.header(b"traceparent")),
             arrived_at=time.time(),
         )
-        self.spans = [Span("receive", request.arrived_s)]  # before those of the choices
+        self.begun_s = request.arrived_s
         self.body_received_s = request.arrived_s  # later, when the whole body was there
+        self.first_s: float | None = None  # when the first token of the request arrived
+        self.spans = [Span("receive", request.arrived_s)]  # before those of the choices
         self.model = ""  # known with the plan
         self.answer: Answer | None = None  # as soon as the request is accepted
         # Tokens come too often for a loop over subscribers. The one that observes the gaps between
         # them sets this function, of seconds and a number of tokens.
-        self.observe_gap: Callable[[float, int], None] = lambda seconds, count: None
-        self._choices: Sequence[Choice] = ()
+        self.observe_gap: Callable[[float, int], None] = _do_nothing
+        self.choices: Sequence[Choice] = ()  # of the answer, when they start
         self._subscribers = subscribers
-        for subscriber in subscribers:
-            subscriber.received(self)
-
-    @property
-    def begun_s(self) -> float:
-        """Return when the head of the request had arrived."""
-        return self.spans[0].begin_s
+        for notify in subscribers.received:
+            notify(self)
 
     def enter(self, phase: str) -> None:
         """End the current phase of this request and begin the next one."""
@@ -125,8 +107,8 @@ class RequestTimeline:
     def planned(self, plan: GenerationPlan) -> None:
         """Note the plan of the request."""
         self.model = plan.choices[0].request.model
-        for subscriber in self._subscribers:
-            subscriber.planned(self, plan)
+        for notify in self._subscribers.planned:
+            notify(self, plan)
 
     def accepted(self, answer: Answer) -> None:
         """Note the answer of the request, which waits for its permits next."""
@@ -135,19 +117,19 @@ class RequestTimeline:
     def left_queue(self) -> None:
         """Note the end of the wait for permits, with or without them."""
         queued_s = time.monotonic() - self.spans[-1].begin_s
-        for subscriber in self._subscribers:
-            subscriber.left_queue(self, queued_s)
+        for notify in self._subscribers.left_queue:
+            notify(self, queued_s)
 
     def started(self) -> None:
         """Note that the choices of the answer were created. They start next."""
         assert self.answer is not None
-        self._choices = self.answer.choices
-        for subscriber in self._subscribers:
-            subscriber.started(self)
+        self.choices = self.answer.choices
+        for notify in self._subscribers.started:
+            notify(self)
 
     def delta_arrived(self, delta: ChoiceDelta) -> None:
         """Note a delta of a choice. This runs once per token."""
-        choice = self._choices[delta.index]
+        choice = self.choices[delta.index]
         timeline = choice.timeline
         now_s = time.monotonic()
         if delta.tokens:
@@ -155,17 +137,19 @@ class RequestTimeline:
                 # Tokens that arrived together share the time.
                 self.observe_gap((now_s - timeline.last_s) / delta.tokens, delta.tokens)
             else:
+                timeline.first_s = now_s
                 self._first_token(choice, now_s)
             timeline.last_s = now_s
         if delta.finish is not None:
-            for subscriber in self._subscribers:
-                subscriber.last_token(self, choice)
+            for notify in self._subscribers.last_token:
+                notify(self, choice)
 
     def _first_token(self, choice: Choice, now_s: float) -> None:
-        is_first = all(other.timeline.first_s is None for other in self._choices)
-        choice.timeline.first_s = now_s
-        for subscriber in self._subscribers:
-            subscriber.first_token(self, choice, now_s, is_first=is_first)
+        is_first = self.first_s is None
+        if is_first:
+            self.first_s = now_s
+        for notify in self._subscribers.first_token:
+            notify(self, choice, is_first)
 
     def ended(self, outcome: str | DynamoError, status: int) -> None:
         """Note the end of the request.
@@ -175,14 +159,17 @@ class RequestTimeline:
             status: HTTP status; 0 if no response was started.
         """
         end_s = time.monotonic()
+        code = outcome if isinstance(outcome, str) else outcome.code
         usage = Usage()
         phases: PhaseSeconds = {}
-        if self._choices and self.answer is not None:
+        if self.choices and self.answer is not None:
             usage = self.answer.usage()
-            phases = self.phases(last_of(self._choices), end_s)
-        end = RequestEnd(outcome, status, end_s, usage, phases)
-        for subscriber in self._subscribers:
-            subscriber.ended(self, end)
+            phases = self.phases(last_of(self.choices), end_s)
+        end = RequestEnd(
+            outcome=outcome, code=code, status=status, end_s=end_s, usage=usage, phases=phases
+        )
+        for notify in self._subscribers.ended:
+            notify(self, end)
 
     def phases(self, choice: Choice, end_s: float) -> PhaseSeconds:
         """Return the phases of this request with one of its choices, which has ended last."""
@@ -193,6 +180,9 @@ class RequestTimeline:
         """Return the spans of this request with those of one of its choices."""
         respond = [] if choice.finish is None else [Span("respond", choice.timeline.last_s)]
         return [*self.spans, *choice.timeline.spans, *respond]
+
+
+def _do_nothing(seconds: float, count: int) -> None: ...
 
 
 def last_of(choices: Sequence[Choice]) -> Choice:

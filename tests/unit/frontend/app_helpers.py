@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from dynamo_trtllm.tokenization.base import text_output
 
 from dynamo_trtllm.api.response_schemas import ReadinessReport
 from dynamo_trtllm.config.models import FrontendConfig
@@ -37,6 +36,7 @@ from dynamo_trtllm.tokenization.conversation import Conversation, Tool
 from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, StepOutput
 from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
 from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.tokenization.text_parsers import text_output
 from tests.streaming import PlayedRouter
 
 # markers; every other id is a character's code point

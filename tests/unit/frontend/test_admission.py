@@ -8,17 +8,17 @@ from itertools import chain
 import pytest
 
 from dynamo_trtllm.errors import Overloaded, RequestTimeout
-from dynamo_trtllm.frontend.requests import body_budget
-from dynamo_trtllm.frontend.requests.body_budget import (
-    SMALL_BODY_BYTES,
-    TINY_BODY_BYTES,
-    BodyBudget,
-)
-from dynamo_trtllm.frontend.requests.loop_turns import (
+from dynamo_trtllm.frontend.requests import request_body
+from dynamo_trtllm.frontend.requests.admission import (
     CHOICES_PER_ITERATION,
     WORK_S,
     ChoiceTurns,
     IterationTime,
+)
+from dynamo_trtllm.frontend.requests.request_body import (
+    SMALL_BODY_BYTES,
+    TINY_BODY_BYTES,
+    BodyBudget,
 )
 from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
 
@@ -367,7 +367,7 @@ async def test_body_budget_when_a_body_needs_the_share_of_others_and(
 async def test_body_budget_when_bodies_are_slow_only_after_a_while_then_they_end_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body_budget, "EVICTION_AGE_S", 0.01)
+    monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
     clock = Clock()
     budget = BodyBudget(16 << 10, clock=clock)
     arrivals = Arrivals(budget)
@@ -383,7 +383,7 @@ async def test_body_budget_when_bodies_are_slow_only_after_a_while_then_they_end
 async def test_body_budget_when_a_body_waits_for_its_share_then_that_time_is_not_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body_budget, "EVICTION_AGE_S", 0.01)
+    monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
     clock = Clock()
     budget = BodyBudget(64 << 10, wait_s=600.0, clock=clock)
     full, arrivals = budget.body(), Arrivals(budget)
@@ -403,9 +403,9 @@ async def test_body_budget_when_much_was_in_use_and_all_is_free_then_memory_is_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     returned = asyncio.Event()
-    monkeypatch.setattr(body_budget, "_RETURNED_BYTES", 100)
-    monkeypatch.setattr(body_budget, "_RETURN_AFTER_S", 0.0)
-    monkeypatch.setattr(body_budget, "return_freed_memory", returned.set)
+    monkeypatch.setattr(request_body, "_RETURNED_BYTES", 100)
+    monkeypatch.setattr(request_body, "_RETURN_AFTER_S", 0.0)
+    monkeypatch.setattr(request_body, "return_freed_memory", returned.set)
     budget = BodyBudget(1000)
     for sizes, is_returned in (((60, 60), True), ((60,), False)):
         returned.clear()

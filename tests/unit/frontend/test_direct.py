@@ -15,8 +15,8 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.requests import output_budget, running_choices
-from dynamo_trtllm.frontend.requests.loop_turns import WORK_S
+from dynamo_trtllm.frontend.requests import output_budget, send_answer
+from dynamo_trtllm.frontend.requests.admission import WORK_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
@@ -247,7 +247,7 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 50 * 64)
-    monkeypatch.setattr(running_choices, "COUNTED_TOKENS", 0)
+    monkeypatch.setattr(send_answer, "COUNTED_TOKENS", 0)
     served = FakeFrontend(ScriptedRouter([chunk("a") for _ in range(200)]), FrontendConfig())
     wire = Gated(every=0)
     answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))

@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.requests import output_budget, running_choices, send_answer
+from dynamo_trtllm.frontend.requests import output_budget, send_answer
 from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
 from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.output import Channel, Delta
@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_choices, "COUNTED_TOKENS", 0)
+    monkeypatch.setattr(send_answer, "COUNTED_TOKENS", 0)
 
 
 def served(*script: Any) -> FakeFrontend:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.errors import NoInstances
-from dynamo_trtllm.frontend.requests import loop_turns
+from dynamo_trtllm.frontend.requests import admission
 from dynamo_trtllm.observability.metrics import PREFIX
 from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
@@ -187,9 +187,7 @@ async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate()
 async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answered_in_each(
     stream: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        loop_turns, "WORK_S", 1e-9
-    )  # one request takes all the time of an iteration
+    monkeypatch.setattr(admission, "WORK_S", 1e-9)  # one request takes all the time of an iteration
     held = asyncio.Event()
     served = front(held, NoInstances("none") if fails else stop("a"))
     body = json.dumps({"model": MODEL, "stream": stream} | PATHS[CHAT]).encode()

@@ -43,7 +43,7 @@ async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(chunk("a"), stop()))
     (line,) = [
-        record.getMessage() for record in caplog.records if record.name.endswith("request_log")
+        record.getMessage() for record in caplog.records if record.name.endswith("request_reports")
     ]
     assert f"status=200 path=/v1/chat/completions id={response.json()['id']} model={MODEL} " in line
     assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=2" in line
@@ -57,7 +57,7 @@ async def test_streamed_request_then_its_log_line_has_the_id_that_the_client_got
     response = await asked(front(chunk("a"), stop()), stream=True)
     first = json.loads(response.text.split("\n")[0].removeprefix("data: "))
     (line,) = [
-        record.getMessage() for record in caplog.records if record.name.endswith("request_log")
+        record.getMessage() for record in caplog.records if record.name.endswith("request_reports")
     ]
     assert f" id={first['id']} " in line
 
@@ -96,7 +96,7 @@ async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_field
     response = await asked(front(), NAMED, max_tokens=0)
     check_error(response, 400, "invalid_request", "max_tokens")
     (line,) = [
-        record.getMessage() for record in caplog.records if record.name.endswith("request_log")
+        record.getMessage() for record in caplog.records if record.name.endswith("request_reports")
     ]
     reason = response.json()["error"]["message"]
     assert re.fullmatch(r"request [0-9a-f]{8} ended", line.split(":")[0])
@@ -113,7 +113,7 @@ async def test_refused_request_when_it_is_large_then_its_log_line_is_short(
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(), model="x\n" * 5000)
     (line,) = [
-        record.getMessage() for record in caplog.records if record.name.endswith("request_log")
+        record.getMessage() for record in caplog.records if record.name.endswith("request_reports")
     ]
     assert " status=4" in line
     assert len(line) < 500
@@ -125,6 +125,6 @@ async def test_request_that_no_worker_could_serve_then_its_log_line_says_why(
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(errors.NoInstances("model 'm' has no decode worker now")))
     (line,) = [
-        record.getMessage() for record in caplog.records if record.name.endswith("request_log")
+        record.getMessage() for record in caplog.records if record.name.endswith("request_reports")
     ]
     assert line.endswith("finish=no_instances: model 'm' has no decode worker now")

@@ -1,0 +1,406 @@
+"""Report requests to the metrics, the flight recorder, the trace exporter, the log and clients."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats, WorkerIds
+from dynamo_trtllm.api.unknown_fields import IgnoredFields, collector
+from dynamo_trtllm.errors import DynamoError, RequestError
+from dynamo_trtllm.frontend.generation.choice import Choice
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.requests.answer import Answer, joined_ids, tokens_per_s
+from dynamo_trtllm.frontend.requests.timeline import (
+    RequestEnd,
+    RequestTimeline,
+    TimelineSubscribers,
+    last_of,
+    seconds_by_phase,
+)
+from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
+from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
+from dynamo_trtllm.sanitize import shorten
+
+log = logging.getLogger(__name__)
+
+_MESSAGE_CHARS = 300  # longest error message in the log line
+_SHOWN_S = 0.0001  # shorter times are not in the log line
+_ALWAYS_SHOWN = ("queue", "prefill", "handoff", "decode_wait")  # phases
+_CALLS = ("prefill", "first_token")  # phases that begin with a call
+_MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
+_PROGRAM_CHARS = 64
+_NO_PROGRAM = re.compile(r"[^\w./-]", re.ASCII)
+_NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
+
+
+class RequestMetrics:
+    """Observes the metrics of requests.
+
+    TTFT counts once per request, inter-token latency in each choice.
+    """
+
+    def __init__(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+
+    def subscribe(self, subscribers: TimelineSubscribers) -> None:
+        """Observe all requests."""
+        subscribers.received.append(self._received)
+        subscribers.left_queue.append(self._left_queue)
+        subscribers.started.append(self._started)
+        subscribers.first_token.append(self._first_token)
+        subscribers.ended.append(self._ended)
+
+    def _received(self, timeline: RequestTimeline) -> None:
+        self._metrics.request_started()
+
+    def _left_queue(self, timeline: RequestTimeline, queued_s: float) -> None:
+        self._metrics.child("queue_seconds").observe(queued_s)
+
+    def _started(self, timeline: RequestTimeline) -> None:
+        timeline.observe_gap = self._metrics.child("itl_seconds", timeline.model).observe
+
+    def _first_token(self, timeline: RequestTimeline, choice: Choice, is_first: bool) -> None:
+        now_s = choice.timeline.first_s
+        if not is_first or now_s is None:
+            return
+        ttft_s = now_s - timeline.begun_s
+        self._metrics.child("ttft_seconds", timeline.model).observe(ttft_s)
+        expected = choice.timeline.expected
+        if expected is not None:
+            selected_s, predicted = expected
+            self._metrics.observe_prediction(
+                model=timeline.model, seconds=now_s - selected_s, predicted=predicted
+            )
+
+    def _ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
+        model = timeline.model
+        self._metrics.request_finished(
+            model=model,
+            endpoint=timeline.facts.endpoint,
+            code=end.code,
+            seconds=end.end_s - timeline.begun_s,
+        )
+        child = self._metrics.child
+        if timeline.choices:
+            child("prompt_tokens_total", model).inc(end.usage.prompt_tokens)
+            child("output_tokens_total", model).inc(end.usage.completion_tokens)
+        for choice in timeline.choices:
+            if choice.timeline.retries or choice.timeline.migrations:
+                child("retries_total", model).inc(choice.timeline.retries)
+                child("migrations_total", model).inc(choice.timeline.migrations)
+            stats = choice.timeline.decode_stats
+            if stats is not None and stats.kv_transfer_s > 0:
+                child("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
+        self._metrics.observe_phases(model=model, phases=end.phases)
+
+
+class RequestRecorder:
+    """Writes the events of requests to the flight recorder."""
+
+    def subscribe(self, subscribers: TimelineSubscribers) -> None:
+        """Record all requests."""
+        subscribers.received.append(self._received)
+        subscribers.planned.append(self._planned)
+        subscribers.started.append(self._started)
+        subscribers.first_token.append(self._first_token)
+        subscribers.last_token.append(self._last_token)
+        subscribers.ended.append(self._ended)
+
+    def _received(self, timeline: RequestTimeline) -> None:
+        client_id = timeline.facts.client_request_id
+        client_id_hash = id_hash(client_id) if client_id else 0
+        RECORDER.record(timeline.facts.id, RecordedEvent.RECEIVED, client_id_hash)
+
+    def _planned(self, timeline: RequestTimeline, plan: GenerationPlan) -> None:
+        # Once per prompt, for all its choices.
+        for choice_request in plan.choices[:: plan.candidates]:
+            request = choice_request.request
+            RECORDER.record_prompt(
+                request.request_id, request.token_ids, request.sampling.max_tokens
+            )
+
+    def _started(self, timeline: RequestTimeline) -> None:
+        for choice in timeline.choices:
+            RECORDER.follow(choice)
+
+    def _first_token(self, timeline: RequestTimeline, choice: Choice, is_first: bool) -> None:
+        RECORDER.record(choice.request_id, RecordedEvent.FIRST_TOKEN)
+
+    def _last_token(self, timeline: RequestTimeline, choice: Choice) -> None:
+        RECORDER.unfollow(choice)
+        RECORDER.record(
+            choice.request_id,
+            RecordedEvent.LAST_TOKEN,
+            choice.num_tokens,
+            reason=choice.finish or "",
+        )
+
+    def _ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
+        for choice in timeline.choices:
+            RECORDER.unfollow(choice)
+        reason = end.code
+        if end.outcome == "ok" and timeline.answer is not None:
+            reason = timeline.answer.finish_reasons() or end.code
+        RECORDER.record(
+            timeline.facts.id,
+            RecordedEvent.FINISHED,
+            end.status,
+            end.usage.completion_tokens,
+            reason=reason,
+        )
+
+
+class RequestTraces:
+    """Queues a trace of each request that has ended."""
+
+    def __init__(self, exporter: TraceExporter) -> None:
+        self._exporter = exporter
+
+    def subscribe(self, subscribers: TimelineSubscribers) -> None:
+        """Trace all requests."""
+        subscribers.ended.append(self._ended)
+
+    def _ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
+        facts = timeline.facts
+        answer = timeline.answer
+        spans = timeline.spans
+        prefill = None
+        decode = None
+        attributes: dict[str, str | int | None] = {
+            "http.response.status_code": end.status or None,
+            "gen_ai.request.model": timeline.model or None,
+            "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+            "dynamo_trtllm.request_id": facts.unique_id[:8],
+        }
+        if answer is not None:
+            attributes["gen_ai.response.id"] = answer.id
+            attributes["dynamo_trtllm.prefill_instance"] = answer.prefill_ids()
+            attributes["dynamo_trtllm.decode_instance"] = answer.decode_ids()
+        if timeline.choices:
+            last = last_of(timeline.choices)
+            spans = timeline.spans_with(last)
+            prefill = last.timeline.prefill_stats
+            decode = last.timeline.decode_stats
+        self._exporter.add(
+            EndedRequest(
+                endpoint=f"POST {facts.path}",
+                traceparent=facts.traceparent,
+                spans=spans,
+                end_s=end.end_s,
+                prefill=prefill,
+                decode=decode,
+                attributes=attributes,
+                error="" if end.code == "ok" else end.code,
+            )
+        )
+
+
+class RequestLog:
+    """Writes the log line of each request."""
+
+    def subscribe(self, subscribers: TimelineSubscribers) -> None:
+        """Log all requests."""
+        subscribers.ended.append(self._ended)
+
+    def _ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
+        # Unlike `log.info`, this does not look for the line of code, which takes CPU time.
+        args = (timeline.facts.unique_id[:8], _summary(timeline, end))
+        text = "request %s ended: %s"
+        log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, args, None))
+
+
+def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
+    """Return the known facts of the request as name=value, without empty values."""
+    phases = seconds_by_phase(end.phases)
+    shown = [f"{name}:{seconds:.4f}s" for name, seconds in phases.items() if seconds >= _SHOWN_S]
+    known = {
+        "status": end.status,
+        "path": timeline.facts.path,
+        "id": None,
+        "model": timeline.model,
+        "prefill": None,
+        "decode": None,
+        "isl": end.usage.prompt_tokens,
+        "osl": end.usage.completion_tokens,
+        "cached_tokens": end.usage.cached_tokens,
+        "queued": _seconds(phases.get("frontend_queue", 0.0)),
+        "ttft": None,
+        "tpot": None,
+        "phases": ",".join(shown),
+        "finish": _finish_text(end.outcome, timeline.answer),
+    }
+    answer = timeline.answer
+    if answer is not None:
+        known["id"] = answer.id
+        known["prefill"] = answer.prefill_ids()
+        known["decode"] = answer.decode_ids()
+        if timeline.first_s is not None:
+            known["ttft"] = _seconds(timeline.first_s - timeline.begun_s)
+        rate = tokens_per_s(answer.choices)
+        if rate:
+            known["tpot"] = _seconds(len(answer.choices) / rate)
+    return " ".join(f"{name}={value}" for name, value in known.items() if value)
+
+
+def _finish_text(outcome: str | DynamoError, answer: Answer | None) -> str:
+    """Return how the request ended, for the log line."""
+    if isinstance(outcome, DynamoError):
+        param = ""
+        if isinstance(outcome, RequestError) and outcome.field:
+            param = f" param={outcome.field}"
+        # The message may quote the client, so it is shortened.
+        return f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
+    if outcome == "ok" and answer is not None:
+        return answer.finish_reasons() or "ok"
+    return outcome
+
+
+def _seconds(value: float) -> str | None:
+    """Format a time in seconds; None if it rounds to zero."""
+    return f"{value:.4f}s" if value >= _SHOWN_S else None
+
+
+def extras_of(answer: Answer, timeline: RequestTimeline) -> Extras:
+    """Return what the client asked for, as it is now: call it after the last token."""
+    extras: Extras = {}
+    choices = answer.choices
+    if answer.wants_stats:
+        stats = _stats_of(choices, timeline, time.monotonic())
+        if len(choices) > 1:
+            stats["choices"] = [
+                _stats_of([choice], timeline, choice.timeline.last_s) for choice in choices
+            ]
+        extras["dynamo_trtllm"] = stats
+    if answer.nvext_fields:
+        extras["nvext"] = {}
+        if "worker_id" in answer.nvext_fields:
+            extras["nvext"]["worker_id"] = _worker_ids(choices[0])
+        if "timing" in answer.nvext_fields:
+            extras["nvext"]["timing"] = _timing(answer, timeline)
+    return extras
+
+
+def _worker_ids(first: Choice) -> WorkerIds:
+    """Return the workers of the first choice. An aggregated worker has both roles."""
+    ids = (first.timeline.prefill_instance, first.timeline.decode_instance)
+    known = [instance_id for instance_id in ids if instance_id is not None]
+    if not known:
+        return {}
+    return {"prefill_worker_id": known[0], "decode_worker_id": known[-1]}
+
+
+def _timing(answer: Answer, timeline: RequestTimeline) -> NvTiming:
+    usage = answer.usage()
+    begun_s = timeline.begun_s
+    timing: NvTiming = {
+        "request_received_ms": int(timeline.facts.arrived_at * 1e3),
+        "total_time_ms": (time.monotonic() - begun_s) * 1e3,
+        "kv_hit_rate": usage.cached_tokens / max(1, usage.prompt_tokens),
+    }
+    first_s = timeline.first_s
+    called_s: list[float] = []
+    for choice in answer.choices:
+        called_s += [span.begin_s for span in choice.timeline.spans if span.phase in _CALLS]
+    call_s = min(called_s, default=None)
+    if first_s is not None and call_s is not None:
+        timing["prefill_wait_time_ms"] = (call_s - begun_s) * 1e3
+        timing["prefill_time_ms"] = (first_s - call_s) * 1e3
+        timing["ttft_ms"] = (first_s - begun_s) * 1e3
+    return timing
+
+
+def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float) -> Stats:
+    """Return the statistics of some choices until `end_s`.
+
+    They run in parallel; the phases are those of the last one.
+    """
+    transfers = [choice.transfer for choice in choices]
+    _, transport = transfers[0]
+    last = last_of(choices)
+    begins_s = []
+    for choice in choices:
+        first_s = choice.timeline.first_s
+        begins_s.append(choice.timeline.last_s if first_s is None else first_s)
+    begin_s = min(begins_s, default=0.0)
+    phases = seconds_by_phase(timeline.phases(last, end_s))
+    return {
+        "prefill_instance": joined_ids(choice.timeline.prefill_instance for choice in choices),
+        "decode_instance": joined_ids(choice.timeline.decode_instance for choice in choices),
+        "kv_bytes": sum(kv_bytes for kv_bytes, _ in transfers),
+        "transport": transport,
+        "queued_s": phases.get("frontend_queue", 0.0),
+        "ttft_s": begin_s - timeline.begun_s,
+        "tokens_per_s": tokens_per_s(choices),
+        "total_s": end_s - timeline.begun_s,
+        "phase_s": phases | {name: phases.get(name, 0.0) for name in _ALWAYS_SHOWN},
+        "part_s": last.parts,
+    }
+
+
+class IgnoredFieldReports:
+    """The reports of ignored fields.
+
+    The log names each once per client: a program that a header User-Agent names.
+
+    Args:
+        mode: what happens to unknown fields, as `--unknown-fields` says.
+        metrics: counts the ignored fields.
+    """
+
+    def __init__(self, mode: Literal["reject", "warn", "ignore"], metrics: FrontendMetrics) -> None:
+        self._mode = mode
+        self._metrics = metrics
+        # Fields that were logged, as (client, name), newest last.
+        self._logged: dict[tuple[str, str], None] = {}
+
+    def collector(self) -> IgnoredFields | None:
+        """Return what collects the unknown fields of a request; None: all are rejected."""
+        return collector(self._mode)
+
+    def report(
+        self, unknown: IgnoredFields | None, ineffective: Iterable[str], request: HttpRequest
+    ) -> str:
+        """Report the ignored fields of a request. Return them for the response header.
+
+        Args:
+            unknown: the unknown fields that were collected.
+            ineffective: known fields that have no effect on the model.
+            request: the request.
+        """
+        ignored = IgnoredFields()
+        if self._mode != "ignore":
+            ignored.add([*(unknown or ()), *ineffective])
+        if not ignored:
+            return ""
+        safe = [_NO_NAME.sub("?", name) for name in ignored]
+        client = _program_of(request)
+        new = [name for name in safe if (client, name) not in self._logged]
+        if new:
+            log.warning("request fields are ignored: %s (client %s)", ", ".join(new), client)
+        for name in safe:
+            self._metrics.field_ignored(name)
+            self._logged.pop((client, name), None)
+            self._logged[client, name] = None
+        while len(self._logged) > _MAX_LOGGED:
+            del self._logged[next(iter(self._logged))]
+        return ", ".join(safe)
+
+
+def _program_of(request: HttpRequest) -> str:
+    """Return the name and version of the client's program; if unknown, its address.
+
+    They are in the header User-Agent.
+    """
+    named = (request.header(b"user-agent") or "").split(maxsplit=1)
+    if not named:
+        return request.client
+    return _NO_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS])

@@ -1,0 +1,110 @@
+"""What happens to a request is reported once, and what it holds is released when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.response_schemas import ResponseMeta
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import Overloaded
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
+from dynamo_trtllm.frontend.generation.completions import TEXT
+from dynamo_trtllm.frontend.generation.preprocess import prepare_text
+from dynamo_trtllm.frontend.requests.admission import AdmissionLimits, RequestAdmission
+from dynamo_trtllm.frontend.requests.answer import Answer
+from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
+from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.http_server.request_head import Headers
+from tests.unit.frontend.app_helpers import MODEL, Catalog
+
+
+def received(subscribers: TimelineSubscribers) -> tuple[HttpRequest, RequestTimeline]:
+    request = HttpRequest("POST", "/v1/completions", "", Headers(), "10.0.0.1", lambda: None)
+    request.feed(b"{}")
+    request.complete()
+    return request, RequestTimeline(request, "completions", subscribers)
+
+
+def answer_of_two_choices() -> Answer:
+    body = CompletionRequest(model=MODEL, prompt=["hi"], n=2)
+    plan = prepare_text(body, Catalog().get(MODEL), body.call("r", 0.0, ""))
+    builder = TEXT.builder(ResponseMeta(id="cmpl-1", model=MODEL, created=0), body, plan)
+    return Answer(
+        "cmpl-1",
+        builder,
+        plan,
+        is_streamed=False,
+        wants_stats=False,
+        nvext_fields=frozenset(),
+        ignored="",
+        on_complete=partial(TEXT.on_complete, builder, ""),
+    )
+
+
+def listening(events: list[tuple[Any, ...]]) -> TimelineSubscribers:
+    """Return subscribers that note the name of each event, and its values after the timeline."""
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda timeline, *values: events.append((name, *values))
+
+    subscribers = TimelineSubscribers()
+    for name, functions in vars(subscribers).items():
+        functions.append(note(name))
+    return subscribers
+
+
+def test_timeline_when_a_request_runs_then_each_event_is_reported_once_in_order() -> None:
+    events: list[tuple[Any, ...]] = []
+    _, timeline = received(listening(events))
+    answer = answer_of_two_choices()
+    timeline.body_received()
+    timeline.planned(answer.plan)
+    timeline.accepted(answer)
+    timeline.left_queue()
+    answer.create_choices()
+    timeline.started()
+    one, two = answer.choices
+    for delta in (
+        ChoiceDelta(index=1),  # without a token
+        ChoiceDelta(index=1, tokens=1),
+        ChoiceDelta(index=0, tokens=2),
+        ChoiceDelta(index=1, tokens=1, finish="stop"),
+        ChoiceDelta(index=0, tokens=1, finish="length"),
+    ):
+        timeline.delta_arrived(delta)
+    timeline.ended("ok", 200)
+    names = [name for name, *_ in events]
+    assert names[:4] == ["received", "planned", "left_queue", "started"]
+    assert events[4:8] == [
+        ("first_token", two, True),
+        ("first_token", one, False),
+        ("last_token", two),
+        ("last_token", one),
+    ]
+    assert names[8:] == ["ended"]
+    end = events[8][1]
+    assert (end.code, end.status, timeline.first_s) == ("ok", 200, two.timeline.first_s)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_admission_when_its_block_ends_then_bytes_and_permits_are_free(fails: bool) -> None:
+    limits = AdmissionLimits(FrontendConfig(max_inflight=2))
+    request, timeline = received(TimelineSubscribers())
+    try:
+        async with RequestAdmission(limits, timeline) as admission:
+            body = await admission.read_body(request)
+            assert (body.data, limits.body_budget.in_use) == (b"{}", 2)
+            await admission.acquire_permits(2, timeline.facts.arrived_at + 60)
+            assert limits.choices.in_use == 2
+            if fails:
+                raise Overloaded("the worker is full")
+            admission.release_body()
+            assert (body.data, limits.body_budget.in_use) == (b"", 0)
+    except Overloaded:
+        assert fails
+    assert (limits.body_budget.in_use, limits.choices.in_use) == (0, 0)
