@@ -1,5 +1,5 @@
-"""Run a module, and record which files of the package it executes between two SIGUSR2, each time
-anew.
+"""Run a module, and record which functions of the package it executes between two SIGUSR2, each
+time anew, in the order of their first calls.
 
 Usage: `recorded_process.py OUT MODULE ARGUMENTS`.
 """
@@ -18,24 +18,27 @@ from typing import Any
 import dynamo_trtllm
 
 PACKAGE = str(Path(dynamo_trtllm.__file__).parent) + os.sep
-_files: set[str] = set()
+# As file, name and line of the definition.
+_functions: dict[tuple[str, str, int], None] = {}
 
 
 def _profile(frame: FrameType, event: str, _: Any) -> None:
-    name = frame.f_code.co_filename
-    if event == "call" and name.startswith(PACKAGE):
-        _files.add(name.removeprefix(PACKAGE))
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(PACKAGE):
+        _functions[
+            code.co_filename.removeprefix(PACKAGE), code.co_qualname, code.co_firstlineno
+        ] = None
 
 
 def _toggle(*_: Any) -> None:
     if sys.getprofile() is None:
-        _files.clear()
+        _functions.clear()
         sys.setprofile(_profile)
         return
     sys.setprofile(None)
     # `runpy` sets argv[0] to the module, which several processes share
     partial = Path(f"{_out}.partial")
-    partial.write_text(json.dumps(sorted(_files)))
+    partial.write_text(json.dumps(list(_functions)))
     partial.rename(_out)
 
 

@@ -1,7 +1,12 @@
-"""How many files of the package a request passes: a reader of the code has to follow it."""
+"""How many files of the package a request passes: a reader of the code has to follow it.
+
+`pytest -s` shows how many functions they are, and how many switches between files: functions whose
+first call follows that of a function in another file.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -9,6 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -16,7 +22,7 @@ from tests.e2e.cluster import Cluster, Process, events, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
-MOST_FILES = 59  # files are cut by subject: this only notices a path that grows
+MOST_FILES = 63  # files are cut by subject: this only notices a path that grows
 # Renews leases; broadcasts the load, with the times that the worker has learned.
 BESIDE = {"discovery/etcd_store.py", "worker/health.py", "worker/cost_fit.py", "cost_model.py"}
 ASKED = {
@@ -27,8 +33,14 @@ ASKED = {
 }
 
 
+class Function(NamedTuple):
+    file: str
+    name: str
+    line: int
+
+
 class RecordedCluster(Cluster):
-    """A cluster whose processes record the files that they execute between two SIGUSR2."""
+    """A cluster whose processes record the functions that they execute between two SIGUSR2."""
 
     def __init__(self, etcd: str, nats: str, folder: Path) -> None:
         self.folder = folder
@@ -45,19 +57,19 @@ class RecordedCluster(Cluster):
         for process in self._processes:
             process.send(signal.SIGUSR2)
 
-    def passed(self, client: httpx.Client) -> set[str]:
-        """Ask. Return the files that were executed meanwhile."""
+    def passed(self, client: httpx.Client) -> list[list[Function]]:
+        """Ask. Return the functions of each process that were executed meanwhile."""
         self.toggle()
         self.ask(client)
         self.toggle()
         until(lambda: all(path.exists() for path in self.recorded), 30)
-        return {file for path in self.recorded for file in self._taken(path)}
+        return [self._taken(path) for path in self.recorded]
 
     @staticmethod
-    def _taken(path: Path) -> list[str]:
-        files: list[str] = json.loads(path.read_text())
+    def _taken(path: Path) -> list[Function]:
+        functions = [Function(*function) for function in json.loads(path.read_text())]
         path.unlink()
-        return files
+        return functions
 
     def ask(self, client: httpx.Client) -> None:
         """Ask, and wait for the line of the log that follows the answer."""
@@ -80,9 +92,20 @@ def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
         with cluster.client() as client:
             for _ in range(3):
                 cluster.ask(client)
-            executed = cluster.passed(client) & cluster.passed(client) - BESIDE
+            first = cluster.passed(client)
+            second = cluster.passed(client)
     finally:
         cluster.stop()
+    paths = [
+        [function for function in path if function in other and function.file not in BESIDE]
+        for path, other in zip(first, second, strict=True)
+    ]
+    executed = {function.file for path in paths for function in path}
+    num_functions = sum(map(len, paths))
+    num_switches = sum(
+        before.file != after.file for path in paths for before, after in itertools.pairwise(path)
+    )
+    print(f"{len(executed)} files, {num_functions} functions, {num_switches} switches")
     assert len(executed) <= MOST_FILES, "\n".join(sorted(executed))
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     path = page.partition("## Life of a request")[2].partition("\n## ")[0]
