@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +17,14 @@ from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import TEXT
 from dynamo_trtllm.frontend.generation.preprocess import prepare_text
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits, RequestAdmission
-from dynamo_trtllm.frontend.requests.answer import Answer
+from dynamo_trtllm.frontend.requests.answer import Answer, RunningAnswers
+from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
-from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
-from tests.unit.frontend.app_helpers import MODEL, Catalog
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from tests.unit.frontend.app_helpers import MODEL, Catalog, ScriptedRouter, chunk
 
 
 def received(subscribers: TimelineSubscribers) -> tuple[HttpRequest, RequestTimeline]:
@@ -89,6 +93,38 @@ def test_timeline_when_a_request_runs_then_each_event_is_reported_once_in_order(
     assert names[8:] == ["ended"]
     end = events[8][1]
     assert (end.code, end.status, timeline.first_s) == ("ok", 200, two.timeline.first_s)
+
+
+async def test_choices_when_their_block_fails_then_their_streams_end_and_no_output_is_counted() -> (
+    None
+):
+    router = ScriptedRouter([chunk("a"), asyncio.Event()])
+    state = AppState(FrontendConfig(), Catalog(), router, FrontendMetrics())  # type: ignore[arg-type]
+    _, timeline = received(TimelineSubscribers())
+    answer = answer_of_two_choices()
+    answer.create_choices()
+    timeline.accepted(answer)
+    timeline.started()
+    response = HttpResponse(asyncio.Transport(), FlushBatch(), lambda: None)
+
+    async def fail_after_first_delta() -> None:
+        async with RunningChoices(answer, response, response, timeline, state) as deltas:
+            async for _ in deltas:
+                assert (router.running, len(state.output_budget.outputs)) == (2, 1)
+                raise Overloaded("the worker is full")
+
+    with pytest.raises(Overloaded):
+        await fail_after_first_delta()
+    await asyncio.sleep(0)
+    assert (router.running, len(state.output_budget.outputs)) == (0, 0)
+
+
+async def test_answer_when_its_choices_run_no_more_then_clients_do_not_find_it() -> None:
+    running = RunningAnswers()
+    answer = answer_of_two_choices()
+    with running.track(answer, ""):
+        assert running.builder(answer.id) is answer.builder
+    assert running.builder(answer.id) is None
 
 
 @pytest.mark.parametrize("fails", [True, False])
