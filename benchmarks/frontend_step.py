@@ -27,7 +27,7 @@ from dynamo_trtllm.frontend.generation.completions import CHAT
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
 from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.requests.app_state import AppState
-from dynamo_trtllm.frontend.requests.serve_request import serve_request
+from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.messages import (
@@ -165,7 +165,7 @@ def make_exchange(
     state = AppState(
         config, cast("ModelRegistry", router), cast("RequestRouter", router), FrontendMetrics()
     )
-    app = partial(serve_request, CHAT, state)
+    app = partial(handle_request, CHAT.endpoint, partial(serve_request, CHAT, state), state)
     body = make_request(**fields)
 
     async def exchange() -> None:

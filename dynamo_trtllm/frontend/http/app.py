@@ -45,7 +45,7 @@ from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
 from dynamo_trtllm.frontend.requests.answer import ApiAdapter, RunningAnswers
 from dynamo_trtllm.frontend.requests.app_state import AppState
-from dynamo_trtllm.frontend.requests.serve_request import serve_request
+from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
 from dynamo_trtllm.http_server.errors import messages_error, retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
@@ -381,7 +381,8 @@ def build_app(
 
 def _generating(path: str, api: ApiAdapter[B], app_state: AppState) -> Route:
     """Return the route of an API that generates."""
-    return Route("POST", path, partial(serve_request, api, app_state))
+    serve = partial(serve_request, api, app_state)
+    return Route("POST", path, partial(handle_request, api.endpoint, serve, app_state))
 
 
 def _watch(state: AppState, metrics: FrontendMetrics) -> None:

@@ -26,7 +26,9 @@ from dynamo_trtllm.frontend.generation.preprocess import (
 )
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponsesAdapter
 from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.serve_request import handle_request
 from dynamo_trtllm.frontend.requests.serve_tokenization import (
+    R,
     Resolve,
     TokenizationApi,
     serve_tokenization,
@@ -43,15 +45,16 @@ def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> lis
     count = TokenizationApi("input_tokens", ResponseRequest, _input_tokens(responses))
     count_message = TokenizationApi("count_tokens", CountTokensRequest, _message_tokens)
     return [
-        Route("POST", "/tokenize", partial(serve_tokenization, tokenize, app_state)),
-        Route("POST", "/detokenize", partial(serve_tokenization, detokenize, app_state)),
-        Route("POST", "/v1/responses/input_tokens", partial(serve_tokenization, count, app_state)),
-        Route(
-            "POST",
-            "/v1/messages/count_tokens",
-            partial(serve_tokenization, count_message, app_state),
-        ),
+        _route("/tokenize", tokenize, app_state),
+        _route("/detokenize", detokenize, app_state),
+        _route("/v1/responses/input_tokens", count, app_state),
+        _route("/v1/messages/count_tokens", count_message, app_state),
     ]
+
+
+def _route(path: str, api: TokenizationApi[R], app_state: AppState) -> Route:
+    serve = partial(serve_tokenization, api, app_state)
+    return Route("POST", path, partial(handle_request, api.endpoint, serve, app_state))
 
 
 async def _tokenization(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
@@ -19,7 +20,8 @@ from dynamo_trtllm.http_server.exchange import HttpRequest
 T = TypeVar("T")
 
 WORK_S = 0.01
-CHOICES_PER_ITERATION = 32  # they take 5 to 10 ms
+TURNS_PER_ITERATION = 64
+CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
 FEW_CHOICES = 4  # requests with more of them are planned within the time of an iteration
 _GROUP = 8  # choices of one request in one turn
 
@@ -56,16 +58,13 @@ class AdmissionLimits:
         """Hold the slot of a large body during a `with` block. Raises as `acquire_slot`."""
         await self.acquire_slot()
         try:
-            await waiting.granted
+            yield
         finally:
             self.release_slot()
 
 
 class RequestAdmission:
-    """What one request holds of the limits. The end of its `with` block releases all of it.
-
-    The block is asynchronous only so that one statement can open it together with `RequestEnding`.
-    """
+    """What one request holds of the limits. The end of its `with` block releases all of it."""
 
     def __init__(self, limits: AdmissionLimits, timeline: RequestTimeline) -> None:
         self._limits = limits
@@ -75,10 +74,10 @@ class RequestAdmission:
         self._has_slot = False
         self._num_permits = 0
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release_body()
         self._limits.choices.release(self._num_permits)
         self._num_permits = 0
@@ -153,6 +152,13 @@ class RequestAdmission:
         self._num_permits = count
 
 
+class _WaitingTurn(NamedTuple):
+    """A piece of work that waits for its turn."""
+
+    size: int
+    granted: asyncio.Future[None]
+
+
 class IterationTime:
     """A limit on the time that an iteration of the event loop spends on one kind of work.
 
@@ -160,40 +166,99 @@ class IterationTime:
     together are planned together until the limit, further ones in the next iterations, in order of
     arrival. If each had an iteration of its own, their tokens would come in messages of their own
     with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
+
+    Each piece of work has a turn. In each iteration, turns begin until WORK_S seconds of CPU time
+    have passed since the first of them began. So what follows a turn in the same task counts, too,
+    and a busy machine changes nothing.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.thread_time, most: int = TURNS_PER_ITERATION
+    ) -> None:
+        """Create the queue for one kind of work.
+
+        Args:
+            clock: returns seconds of CPU time.
+            most: the sum of the sizes of the turns of one iteration.
+        """
         self._clock = clock
-        self._used_s = 0.0  # in this iteration
+        self._most = most
+        self._begun_s: float | None = None  # when the first turn of this iteration began
+        self._size = 0  # of this iteration's turns
+        self._waiting: deque[_WaitingTurn] = deque()
+        self._postponed: list[_WaitingTurn] = []  # had a turn, but others had used the time
+        self._num_granted = 0  # turns that have not begun
+        self._is_scheduled = False  # the next iteration calls `_begin_iteration`
 
     @asynccontextmanager
-    async def turn(self) -> AsyncGenerator[None, None]:
-        """Wait until this iteration has time left, and count the time of the block."""
-        # In order of arrival: those that wait look again before those that arrive.
-        while self._used_s >= WORK_S:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        begun_s = self._clock()
+    async def turn(self, size: int = 1) -> AsyncGenerator[None, None]:
+        """Wait for a turn, in which the block runs. It must not wait for anything.
+
+        Args:
+            size: at most _GROUP, and at most `most`.
+        """
+        is_first = not (self._waiting or self._postponed or self._num_granted)
+        if not is_first or self._is_over(size):
+            await self._wait(self._waiting, size)
+            while self._is_over(size):
+                await self._wait(self._postponed, size)
+        if self._begun_s is None:
+            self._begun_s = self._clock()
+            self._schedule()
+        self._size += size
+        yield
+
+    def _is_over(self, size: int) -> bool:
+        """Return whether this iteration has no time left for a turn of this size."""
+        if self._begun_s is None:
+            return False
+        return self._size + size > self._most or self._clock() - self._begun_s >= WORK_S
+
+    async def _wait(self, queue: deque[_WaitingTurn] | list[_WaitingTurn], size: int) -> None:
+        waiting = _WaitingTurn(size, asyncio.get_running_loop().create_future())
+        queue.append(waiting)
+        self._schedule()
         try:
-            yield
+            await waiting.granted
         finally:
-            if not self._used_s:
-                asyncio.get_running_loop().call_soon(self._begin_iteration)
-            self._used_s += self._clock() - begun_s
+            if waiting.granted.done() and not waiting.granted.cancelled():
+                self._num_granted -= 1
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
 
     def _begin_iteration(self) -> None:
-        self._used_s = 0.0
+        """Let the first of those that wait have their turns, in the next iteration."""
+        self._is_scheduled = False
+        # Those that would find no time left would have been woken for nothing.
+        left = min(self._most, max(_GROUP, 2 * self._size))
+        self._begun_s = None
+        self._size = 0
+        self._waiting.extendleft(reversed(self._postponed))
+        self._postponed.clear()
+        while self._waiting and self._waiting[0].size <= left:
+            waiting = self._waiting.popleft()
+            if not waiting.granted.done():  # otherwise its task was cancelled
+                left -= waiting.size
+                self._num_granted += 1
+                waiting.granted.set_result(None)
+        if self._num_granted:
+            self._schedule()
 
 
 class ChoiceTurns:
     """A limit on the choices that one iteration of the event loop starts, or cancels.
 
     Requests with several choices handle them in groups, and the groups of all requests take turns.
-    Otherwise, all other streams would wait for hundreds of choices. A request with one choice takes
-    no turn, because reading its body takes longer than starting its choice.
+    Otherwise, all other streams would wait for hundreds of choices. The number is limited, too,
+    because most of the work for a choice follows in later iterations. A request with one choice
+    takes no turn, because reading its body takes longer than starting its choice.
     """
 
-    def __init__(self) -> None:
-        self._used = 0  # in this iteration
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._time = IterationTime(clock, most=CHOICES_PER_ITERATION)
 
     async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
         """Call `act` with all choices, in order."""
@@ -204,21 +269,9 @@ class ChoiceTurns:
             group = choices[first : first + _GROUP]
             if first:
                 await asyncio.sleep(0)  # other requests have their turn
-            await self._take(len(group))
-            for choice in group:
-                act(choice)
-
-    async def _take(self, count: int) -> None:
-        """Wait until `count` more choices fit into the iteration, and count them."""
-        # In order of arrival, as for `IterationTime`.
-        while self._used + count > CHOICES_PER_ITERATION:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        if not self._used:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
-        self._used += count
-
-    def _begin_iteration(self) -> None:
-        self._used = 0
+            async with self._time.turn(len(group)):
+                for choice in group:
+                    act(choice)
 
 
 class LoopTurns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import re
 import time
@@ -56,6 +57,19 @@ class BodyBytes:
     is_evicted: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _WaitingBody:
+    """A body that waits for its share of the budget."""
+
+    body: BodyBytes
+    count: int  # bytes that it waits for
+    max_bytes: int  # in use by all bodies when it gets them; the favored one may exceed this
+    granted: asyncio.Future[None]
+
+    def __lt__(self, other: _WaitingBody) -> bool:
+        return self.body.number < other.body.number
+
+
 class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
@@ -84,8 +98,10 @@ class BodyBudget:
         self._arriving: dict[BodyBytes, None] = {}
         self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
         self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
-        # By body, unordered: the bytes that it wants, and what is done when it has them.
-        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}
+        self._waiting: dict[BodyBytes, _WaitingBody] = {}
+        # Heaps of those that wait, by `max_bytes`: the body that arrived first is the first. Some
+        # of their entries do not wait any more.
+        self._queues: dict[int, list[_WaitingBody]] = {}
         self._favored: BodyBytes | None = None  # may have the quarter more
 
     def body(self, client: str = "") -> BodyBytes:
@@ -131,7 +147,9 @@ class BodyBudget:
             return
         begun_s = self._clock()
         granted = asyncio.get_running_loop().create_future()
-        self._waiting[body] = (count, granted)
+        waiting = _WaitingBody(body, count, self._max_bytes(body.in_use + count), granted)
+        self._waiting[body] = waiting
+        heapq.heappush(self._queues.setdefault(waiting.max_bytes, []), waiting)
         self._grant()
         if self._eviction is None:
             self._evict()
@@ -177,20 +195,45 @@ class BodyBudget:
         return self.limit // 2
 
     def _grant(self) -> None:
-        for body in sorted(self._waiting, key=lambda waiting: waiting.number):
-            count, granted = self._waiting[body]
-            size = body.in_use + count
-            max_bytes = self._max_bytes(size)
-            is_large = size > SMALL_BODY_BYTES
-            is_full = self.in_use + count > max_bytes
-            if is_large and is_full and self._favored in (None, body):
-                self._favored = body
-                max_bytes = self.limit // 4 * 3
-            if self.in_use + count <= max_bytes and not granted.done():
-                self.in_use += count
-                body.in_use += count
-                del self._waiting[body]
-                granted.set_result(None)
+        """Give waiting bodies their share, as long as it is free.
+
+        The time does not depend on how many wait: of the bodies with the same limit, only the
+        first is looked at.
+        """
+        waiting = self._next()
+        while waiting is not None:
+            self.in_use += waiting.count
+            waiting.body.in_use += waiting.count
+            del self._waiting[waiting.body]
+            waiting.granted.set_result(None)
+            waiting = self._next()
+
+    def _next(self) -> _WaitingBody | None:
+        """Return the body that gets its share next; None if none fits."""
+        candidates = []
+        if self._favored in self._waiting:
+            candidates.append(self._waiting[self._favored])
+        for queue in self._queues.values():
+            while queue and queue[0].granted.done():
+                heapq.heappop(queue)
+            if queue:
+                candidates.append(queue[0])
+        for waiting in sorted(candidates):
+            if not waiting.granted.done() and self._fits(waiting):
+                return waiting
+        return None
+
+    def _fits(self, waiting: _WaitingBody) -> bool:
+        """Return whether a body can have its share. The first large one that can't is favored."""
+        body = waiting.body
+        in_use = self.in_use + waiting.count
+        if in_use <= waiting.max_bytes:
+            return True
+        is_large = body.in_use + waiting.count > SMALL_BODY_BYTES
+        if not is_large or self._favored not in (None, body):
+            return False
+        self._favored = body
+        return in_use <= self.limit // 4 * 3
 
     def _evict(self) -> None:
         """End slow bodies, now and every second, as long as others wait for their share."""
@@ -203,9 +246,9 @@ class BodyBudget:
         """Return how many bytes must become free so that all waiting bodies get their share."""
         wanted = 0
         least = self.limit
-        for body, (count, _) in self._waiting.items():
-            wanted += count
-            least = min(least, self._max_bytes(body.in_use + count))
+        for waiting in self._waiting.values():
+            wanted += waiting.count
+            least = min(least, waiting.max_bytes)
         return self.in_use + wanted - least
 
     def _evict_slow(self, lacking: int) -> None:
@@ -286,13 +329,16 @@ async def _receive_body(
 ) -> bytes:
     parts = []
     size = 0
-    while part := await request.receive():
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        await budget.acquire(len(part), body)
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        while part := await request.receive():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            await budget.acquire(len(part), body)
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        parts.clear()  # an error refers to this frame
 
 
 def _too_large(max_bytes: int) -> errors.PayloadTooLarge:

@@ -1,5 +1,7 @@
 """Serve a request that generates: the story of a request, from its head to its log line.
 
+`serve_request` is the story. `handle_request` around it answers errors, and ends the request.
+
 Three objects are the request while it runs, each within the one before:
 
 1. `Choice`: one of its answers, as the client sees it: text, finish reason and usage.
@@ -12,10 +14,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -36,7 +37,12 @@ from dynamo_trtllm.frontend.requests.send_answer import (
 )
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
-from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.exchange import (
+    ClientDisconnected,
+    Exchange,
+    HttpRequest,
+    HttpResponse,
+)
 from dynamo_trtllm.streams import unexpected_error
 from dynamo_trtllm.tokenization.served_model import ServedModel
 
@@ -44,63 +50,64 @@ log = logging.getLogger(__name__)
 
 V = TypeVar("V")
 
+# Sends the response of a request, and raises any error, which the client does not have then.
+Serve: TypeAlias = Callable[[Exchange, RequestTimeline, RequestAdmission], Awaitable[None]]
+
 _MAX_SESSION_ID = 256
 
 
 async def serve_request(
-    api: ApiAdapter[B], state: AppState, request: HttpRequest, response: HttpResponse
+    api: ApiAdapter[B],
+    state: AppState,
+    exchange: Exchange,
+    timeline: RequestTimeline,
+    admission: RequestAdmission,
 ) -> None:
-    """Serve a request that generates. It is answered in every case.
-
-    A disconnect of the client cancels the current task.
+    """Serve a request that generates. `handle_request` calls it, answers its errors, and ends it.
 
     Args:
         api: the API of the request.
         state: what all requests share.
-        request: the request, whose body may still be arriving.
-        response: where the answer is sent.
+        exchange: the request, whose body may still be arriving, and its response.
+        timeline: what happens is reported to it.
+        admission: holds what the request takes, until its end.
 
     Raises:
-        ClientDisconnected: the client has disconnected.
+        Exception: any error, which the client does not have yet.
     """
-    response.cancel_on_disconnect()
-    timeline = RequestTimeline(request, api.endpoint, state.subscribers)
-    async with (
-        RequestAdmission(state.limits, timeline) as admission,
-        RequestEnding(timeline, response, state),
-    ):
-        # Read the body, parse it, and plan what to generate.
-        admission.check_queue()
-        check_json(request)
-        received = await admission.read_body(request)
-        unknown = state.ignored_fields.collector()
-        body = await received.parse(api.body, unknown)
-        plan = await plan_request(api, body, received, request, state)
-        ignored = state.ignored_fields.report(unknown, plan.ignored, request)
-        admission.release_body()
-        body = body.model_copy(update=dict.fromkeys(api.prompt))  # frees the text of the prompt
-        response.deadline = plan.deadline
-        if not body.stream:
-            check_answer(plan)
-        timeline.planned(plan)
+    request, response = exchange
+    # Read the body, parse it, and plan what to generate.
+    admission.check_queue()
+    check_json(request)
+    received = await admission.read_body(request)
+    unknown = state.ignored_fields.collector()
+    body = await received.parse(api.body, unknown)
+    plan = await plan_request(api, body, received, request, state)
+    ignored = state.ignored_fields.report(unknown, plan.ignored, request)
+    admission.release_body()
+    body = body.model_copy(update=dict.fromkeys(api.prompt))  # frees the text of the prompt
+    response.deadline = plan.deadline
+    if not body.stream:
+        check_answer(plan)
+    timeline.planned(plan)
 
-        # Admit it, as soon as all of its choices have permits.
-        admission.check_choices(len(plan.choices))
-        answer = _new_answer(api, body, plan, ignored, timeline, response)
-        timeline.accepted(answer)
-        with keep_alive(answer, response, timeline, state.config, api.ping) as sender:
-            await admission.acquire_permits(len(plan.choices), plan.deadline)
-            async with state.turns.creation(len(plan.choices)):
-                answer.create_choices()
-            timeline.started()
+    # Admit it, as soon as all of its choices have permits.
+    admission.check_choices(len(plan.choices))
+    answer = _new_answer(api, body, plan, ignored, timeline, response)
+    timeline.accepted(answer)
+    with keep_alive(answer, response, timeline, state.config, api.ping) as sender:
+        await admission.acquire_permits(len(plan.choices), plan.deadline)
+        async with state.turns.creation(len(plan.choices)):
+            answer.create_choices()
+        timeline.started()
 
-            # Route its choices to workers, and answer with what they generate.
-            with state.running.track(answer, timeline.facts.client):
-                async with RunningChoices(answer, response, sender, timeline, state) as deltas:
-                    if answer.is_streamed:
-                        await stream_answer(answer, deltas, response, sender, timeline, state)
-                    else:
-                        await send_whole_answer(answer, deltas, response, timeline, state)
+        # Route its choices to workers, and answer with what they generate.
+        with state.running.track(answer, timeline.facts.client):
+            async with RunningChoices(answer, response, sender, timeline, state) as deltas:
+                if answer.is_streamed:
+                    await stream_answer(answer, deltas, response, sender, timeline, state)
+                else:
+                    await send_whole_answer(answer, deltas, response, timeline, state)
 
 
 async def plan_request(
@@ -220,73 +227,84 @@ def _new_answer(
     )
 
 
-class RequestEnding:
-    """The end of a request, after the `with` block that serves it.
+async def handle_request(
+    endpoint: str, serve: Serve, state: AppState, request: HttpRequest, response: HttpResponse
+) -> None:
+    """Handle a request: `serve` it, answer it in every case, and end it.
 
-    An error of the block is sent to the client and not raised. ClientDisconnected and a
-    cancellation are raised.
+    A disconnect of the client cancels the current task.
+
+    Args:
+        endpoint: the value of the metric label `endpoint`.
+        serve: sends the response.
+        state: what all requests share.
+        request: the request, whose body may still be arriving.
+        response: where the answer is sent.
+
+    Raises:
+        ClientDisconnected: the client has disconnected.
     """
-
-    def __init__(self, timeline: RequestTimeline, response: HttpResponse, state: AppState) -> None:
-        self._timeline = timeline
-        self._response = response
-        self._state = state
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        outcome: str | DynamoError = "cancelled"
+    response.cancel_on_disconnect()
+    timeline = RequestTimeline(request, endpoint, state.subscribers)
+    outcome: str | DynamoError = "cancelled"
+    with RequestAdmission(state.limits, timeline) as admission:
         try:
-            if error is None:
-                outcome = "ok"
-            elif isinstance(error, MemoryError):
-                outcome = self._out_of_memory()
-                await self._send(outcome)
-            elif isinstance(error, Exception) and not isinstance(error, ClientDisconnected):
-                outcome = self._reported(error)
+            outcome = await _outcome(
+                serve(Exchange(request, response), timeline, admission), timeline
+            )
+            if isinstance(outcome, DynamoError):
+                admission.release_body()  # others may wait for its memory
                 # Thousands of requests may fail at once.
-                async with self._state.turns.ending.turn():
-                    await self._send(outcome)
-            else:
-                return False
+                async with state.turns.ending.turn():
+                    await _send_error(outcome, response, timeline, state)
         finally:
-            self._timeline.ended(outcome, self._response.status)
-        return True
+            timeline.ended(outcome, response.status)
+            # An error refers to this frame. If the frame also referred to it, the cycle would keep
+            # the body in memory.
+            del outcome
 
-    def _out_of_memory(self) -> DynamoError:
+
+async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str | DynamoError:
+    """Serve a request. Return "ok" or its error, which the client does not have yet.
+
+    The error is not being handled any more when its caller waits. Otherwise, a cancel of that wait
+    would refer to the error and, through a time limit that has passed, to the task: a cycle that
+    would keep the body in memory.
+
+    Raises ClientDisconnected.
+    """
+    try:
+        await serving
+    except ClientDisconnected:
+        raise
+    except MemoryError:
         # A traceback would take more memory.
         log.error(
-            "request %s failed: out of memory; lower --max-total-body-bytes",
-            self._timeline.facts.id,
+            "request %s failed: out of memory; lower --max-total-body-bytes", timeline.facts.id
         )
         return Overloaded(
             "the server is out of memory for this request; try again later or send a shorter one"
         )
-
-    def _reported(self, error: Exception) -> DynamoError:
-        """Return the error for the client. Any other error than ours is a bug, which is logged."""
+    except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
         if isinstance(error, DynamoError):
             return error
-        return unexpected_error(error, self._timeline.facts.id)
+        return unexpected_error(error, timeline.facts.id)
+    return "ok"
 
-    async def _send(self, error: DynamoError) -> None:
-        """Send the error as HTTP status or as the last event of a started stream.
 
-        After the end of the response, log it.
-        """
-        response = self._response
-        answer = self._timeline.answer
-        if response.ended:
-            log.info("a request failed after its complete response: %s", error)
-        elif answer is not None and answer.is_streamed and response.started:
-            await response.send_events(answer.builder.error(error), last=True)
-        elif isinstance(error, Overloaded):
-            response.send_error(error, self._state.limits.choices.retry_after_s())
-        else:
-            response.send_error(error, RETRY_AFTER_S)
+async def _send_error(
+    error: DynamoError, response: HttpResponse, timeline: RequestTimeline, state: AppState
+) -> None:
+    """Send the error as HTTP status or as the last event of a started stream.
+
+    After the end of the response, log it.
+    """
+    answer = timeline.answer
+    if response.ended:
+        log.info("a request failed after its complete response: %s", error)
+    elif answer is not None and answer.is_streamed and response.started:
+        await response.send_events(answer.builder.error(error), last=True)
+    elif isinstance(error, Overloaded):
+        response.send_error(error, state.limits.choices.retry_after_s())
+    else:
+        response.send_error(error, RETRY_AFTER_S)

@@ -14,9 +14,9 @@ from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.frontend.requests.admission import RequestAdmission
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.request_body import check_json
-from dynamo_trtllm.frontend.requests.serve_request import RequestEnding, tokenize
+from dynamo_trtllm.frontend.requests.serve_request import tokenize
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.exchange import Exchange
 from dynamo_trtllm.tokenization.served_model import ServedModel
 
 R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
@@ -38,36 +38,25 @@ class TokenizationApi(Generic[R]):
 
 
 async def serve_tokenization(
-    api: TokenizationApi[R], state: AppState, request: HttpRequest, response: HttpResponse
+    api: TokenizationApi[R],
+    state: AppState,
+    exchange: Exchange,
+    timeline: RequestTimeline,
+    admission: RequestAdmission,
 ) -> None:
-    """Serve a request with the tokenizer, as `serve_request` serves one that generates.
+    """Serve a request with the tokenizer. Arguments and errors as for `serve_request`."""
+    request, response = exchange
+    check_json(request)
+    received = await admission.read_body(request)
+    unknown = state.ignored_fields.collector()
+    body = await received.parse(api.body, unknown)
+    served = state.models.get(body.model)
+    prepare, stored_chars = await api.resolve(body, served)
 
-    Args:
-        api: the API of the request.
-        state: what all requests share.
-        request: the request, whose body may still be arriving.
-        response: where the answer is sent.
+    def encode() -> bytes:
+        return orjson.dumps(prepare())
 
-    Raises:
-        ClientDisconnected: the client has disconnected.
-    """
-    response.cancel_on_disconnect()
-    timeline = RequestTimeline(request, api.endpoint, state.subscribers)
-    async with (
-        RequestAdmission(state.limits, timeline) as admission,
-        RequestEnding(timeline, response, state),
-    ):
-        check_json(request)
-        received = await admission.read_body(request)
-        unknown = state.ignored_fields.collector()
-        body = await received.parse(api.body, unknown)
-        served = state.models.get(body.model)
-        prepare, stored_chars = await api.resolve(body, served)
-
-        def encode() -> bytes:
-            return orjson.dumps(prepare())
-
-        data = await tokenize(encode, served, received, state, stored_chars=stored_chars)
-        ignored = state.ignored_fields.report(unknown, (), request)
-        headers = {"x-dynamo-ignored-fields": ignored} if ignored else {}
-        response.send(200, data, headers=headers)
+    data = await tokenize(encode, served, received, state, stored_chars=stored_chars)
+    ignored = state.ignored_fields.report(unknown, (), request)
+    headers = {"x-dynamo-ignored-fields": ignored} if ignored else {}
+    response.send(200, data, headers=headers)

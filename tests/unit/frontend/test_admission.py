@@ -11,6 +11,7 @@ from dynamo_trtllm.errors import Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.requests import request_body
 from dynamo_trtllm.frontend.requests.admission import (
     CHOICES_PER_ITERATION,
+    TURNS_PER_ITERATION,
     WORK_S,
     ChoiceTurns,
     IterationTime,
@@ -90,7 +91,7 @@ async def test_body_budget_when_many_bodies_wait_then_a_grant_looks_at_few(
     looks = 0
     fits = BodyBudget._fits
 
-    def count_looks(budget: BodyBudget, waiting: admission._WaitingBody) -> bool:
+    def count_looks(budget: BodyBudget, waiting: request_body._WaitingBody) -> bool:
         nonlocal looks
         looks += 1
         return fits(budget, waiting)

@@ -17,6 +17,13 @@ from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.requests import serve_request
+from dynamo_trtllm.frontend.requests.admission import (
+    AdmissionLimits,
+    IterationTime,
+    RequestAdmission,
+)
+from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.streams import OnChunk
 from tests.memory_http import MemoryClient
@@ -86,13 +93,13 @@ async def test_error_when_it_was_raised_in_a_thread_then_it_is_freed_without_the
 async def test_body_when_it_came_too_late_and_the_client_left_before_the_error_then_it_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    contexts: list[weakref.ref[RequestContext]] = []
+    admissions: list[weakref.ref[RequestAdmission]] = []
     waits = asyncio.Event()
 
-    class Tracked(RequestContext):
-        def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
-            super().__init__(app_state, endpoint, request)
-            contexts.append(weakref.ref(self))
+    class Tracked(RequestAdmission):
+        def __init__(self, limits: AdmissionLimits, timeline: RequestTimeline) -> None:
+            super().__init__(limits, timeline)
+            admissions.append(weakref.ref(self))
 
     @asynccontextmanager
     async def wait_for_ever(_: IterationTime, size: int = 1) -> AsyncGenerator[None, None]:
@@ -100,13 +107,13 @@ async def test_body_when_it_came_too_late_and_the_client_left_before_the_error_t
         await asyncio.Event().wait()
         yield
 
-    monkeypatch.setattr(endpoint, "RequestContext", Tracked)
+    monkeypatch.setattr(serve_request, "RequestAdmission", Tracked)
     monkeypatch.setattr(IterationTime, "turn", wait_for_ever)
     config = FrontendConfig(receive_timeout_s=0.01)
-    client = MemoryClient(FakeFrontend(ScriptedPipeline([]), config).app)
+    client = MemoryClient(FakeFrontend(ScriptedRouter([]), config).app)
     client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
     await waits.wait()
     client.leave()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert contexts[0]() is None
+    assert admissions[0]() is None

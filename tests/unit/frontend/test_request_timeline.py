@@ -132,7 +132,7 @@ async def test_admission_when_its_block_ends_then_bytes_and_permits_are_free(fai
     limits = AdmissionLimits(FrontendConfig(max_inflight=2))
     request, timeline = received(TimelineSubscribers())
     try:
-        async with RequestAdmission(limits, timeline) as admission:
+        with RequestAdmission(limits, timeline) as admission:
             body = await admission.read_body(request)
             assert (body.data, limits.body_budget.in_use) == (b"{}", 2)
             await admission.acquire_permits(2, timeline.facts.arrived_at + 60)
