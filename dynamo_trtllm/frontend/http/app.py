@@ -31,6 +31,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessagesAdapter
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.responses.key_value_store import MemoryResponseStore, Store
 from dynamo_trtllm.frontend.generation.responses.response_builder import (
     ResponseBuilder,
     ResponsesAdapter,
@@ -50,7 +51,6 @@ from dynamo_trtllm.http_server.server import Route, Router
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.observability.traces import TraceExporter
-from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
 PAGE_MAY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"

@@ -21,6 +21,7 @@ from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.responses.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.generation.suspects import Suspects
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
@@ -30,7 +31,6 @@ from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
-from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.placement import Placement

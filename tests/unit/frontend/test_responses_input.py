@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.generation.responses import response_builder, response_store
+from dynamo_trtllm.frontend.generation.responses.key_value_store import MemoryResponseStore
 from dynamo_trtllm.messages import FinishReason
-from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from dynamo_trtllm.tokenization.conversation import Message, ToolCall
 from tests.unit.frontend.app_helpers import (
     CALL,

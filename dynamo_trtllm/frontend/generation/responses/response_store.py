@@ -24,8 +24,8 @@ from dynamo_trtllm.errors import (
     InvalidRequest,
     ResponseNotFound,
 )
+from dynamo_trtllm.frontend.generation.responses.key_value_store import Store, StoreLimits
 from dynamo_trtllm.messages import decode
-from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
 log = logging.getLogger(__name__)
 
