@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.messages.message_builder import MessagesAdapter
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.generation.responses.key_value_store import MemoryResponseStore, Store
+from dynamo_trtllm.frontend.generation.responses.key_value_store import KeyValueStore, MemoryStore
 from dynamo_trtllm.frontend.generation.responses.response_builder import (
     ResponseBuilder,
     ResponsesAdapter,
@@ -327,7 +327,7 @@ def build_app(
     models: ModelRegistry,
     pipeline: Pipeline,
     metrics: FrontendMetrics,
-    store: Store | None = None,
+    store: KeyValueStore | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
 ) -> FrontendApp:
     """Build the app of a frontend. It neither starts nor closes its arguments.
@@ -349,7 +349,7 @@ def build_app(
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
     response_store = ResponseStore(
-        store or MemoryResponseStore(limits),
+        store or MemoryStore(limits),
         shared=config.shares_responses,
         max_bytes=limits.max_value_bytes,
         on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),

@@ -50,7 +50,7 @@ def bucket_of(namespace: str) -> str:
 
 
 class JetStreamStore:
-    """A `Store` in JetStream. Create it with `connect`.
+    """A `KeyValueStore` in JetStream. Create it with `connect`.
 
     A full bucket drops its oldest values and ignores owners, which NATS does not know.
     """
