@@ -23,7 +23,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import Admission
 from tests.engines import tokens
@@ -54,7 +54,7 @@ class Scene:
         ) as chunks:
             return [chunk async for chunk in chunks]
 
-    def serving(self, role: Role) -> EndpointServer:
+    def serving(self, role: Role) -> PlaneServer:
         servers = [server for plane in self.running_workers.planes for server in plane._servers]
         (found,) = [each for each in servers if each.service.instance.role is role]  # type: ignore[attr-defined]
         return found
@@ -79,7 +79,7 @@ class Scene:
         return last.kv_params
 
     async def release(self, kv_params: KvTransferParams) -> None:
-        await self.side.plane.control(
+        await self.side.plane.client.control(
             self.subject(Role.PREFILL),
             ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED),
             timeout_s=SOON_S,

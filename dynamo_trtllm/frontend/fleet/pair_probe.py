@@ -364,7 +364,7 @@ class PairProbes:
             log.error(text, instance.role, instance_id)
             message = Restart("KV transfer fails with every peer")
             try:
-                await self.pipeline.plane.control(instance.subject, message)
+                await self.pipeline.plane.client.control(instance.subject, message)
             except DynamoError as exc:
                 if isinstance(exc, errors.PlaneError):
                     # The worker may not have received the request.

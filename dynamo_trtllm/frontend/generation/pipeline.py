@@ -47,7 +47,8 @@ from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
 from dynamo_trtllm.phases import FRONTEND, Span
-from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
+from dynamo_trtllm.request_plane.client import BackgroundControl
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.router.load import PlacedRequest
 from dynamo_trtllm.router.placement import CostSelection, Placement
@@ -92,7 +93,7 @@ class Pipeline:
     """
 
     view: ClusterView
-    plane: Plane
+    plane: RequestPlane
     options: PipelineOptions = field(default_factory=PipelineOptions)
     breakers: PairBreakers = field(default_factory=PairBreakers)
     placement: Placement | None = None
@@ -105,8 +106,10 @@ class Pipeline:
         self.failure_lines = LineLimit(
             _FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
         )
-        self.background_control = BackgroundControl(self.plane)
-        self.kv_collector = KvCollector(self.plane, self.background_control, self.on_kv_collected)
+        self.background_control = BackgroundControl(self.plane.client)
+        self.kv_collector = KvCollector(
+            self.plane.client, self.background_control, self.on_kv_collected
+        )
         # Changes whose new pairs are not withheld yet.
         self._changes = self.view.subscribe() if self.options.has_probes else deque[Change]()
 
@@ -450,7 +453,7 @@ class _RunningRequest(Stream):
         self._call = None  # the one before has ended
         kv_holder = self._trace.prefill_instance if phase is Phase.DECODE else None
         self._pipeline.suspects.begin(self._tracked, worker.id, kv_holder)
-        self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
+        self._call = self._pipeline.plane.client.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
         call = self._call
@@ -561,11 +564,11 @@ class _RunningRequest(Stream):
         left_s = min(deadline - now, _RESERVED_S)
         message = ReserveSlot(reservation_id, now + left_s, left_s)
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
-        await self._pipeline.plane.control(decode.subject, message, timeout_s=timeout_s)
+        await self._pipeline.plane.client.control(decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED
 
     async def _check(self, worker: Instance) -> Signal:
-        await self._pipeline.plane.check_listener(worker.subject, num_pings=2)
+        await self._pipeline.plane.client.check_listener(worker.subject, num_pings=2)
         return Signal.WORKER_LISTENS
 
     def _stop(self) -> None:
