@@ -72,10 +72,12 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.breakers import PairBreakers
 from dynamo_trtllm.router.load import Share
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.router.round_robin import select
 from dynamo_trtllm.router.view import ClusterView, ModelView
 
 from .plane import dynamo

@@ -23,7 +23,7 @@ from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.engines import ask, make

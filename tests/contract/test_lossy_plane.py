@@ -39,7 +39,7 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.client import PlaneClient, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.server import PlaneServer
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.inproc_plane import InprocPlane

@@ -29,8 +29,10 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
 from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.router.policy import PairBreakers, PairState, differences
-from dynamo_trtllm.router.view import ClusterView, ModelView, Pair, format_pair, pairs_of
+from dynamo_trtllm.router.breakers import PairBreakers, PairState
+from dynamo_trtllm.router.pairs import Pair, differences, format_pair
+from dynamo_trtllm.router.probe_pairs import pairs_of
+from dynamo_trtllm.router.view import ClusterView, ModelView
 from dynamo_trtllm.tokenization.renderer import Renderer
 from dynamo_trtllm.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.tokenization.served_model import ServedModel

@@ -33,8 +33,9 @@ from dynamo_trtllm.frontend.fleet.known_answers import (
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
-from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
-from dynamo_trtllm.router.view import MAX_PAIRS, Pair, format_pair, is_probed, new_pairs, pairs_with
+from dynamo_trtllm.router.breakers import PairBreakers
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection, format_pair
+from dynamo_trtllm.router.probe_pairs import MAX_PAIRS, is_probed, new_pairs, pairs_with
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)

@@ -39,8 +39,7 @@ from dynamo_trtllm.messages import (
     TokenIds,
     token_ids,
 )
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import Pair
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection
 from dynamo_trtllm.streams import StreamEvent
 
 

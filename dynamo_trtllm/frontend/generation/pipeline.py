@@ -50,20 +50,14 @@ from dynamo_trtllm.phases import FRONTEND, Span
 from dynamo_trtllm.request_plane.client import BackgroundControl
 from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
+from dynamo_trtllm.router.breakers import Cooldown, PairBreakers, PairState
 from dynamo_trtllm.router.load import PlacedRequest
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection, format_pair, pairing_key
 from dynamo_trtllm.router.placement import CostSelection, Placement
-from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
 from dynamo_trtllm.router.prefix_index import PromptHashes
-from dynamo_trtllm.router.view import (
-    Change,
-    ClusterView,
-    Cooldown,
-    Pair,
-    PairGroup,
-    format_pair,
-    new_pairs,
-    pairing_key,
-)
+from dynamo_trtllm.router.probe_pairs import new_pairs
+from dynamo_trtllm.router.round_robin import incapable, select
+from dynamo_trtllm.router.view import Change, ClusterView, PairGroup
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, unexpected_error
 
 log = logging.getLogger(__name__)
@@ -151,7 +145,7 @@ class Pipeline:
         """Select the workers of an attempt. Arguments as for `FlowDriver.select`.
 
         Raises:
-            NoInstances, TransferMismatch: as `policy.select` does.
+            NoInstances, TransferMismatch: as `round_robin.select` does.
             UnsupportedParameter: no workers support a field of the request.
         """
         excluded |= incapable(self.view.model(request.model), request)

@@ -33,9 +33,9 @@ from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.plane import RequestPlane
+from dynamo_trtllm.router.breakers import PairBreakers
 from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import PairBreakers
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 

@@ -36,7 +36,7 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import (
     DECODE_STATS,

@@ -33,9 +33,10 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
+from dynamo_trtllm.router.breakers import COOLDOWN_S, Cooldown
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
+from dynamo_trtllm.router.view import ModelView
 from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
 from tests.streaming import pipeline_stream

@@ -25,10 +25,12 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.load import STALE_S, FleetLoad
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.router.round_robin import select
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance, model_view
 

@@ -12,8 +12,10 @@ import pytest
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, incapable, select
-from dynamo_trtllm.router.view import ClusterView, ModelView, pairing_key
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.pairs import pairing_key
+from dynamo_trtllm.router.round_robin import incapable, select
+from dynamo_trtllm.router.view import ClusterView, ModelView
 from tests.instances import LAYOUT, make_instance, model_view
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
