@@ -77,7 +77,7 @@ from dynamo_trtllm.router.load import Share
 from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.router.round_robin import select
+from dynamo_trtllm.router.selection import select_round_robin
 from dynamo_trtllm.router.view import ClusterView, ModelView
 
 from .plane import dynamo
@@ -214,8 +214,8 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
         least_loaded.loads.on_report(report, 1.0)
         kv.loads.on_report(report, 1.0)
 
-    def select_round_robin(turn: int) -> None:
-        select(view, "model", turn, breakers)
+    def select_in_turn(turn: int) -> None:
+        select_round_robin(view, "model", turn, breakers)
 
     def select_least_loaded(turn: int) -> None:
         least_loaded.select(view, prompts[turn % len(prompts)], breakers, 1.0)
@@ -230,7 +230,7 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
         least_loaded.loads.on_report(reports[turn], 1.0)
 
     return [
-        _times(select_round_robin, _SELECTIONS),
+        _times(select_in_turn, _SELECTIONS),
         _times(select_least_loaded, _SELECTIONS),
         _times(select_kv, _SELECTIONS),
         _times(hash_prompt, _SELECTIONS),
@@ -406,7 +406,7 @@ class SimulatedFrontends:
             selection = placement.select(view, PromptHashes(request), self._breakers, now)
         if selection is None:
             self._num_sent[frontend] += 1
-            selection = select(view, "model", self._num_sent[frontend], self._breakers)
+            selection = select_round_robin(view, "model", self._num_sent[frontend], self._breakers)
         assert selection.prefill is not None
         worker = selection.prefill.id
         share = placement.loads.of(worker).place(prompt_tokens, 0)

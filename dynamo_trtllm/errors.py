@@ -231,6 +231,11 @@ class EngineFailed(EngineError, code="engine_failed", retryable=True):
     """The engine can't serve requests any more. The worker drains, deregisters and exits."""
 
 
+def is_not_accepted(error: DynamoError) -> bool:
+    """Return True if the worker never accepted the call: it is draining or unreachable."""
+    return isinstance(error, Draining | Unreachable)
+
+
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
     """Return the error for a code and message from the wire.
 

@@ -1,4 +1,7 @@
-"""Say which pairs of instances get no requests, by circuit breakers, and which instances wait.
+"""Record how calls and KV transfers end, and say which workers and pairs requests avoid.
+
+Requests and probes record what they see (`FleetHealth`); selection reads it. A worker that did not
+accept a call is avoided for a while (`Cooldown`). A pair has a circuit breaker (`PairBreakers`).
 
 After some failures in a row the breaker of a pair opens, and the pair gets no requests. When the
 open time is over, one probe is sent. It closes the breaker or opens it for longer. With probes, a
@@ -8,16 +11,20 @@ answers: the right answer to a request is not known. Callers pass the time.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from dynamo_trtllm.router.pairs import Pair
-from dynamo_trtllm.router.probe_pairs import pairs_of
-from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.errors import Disconnected, DynamoError, WorkerDied, is_not_accepted
+from dynamo_trtllm.router.pairs import Pair, format_pair
+from dynamo_trtllm.router.probe_pairs import new_pairs, pairs_of
+from dynamo_trtllm.router.view import Change, ClusterView, ModelView
+
+log = logging.getLogger(__name__)
 
 MOST_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
@@ -333,3 +340,76 @@ class Cooldown:
         self._next_until = min(self._until.values(), default=math.inf)
         if self._ids != self._until.keys():
             self._ids = frozenset(self._until)
+
+
+@dataclass(eq=False)
+class FleetHealth:
+    """The health of workers and pairs, as the requests and probes of one frontend see it.
+
+    All times `now` are seconds of a monotonic clock.
+
+    Args:
+        view: the workers.
+        breakers: one for each pair of them.
+        has_probes: True: probes test new and quarantined pairs. False: requests test them;
+            quarantined pairs when the breaker's open time is over.
+    """
+
+    view: ClusterView
+    breakers: PairBreakers
+    has_probes: bool = False
+    _cooldown: Cooldown = field(default_factory=Cooldown, init=False)
+
+    def __post_init__(self) -> None:
+        # Changes whose new pairs are not withheld yet.
+        self._changes = self.view.subscribe() if self.has_probes else deque[Change]()
+
+    def update_breakers(self, now: float) -> None:
+        """Update which pairs get no requests. Called before a pair is selected or probed."""
+        if self.breakers.any_open and not self.has_probes:
+            self.breakers.half_open(now)
+        while self._changes:
+            change = self._changes.popleft()
+            if change.is_added:
+                view = self.view.model(change.instance.card.name)
+                self.breakers.withhold(new_pairs(view, change))
+
+    def cooling_down(self, now: float) -> frozenset[int]:
+        """Return the ids of the workers to avoid for a while, if there are others."""
+        return self._cooldown.ids(now)
+
+    def record_unreachable(self, instance_id: int, error: DynamoError, now: float) -> None:
+        """Avoid a worker for a while if it did not accept a call.
+
+        Its pairs count as not working.
+        """
+        if is_not_accepted(error) or isinstance(error, WorkerDied):
+            self._cooldown.start(instance_id, now)
+        if is_not_accepted(error) or isinstance(error, Disconnected):
+            reason = f"{error.code}: {error.message}"
+            pairs = self.breakers.pairs_with(instance_id)
+            worked = [self.breakers.record_unreachable(pair, reason, now) for pair in pairs]
+            if any(worked):
+                self.view.notify_changed()  # probes test them soon
+
+    def record_success(
+        self, pair: Pair, now: float, *, is_probe: bool = False, note: str = ""
+    ) -> None:
+        """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
+        for instance_id in filter(None, pair):
+            self._cooldown.forget(instance_id)
+        if self.breakers.record_success(pair, now, is_probe=is_probe, note=note):
+            self.view.notify_changed()  # requests may wait for this pair
+            log.info("%s works", format_pair(pair))
+
+    def record_transfer(self, pair: Pair, error: DynamoError | None, now: float) -> None:
+        """Record the outcome of a KV transfer. Failures in a row open the breaker of the pair."""
+        if error is None:
+            self.record_success(pair, now)
+            return
+        worked = self.breakers.status(pair).state is PairState.WORKING
+        opened = self.breakers.record_failure(pair, f"{error.code}: {error.message}", now)
+        if worked or opened:
+            self.view.notify_changed()  # its next probe may be due earlier
+        if opened:
+            log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)

@@ -153,7 +153,7 @@ class Placement:
     ) -> CostSelection | None:
         """Return the pair of the least cost, or the aggregated instance if a role has none.
 
-        Returns None if no compared instance can be used. Then `round_robin.select` looks at all
+        Returns None if no compared instance can be used. Then `select_round_robin` looks at all
         instances, and raises the error if none can.
 
         Args:

@@ -95,7 +95,7 @@ class ModelView:
             return False
         return self.keys[decode] == self.keys.get(prefill)
 
-    def first_of(self, pairs: Iterable[Pair]) -> Pair:
+    def first_pair_of(self, pairs: Iterable[Pair]) -> Pair:
         """Return the first of `pairs` that the model has; (None, 0) if it has none."""
         return next((pair for pair in pairs if self.has_pair(pair)), (None, 0))
 

@@ -132,7 +132,8 @@ class PairProbes:
 
     def _schedule_changed(self) -> None:
         """Schedule pairs that are new or may be due earlier, and drop instances that are gone."""
-        self.pipeline.update_breakers()  # new pairs get no requests before their probe
+        # New pairs get no requests before their probe.
+        self.pipeline.health.update_breakers(time.monotonic())
         if not all(change.is_added for change in self._changes):
             self._keep_only(self._view.ids())
         while self._changes:
@@ -236,7 +237,7 @@ class PairProbes:
             if called is None:
                 called = trace.prefill_instance
             if called is not None:
-                self.pipeline.record_unreachable(called, exc)
+                self.pipeline.health.record_unreachable(called, exc, time.monotonic())
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
@@ -249,7 +250,7 @@ class PairProbes:
         elif code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
-            self.pipeline.record_success(pair, is_probe=True, note=text)
+            self.pipeline.health.record_success(pair, time.monotonic(), is_probe=True, note=text)
             model = selection.decode.card.name
             if text and model not in self._inconclusive:
                 self._inconclusive.add(model)

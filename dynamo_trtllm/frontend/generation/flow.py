@@ -442,7 +442,7 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        counts = not is_not_accepted(error)
+        counts = not errors.is_not_accepted(error)
         if not self._sent_ids:
             if counts:
                 self._trace.retries += 1
@@ -508,11 +508,6 @@ class GenerationFlow:
         self._error = None
         del self._driver
         return event
-
-
-def is_not_accepted(error: DynamoError) -> bool:
-    """Return True if the worker never accepted the call: it is draining or unreachable."""
-    return isinstance(error, errors.Draining | errors.Unreachable)
 
 
 def _token_dependence(sampling: Sampling) -> str | None:

@@ -416,7 +416,7 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.pipeline.record_success((1, 2))  # by a canary
+    cluster.pipeline.health.record_success((1, 2), time.monotonic())  # by a canary
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
@@ -430,7 +430,7 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.pipeline.record_success((1, 2), is_probe=True)
+    cluster.pipeline.health.record_success((1, 2), time.monotonic(), is_probe=True)
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
     untried = await cluster.add(3, Role.DECODE)
     for _ in range(3):

@@ -1,21 +1,159 @@
-"""Select the instances of a request by round robin over the pairs whose breaker is closed."""
+"""Select the workers of requests: every selection of a frontend is made here.
+
+The router mode decides how: by cost (`placement`), or in turn over the pairs whose breaker is
+closed. Both are pure functions of the view of the fleet. Callers pass the time.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
-from dynamo_trtllm.router.breakers import PairBreakers
-from dynamo_trtllm.router.pairs import Pair, WorkerSelection, differences
-from dynamo_trtllm.router.view import ModelView, PairGroup, excluding, position
+from dynamo_trtllm.router.breakers import FleetHealth, PairBreakers
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection, differences, pairing_key
+from dynamo_trtllm.router.placement import Placement
+from dynamo_trtllm.router.prefix_index import PromptHashes
+from dynamo_trtllm.router.view import ClusterView, ModelView, PairGroup, excluding, position
 
 _MOST_REASONS_FROM = 100  # pairs whose reasons an error names
 
 
-def select(
+@dataclass(eq=False)
+class WorkerSelector:
+    """Selects the workers of the requests of one frontend.
+
+    All times `now` are seconds of a monotonic clock.
+
+    Args:
+        view: the workers.
+        health: which of them are avoided.
+        placement: selects by cost. None: round robin, or at random.
+        selects_at_random: instead of round robin.
+        decode_fallback: without a prefill worker, decode workers run aggregated requests.
+    """
+
+    view: ClusterView
+    health: FleetHealth
+    placement: Placement | None = None
+    _: KW_ONLY
+    selects_at_random: bool = False
+    decode_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+    def new_round_robin_index(self, model: str) -> int:
+        """Return how many attempts of a model were begun before this one, or a random number."""
+        if self.selects_at_random:
+            return random.getrandbits(30)
+        return next(self._round_robin[model])
+
+    def select(
+        self,
+        request: GenerateRequest,
+        round_robin_index: int,
+        now: float,
+        *,
+        excluded: frozenset[int],
+        avoid: int | None,
+    ) -> WorkerSelection:
+        """Select the workers of an attempt.
+
+        Args:
+            request: the request.
+            round_robin_index: of the attempt, see `new_round_robin_index`.
+            now: the time.
+            excluded: workers that may not be selected.
+            avoid: prefill worker to select only if no other matches.
+
+        Raises:
+            NoInstances, TransferMismatch: as `select_round_robin` does.
+            UnsupportedParameter: no workers support a field of the request.
+        """
+        excluded |= incapable(self.view.model(request.model), request)
+        self.health.update_breakers(now)
+        cooling_down = self.health.cooling_down(now)
+        if cooling_down:
+            try:
+                return self._select_excluding(
+                    cooling_down | excluded, request, round_robin_index, now, avoid
+                )
+            except NoInstances:
+                pass  # a cooling worker, which may be back, is better than none
+        return self._select_excluding(excluded, request, round_robin_index, now, avoid)
+
+    def _select_excluding(
+        self,
+        ids: frozenset[int],
+        request: GenerateRequest,
+        round_robin_index: int,
+        now: float,
+        avoid: int | None,
+    ) -> WorkerSelection:
+        breakers = self.health.breakers
+        view = self.view.model(request.model).excluding(ids)
+        if self.placement is not None:
+            best = self.placement.select(view, PromptHashes(request), breakers, now, avoid=avoid)
+            if best is not None:
+                return best
+        return select_round_robin(
+            view,
+            request.model,
+            round_robin_index,
+            breakers,
+            avoid=avoid,
+            decode_fallback=self.decode_fallback,
+        )
+
+    def is_usable(
+        self,
+        selection: WorkerSelection,
+        now: float,
+        *,
+        excluded: frozenset[int],
+        avoid: int | None,
+    ) -> bool:
+        """Return whether an earlier selection may be used again. Arguments as for `select`."""
+        prefill_id = None if selection.prefill is None else selection.prefill.id
+        decode_id = selection.decode.id
+        instance_ids = {decode_id} if prefill_id is None else {prefill_id, decode_id}
+        if avoid in instance_ids:
+            return False
+        unusable = excluded | self.health.cooling_down(now)
+        is_there = instance_ids <= self.view.ids() and not instance_ids & unusable
+        return is_there and not self.health.breakers.is_open((prefill_id, decode_id))
+
+    def select_other_decode(
+        self, request: GenerateRequest, prefill: Instance, tried: frozenset[int], now: float
+    ) -> Instance | None:
+        """Return an untried decode worker that can fetch the KV of a prefill worker.
+
+        Return None if there is none.
+        """
+        self.health.update_breakers(now)
+        model = prefill.card.name
+        unusable = tried | incapable(self.view.model(model), request)
+        unusable |= self.health.cooling_down(now)
+        view = self.view.model(model).excluding(unusable)
+        candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
+        breakers = self.health.breakers
+        decodes = tuple(
+            decode for decode in candidates if not breakers.is_open((prefill.id, decode.id))
+        )
+        if self.placement is not None:
+            return self.placement.select_decode(decodes, request)
+        if not decodes:
+            return None
+        return decodes[self.new_round_robin_index(model) % len(decodes)]
+
+
+def select_round_robin(
     view: ModelView,
     model: str,
     round_robin_index: int,
@@ -138,6 +276,36 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
     return frozenset(blocked)
 
 
+def _select_aggregated(
+    view: ModelView,
+    model: str,
+    round_robin_index: int,
+    breakers: PairBreakers,
+    *,
+    decode_fallback: bool,
+) -> Instance:
+    candidates = view.aggregated
+    if not candidates and decode_fallback:
+        candidates = tuple(instance for instance in view.decode if instance.can_aggregate)
+    if not candidates:
+        missing = " and no ".join(role.value for role in view.missing_roles())
+        raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
+    instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
+    if not instances:
+        raise _all_open(model, breakers, ((None, instance.id) for instance in candidates))
+    return instances[round_robin_index % len(instances)]
+
+
+def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
+    some = itertools.islice(pairs, _MOST_REASONS_FROM)
+    # The different ones, in this order.
+    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
+    return NoInstances(
+        f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
+        f" {'; '.join(reasons)}; see /health"
+    )
+
+
 def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
     """Return the instances that can't run this request.
 
@@ -187,33 +355,3 @@ def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
             "dp_rank" if role is Role.PREFILL else "separate prefill workers"
         )
     return needs
-
-
-def _select_aggregated(
-    view: ModelView,
-    model: str,
-    round_robin_index: int,
-    breakers: PairBreakers,
-    *,
-    decode_fallback: bool,
-) -> Instance:
-    candidates = view.aggregated
-    if not candidates and decode_fallback:
-        candidates = tuple(instance for instance in view.decode if instance.can_aggregate)
-    if not candidates:
-        missing = " and no ".join(role.value for role in view.missing_roles())
-        raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
-    instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
-    if not instances:
-        raise _all_open(model, breakers, ((None, instance.id) for instance in candidates))
-    return instances[round_robin_index % len(instances)]
-
-
-def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
-    some = itertools.islice(pairs, _MOST_REASONS_FROM)
-    # The different ones, in this order.
-    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
-    return NoInstances(
-        f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
-        f" {'; '.join(reasons)}; see /health"
-    )
