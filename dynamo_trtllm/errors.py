@@ -2,7 +2,7 @@
 
 A code is part of the wire format and a metric label, so it never changes. An error is `retryable`
 if another worker may succeed with the same request; a retry is possible until the first token is
-sent. `http_server/errors.py` maps codes to HTTP statuses.
+sent. `http_status.py` maps codes to HTTP statuses.
 """
 
 from __future__ import annotations

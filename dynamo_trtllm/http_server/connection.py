@@ -219,6 +219,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport,
             self._server.batch,
             self._on_end,
+            error_form=self._server.error_form,
             is_head=request.method == "HEAD",
             is_chunked=head.version == "1.1",
             keeps_alive=head.keeps_alive,
@@ -468,7 +469,11 @@ class HttpConnection(asyncio.BufferedProtocol):
                 " again later"
             )
             response = HttpResponse(
-                self._transport, self._server.batch, _do_nothing, keeps_alive=False
+                self._transport,
+                self._server.batch,
+                _do_nothing,
+                error_form=self._server.error_form,
+                keeps_alive=False,
             )
             response.send_error(error)
             self._read_timer.watch()
@@ -536,7 +541,11 @@ class HttpConnection(asyncio.BufferedProtocol):
             newest.response.keeps_alive = False
         else:
             response = HttpResponse(
-                self._transport, self._server.batch, self._linger, keeps_alive=False
+                self._transport,
+                self._server.batch,
+                self._linger,
+                error_form=self._server.error_form,
+                keeps_alive=False,
             )
             response.send_error(error)
 

@@ -17,8 +17,8 @@ from urllib.parse import parse_qs
 import orjson
 
 from dynamo_trtllm.errors import DynamoError, RequestTimeout
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, ErrorForm, openai_error, to_response
 from dynamo_trtllm.http_server.request_head import Headers
+from dynamo_trtllm.http_status import RETRY_AFTER_S, ErrorForm, to_response
 
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 _FLUSH_BYTES = 32 << 10
@@ -156,6 +156,7 @@ class HttpResponse:
         batch: FlushBatch,
         on_end: _Notify,
         *,
+        error_form: ErrorForm,
         is_head: bool = False,
         is_chunked: bool = True,
         keeps_alive: bool = True,
@@ -166,6 +167,7 @@ class HttpResponse:
             transport: the connection.
             batch: flushes the response at the end of the loop's turn.
             on_end: is called after the last byte was written.
+            error_form: the form of errors, unless a handler sets another one.
             is_head: the body is left out, because the request's method is HEAD.
             is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the
                 connection.
@@ -178,7 +180,7 @@ class HttpResponse:
         self._is_chunked = is_chunked
         self.keeps_alive = keeps_alive
         self.headers: dict[str, str] = {}  # sent in addition to those of the handler
-        self.error_form: ErrorForm = openai_error
+        self.error_form = error_form
         self.request_id = ""  # of the request, for its errors
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0  # of `send_events`
@@ -216,7 +218,12 @@ class HttpResponse:
         if not self.started:
             if isinstance(error, RequestTimeout):
                 self.keeps_alive = False  # the rest of the request may still arrive
-            response = to_response(error, retry_after_s, self.error_form, self.request_id)
+            response = to_response(
+                error,
+                self.error_form,
+                request_id=self.request_id,
+                retry_after_s=retry_after_s,
+            )
             self.send_json(response.status, response.body, response.headers)
 
     def start_events(self, headers: Mapping[str, str]) -> None:

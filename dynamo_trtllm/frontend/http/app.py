@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 import dynamo_trtllm
+from dynamo_trtllm.api.error_bodies import messages_error
 from dynamo_trtllm.api.response_schemas import model_object
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.config.models import FrontendConfig
@@ -45,9 +46,9 @@ from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
-from dynamo_trtllm.http_server.errors import messages_error, retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
+from dynamo_trtllm.http_status import retry_headers
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.observability.traces import TraceExporter

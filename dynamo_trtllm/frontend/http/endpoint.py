@@ -15,8 +15,8 @@ from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
+from dynamo_trtllm.http_status import RETRY_AFTER_S
 from dynamo_trtllm.streams import unexpected_error
 from dynamo_trtllm.tokenization.renderer import INLINE_BYTES
 from dynamo_trtllm.tokenization.served_model import ServedModel

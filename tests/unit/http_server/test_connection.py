@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
@@ -426,7 +427,7 @@ async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watch
     monkeypatch.setattr(exchange, "STALL_S", 0.01)
     transport = MemoryTransport()
     transport.set_protocol(asyncio.Protocol())
-    response = HttpResponse(transport, FlushBatch(), lambda: None)
+    response = HttpResponse(transport, FlushBatch(), lambda: None, error_form=openai_error)
     response.send(200, b"")
     timer = ReadTimer(transport)
     timer.limit_answer(0, response)
@@ -446,7 +447,7 @@ def test_client_when_it_leaves_while_nothing_is_received_then_its_handler_is_can
     async def leave() -> None:
         held = Held()
         held.cancels = True
-        server = HttpServer(held, LIMITS, shutdown_s=0.0)
+        server = HttpServer(held, LIMITS, error_form=openai_error, shutdown_s=0.0)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()

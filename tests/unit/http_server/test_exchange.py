@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, FlushBatch, HttpResponse
 from tests.memory_http import MemoryTransport
@@ -17,7 +18,8 @@ class Sent(HttpResponse):
     def __init__(self, batch: FlushBatch | None = None, **form: bool) -> None:
         self.transport = MemoryTransport()
         self.num_ends = 0
-        super().__init__(self.transport, batch or FlushBatch(), self._count, **form)
+        batch = batch or FlushBatch()
+        super().__init__(self.transport, batch, self._count, error_form=openai_error, **form)
 
     def _count(self) -> None:
         self.num_ends += 1
