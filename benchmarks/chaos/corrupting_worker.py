@@ -38,7 +38,7 @@ from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.transport import Service
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import live_peers
 
 from .deployment import ENGINE_ARGS, Deployment, NotReady
@@ -154,7 +154,7 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _inject_nan(engine)
-            admission = Admission(max_active=None, max_pending_transfer_fraction=1.0)
+            admission = WorkerAdmission(max_active=None, max_pending_transfer_fraction=1.0)
             return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
 
         async with _register(deployment, make_service, WIRE_VERSION):

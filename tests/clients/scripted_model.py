@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.frontend.http.server import frontend_server
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

@@ -41,7 +41,7 @@ from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
 from tests.loopback_backend import LoopbackBackend
@@ -165,7 +165,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         await engine.start()
         engines.append(engine)
         instance: Instance = make_instance(number, role=role)
-        admission = Admission()
+        admission = WorkerAdmission()
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await plane.serve(instance.subject, service)
         view.add(instance)

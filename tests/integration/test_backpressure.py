@@ -25,7 +25,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.worker import service
-from dynamo_trtllm.worker.service import Admission
+from dynamo_trtllm.worker.service import WorkerAdmission
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
     FrontendSide,
@@ -59,8 +59,8 @@ class Scene:
         (found,) = [each for each in servers if each.service.instance.role is role]  # type: ignore[attr-defined]
         return found
 
-    def admission(self, role: Role) -> Admission:
-        made: Admission = self.serving(role).service.admission  # type: ignore[attr-defined]
+    def admission(self, role: Role) -> WorkerAdmission:
+        made: WorkerAdmission = self.serving(role).service.admission  # type: ignore[attr-defined]
         return made
 
     def subject(self, role: Role) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dynamo_trtllm.frontend.http import output_budget
-from dynamo_trtllm.frontend.http.server import frontend_server
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.server import HttpServer
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop

@@ -23,7 +23,7 @@ from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.frontend.http.server import frontend_server
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import set_request_id
 from dynamo_trtllm.http_status import retry_headers

@@ -19,7 +19,7 @@ from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
 from tests.unit.frontend.registry_helpers import NoEngine, until
@@ -56,7 +56,7 @@ class Frontend:
         publisher = Publisher(instance_id, self._publish)
         metrics = WorkerMetrics()
         service = WorkerService(
-            NoEngine(), instance, Admission(), files={}, metrics=metrics, kv_events=publisher
+            NoEngine(), instance, WorkerAdmission(), files={}, metrics=metrics, kv_events=publisher
         )
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.http.server import frontend_server
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES
