@@ -9,11 +9,7 @@ from typing import Any
 
 from dynamo_trtllm.cli.event_text import HIDDEN, clock_error
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
-from dynamo_trtllm.observability.recordings import (
-    Entry,
-    RequestRecording,
-    Step,
-)
+from dynamo_trtllm.observability.recordings import Entry, RequestRecording, Step
 
 _LOW_HALF = (1 << 32) - 1
 _FIRST_TRACK = 1 << 22  # more than any process id
