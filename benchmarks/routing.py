@@ -229,13 +229,9 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
     def take_report(turn: int) -> None:
         least_loaded.loads.on_report(reports[turn], 1.0)
 
-    return [
-        _times(select_in_turn, _SELECTIONS),
-        _times(select_least_loaded, _SELECTIONS),
-        _times(select_kv, _SELECTIONS),
-        _times(hash_prompt, _SELECTIONS),
-        _times(take_report, len(reports) - _WARM_UP),
-    ]
+    columns = (select_in_turn, select_least_loaded, select_kv, hash_prompt)
+    times = [_times(column, _SELECTIONS) for column in columns]
+    return [*times, _times(take_report, len(reports) - _WARM_UP)]
 
 
 def _random_reports(num_instances: int, count: int) -> list[LoadReport]:
