@@ -145,10 +145,10 @@ class HttpResponse:
     status = 0  # HTTP status, once it was sent
     is_writable = False  # events were started, and the client is connected and keeps up
     deadline = 0.0  # seconds since the epoch; until then a client may read slowly
+    cancels_handler = False  # if the client disconnects before the response has ended
     _is_lost = False
     _is_paused = False
     _resumed: asyncio.Future[None] | None = None
-    _task: asyncio.Task[None] | None = None  # of a handler that a disconnect cancels
 
     def __init__(
         self,
@@ -186,17 +186,17 @@ class HttpResponse:
         self._unsent_bytes = 0  # of `send_events`
 
     def cancel_on_disconnect(self) -> None:
-        """Let a disconnect cancel the current task until the response has ended.
+        """Let a disconnect cancel the handler until the response has ended.
 
         Raises ClientDisconnected.
         """
         if self._is_lost:
             raise ClientDisconnected
-        self._task = asyncio.current_task()
+        self.cancels_handler = True
 
     def continue_on_disconnect(self) -> None:
         """Undo `cancel_on_disconnect`."""
-        self._task = None
+        self.cancels_handler = False
 
     def send(
         self,
@@ -304,13 +304,9 @@ class HttpResponse:
             self._resumed.set_result(None)
 
     def lose(self) -> None:
-        """Drop the rest of the response, and cancel its handler if that asked for it."""
+        """Drop the rest of the response."""
         self._is_lost = True
         self.resume()
-        task = self._task
-        self._task = None
-        if task is not None:
-            task.cancel()
 
     # ----------------------------------------------------------------------------------------------
 
@@ -339,7 +335,6 @@ class HttpResponse:
         self.flush()
         self.ended = True
         self.is_writable = False
-        self._task = None
         self._on_end()
 
     async def _until_resumed(self) -> None:

@@ -155,6 +155,51 @@ async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_f
         assert (held.begun, client.received, client.server.tasks) == (["/a"], b"", set())
 
 
+async def test_client_when_it_leaves_after_the_answer_then_its_handler_is_not_cancelled() -> None:
+    go = asyncio.Event()
+    ended: list[str] = []
+
+    async def answer_first(request: HttpRequest, response: HttpResponse) -> None:
+        response.cancel_on_disconnect()
+        response.send(200, b"")
+        await go.wait()
+        ended.append(request.path)
+
+    client = MemoryClient(answer_first)
+    client.send(POST % 4)  # whose body is still to come
+    await turns()
+    client.leave()
+    await turns()
+    go.set()
+    await turns()
+    assert ended == ["/x"]
+
+
+async def test_client_when_it_is_lost_twice_then_the_end_of_its_handler_is_not_cancelled() -> None:
+    ended: list[str] = []
+    go = asyncio.Event()
+
+    async def end_slowly(request: HttpRequest, response: HttpResponse) -> None:
+        response.cancel_on_disconnect()
+        try:
+            await request.receive()
+        finally:
+            await go.wait()
+            ended.append(request.path)
+
+    client = MemoryClient(end_slowly)
+    # The body is invalid, so the request is lost, and then the connection.
+    client.send(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await turns()
+    client.send(b"x")
+    await turns()
+    client.leave()
+    await turns()
+    go.set()
+    await turns()
+    assert ended == ["/a"]
+
+
 async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> (
     None
 ):
