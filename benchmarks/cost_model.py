@@ -54,7 +54,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.streams import StreamEvent
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 
 from .gpu.model import FULL_LAYERS, write_model
 from .gpu.plan import ENVIRONMENT
@@ -302,7 +302,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             bench = Bench(engine, None, instance, engine.steps)  # type: ignore[arg-type]
             metrics.observe_prediction = bench.on_outcome  # type: ignore[method-assign]
             bench.service = WorkerService(
-                engine, instance, Admission(), files={}, metrics=metrics, cost_prior=cost
+                engine, instance, WorkerAdmission(), files={}, metrics=metrics, cost_prior=cost
             )
             await bench.run(Loads(args.prompts, args.concurrency), args.load_s, args.seed)
             bench.learn()

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
@@ -172,7 +173,10 @@ def make_exchange(
         request = HttpRequest("POST", "/v1/chat/completions", "", Headers(), "", lambda: None)
         request.feed(body)
         request.complete()
-        await app(request, HttpResponse(NullTransport(), FlushBatch(), lambda: None))
+        await app(
+            request,
+            HttpResponse(NullTransport(), FlushBatch(), lambda: None, error_form=openai_error),
+        )
 
     return exchange
 

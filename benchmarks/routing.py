@@ -72,10 +72,12 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.breakers import PairBreakers
 from dynamo_trtllm.router.load import Share
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.router.selection import select_round_robin
 from dynamo_trtllm.router.view import ClusterView, ModelView
 
 from .plane import dynamo
@@ -212,8 +214,8 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
         least_loaded.loads.on_report(report, 1.0)
         kv.loads.on_report(report, 1.0)
 
-    def select_round_robin(turn: int) -> None:
-        select(view, "model", turn, breakers)
+    def select_in_turn(turn: int) -> None:
+        select_round_robin(view, "model", turn, breakers)
 
     def select_least_loaded(turn: int) -> None:
         least_loaded.select(view, prompts[turn % len(prompts)], breakers, 1.0)
@@ -227,13 +229,9 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
     def take_report(turn: int) -> None:
         least_loaded.loads.on_report(reports[turn], 1.0)
 
-    return [
-        _times(select_round_robin, _SELECTIONS),
-        _times(select_least_loaded, _SELECTIONS),
-        _times(select_kv, _SELECTIONS),
-        _times(hash_prompt, _SELECTIONS),
-        _times(take_report, len(reports) - _WARM_UP),
-    ]
+    columns = (select_in_turn, select_least_loaded, select_kv, hash_prompt)
+    times = [_times(column, _SELECTIONS) for column in columns]
+    return [*times, _times(take_report, len(reports) - _WARM_UP)]
 
 
 def _random_reports(num_instances: int, count: int) -> list[LoadReport]:
@@ -404,7 +402,7 @@ class SimulatedFrontends:
             selection = placement.select(view, PromptHashes(request), self._breakers, now)
         if selection is None:
             self._num_sent[frontend] += 1
-            selection = select(view, "model", self._num_sent[frontend], self._breakers)
+            selection = select_round_robin(view, "model", self._num_sent[frontend], self._breakers)
         assert selection.prefill is not None
         worker = selection.prefill.id
         share = placement.loads.of(worker).place(prompt_tokens, 0)

@@ -2,7 +2,7 @@
 
 A code is part of the wire format and a metric label, so it never changes. An error is `retryable`
 if another worker may succeed with the same request; a retry is possible until the first token is
-sent. `http_server/errors.py` maps codes to HTTP statuses.
+sent. `http_status.py` maps codes to HTTP statuses.
 """
 
 from __future__ import annotations
@@ -229,6 +229,11 @@ class NonFinite(EngineError, code="non_finite", retryable=True):
 
 class EngineFailed(EngineError, code="engine_failed", retryable=True):
     """The engine can't serve requests any more. The worker drains, deregisters and exits."""
+
+
+def is_not_accepted(error: DynamoError) -> bool:
+    """Return True if the worker never accepted the call: it is draining or unreachable."""
+    return isinstance(error, Draining | Unreachable)
 
 
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:

@@ -30,7 +30,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.streams import StreamEvent, as_stream
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.instances import make_instance
 from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
@@ -237,7 +237,7 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 async def error_code(engine: Engine, request: GenerateRequest) -> str:
     """Return the error code with which a worker with this engine rejects the request."""
     instance = make_instance(1, role=Role.AGGREGATED)
-    admission = Admission()
+    admission = WorkerAdmission()
     service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
     with pytest.raises(DynamoError) as caught:
         async for _ in as_stream(service, request):

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable
 
 from dynamo_trtllm.errors import Disconnected
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.transport import (
     OnDisconnect,
     Receive,
@@ -92,7 +93,7 @@ class InprocTransport:
         self._listeners.clear()
 
 
-class InprocPlane(Plane):
+class InprocPlane(RequestPlane):
     """A request plane within one process. Workers and callers share one object."""
 
     def __init__(self, limits: PlaneLimits | None = None) -> None:

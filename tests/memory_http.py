@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import httptools
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.http_server.limits import ConnectionLimits
@@ -81,7 +82,7 @@ class MemoryClient:
     ) -> None:
         """`server`: of `app`, if it has other clients, too."""
         if server is None:
-            server = HttpServer(app, LIMITS, shutdown_s=0.0)
+            server = HttpServer(app, LIMITS, error_form=openai_error, shutdown_s=0.0)
             server.parsing_turns = ParsingTurns(lambda: 0.0)  # a busy machine changes nothing
         self.server = server
         self.connection = HttpConnection(self.server)

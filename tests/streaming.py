@@ -12,7 +12,7 @@ from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import Chunk, GenerateRequest
-from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.streams import (
     KvHolder,
     OnChunk,
@@ -70,15 +70,15 @@ class ChunkSource(ABC):
 class WorkerCalls:
     """The calls of one worker, at its subject, as a `Generator`."""
 
-    def __init__(self, plane: Plane, subject: str) -> None:
+    def __init__(self, plane: RequestPlane, subject: str) -> None:
         self._plane, self._subject = plane, subject
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        return self._plane.generate(self._subject, request, on_event)
+        return self._plane.client.generate(self._subject, request, on_event)
 
 
 def call_stream(
-    plane: Plane, subject: str, request: GenerateRequest
+    plane: RequestPlane, subject: str, request: GenerateRequest
 ) -> AsyncGenerator[Chunk, None]:
     return as_stream(WorkerCalls(plane, subject), request)
 

@@ -34,11 +34,11 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.transport import Service
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import live_peers
 
 from .deployment import ENGINE_ARGS, Deployment, NotReady
@@ -71,7 +71,7 @@ class CorruptingService:
     chunks.
     """
 
-    def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
+    def __init__(self, plane: RequestPlane, healthy: Instance, change: ChunkChange) -> None:
         self._plane = plane
         self._healthy = healthy
         self._change = change
@@ -89,7 +89,7 @@ class CorruptingService:
                 event = self._change(event)
             stream.emit(event)
 
-        stream.source = self._plane.generate(self._healthy.subject, request, forward)
+        stream.source = self._plane.client.generate(self._healthy.subject, request, forward)
         return stream
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
@@ -109,7 +109,7 @@ class CorruptingService:
             self._pending.discard(verb.transfer_id)
         if isinstance(verb, Restart):  # for this worker, not for the healthy one
             return b""
-        return await self._plane.control(self._healthy.subject, verb)
+        return await self._plane.client.control(self._healthy.subject, verb)
 
 
 @asynccontextmanager
@@ -122,7 +122,7 @@ async def register(
     """
     services: list[CorruptingService] = []
 
-    async def make_service(plane: Plane, healthy: Instance, own: Instance) -> Service:
+    async def make_service(plane: RequestPlane, healthy: Instance, own: Instance) -> Service:
         services.append(CorruptingService(plane, healthy, change))
         return services[0]
 
@@ -137,7 +137,7 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
     """Register a prefill worker with the torch engine whose KV has a NaN."""
     async with AsyncExitStack() as stack:
 
-        async def make_service(plane: Plane, healthy: Instance, own: Instance) -> Service:
+        async def make_service(plane: RequestPlane, healthy: Instance, own: Instance) -> Service:
             # In a thread, because it imports torch for many seconds on a busy machine. The clients
             # of the load run on this event loop, and would be silent meanwhile.
             torch_engine = await asyncio.to_thread(
@@ -154,7 +154,7 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _inject_nan(engine)
-            admission = Admission(max_active=None, max_pending_transfer_fraction=1.0)
+            admission = WorkerAdmission(max_active=None, max_pending_transfer_fraction=1.0)
             return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
 
         async with _register(deployment, make_service, WIRE_VERSION):
@@ -179,7 +179,7 @@ def _inject_nan(engine: TorchEngine) -> None:
 @asynccontextmanager
 async def _register(
     deployment: Deployment,
-    make_service: Callable[[Plane, Instance, Instance], Awaitable[Service]],
+    make_service: Callable[[RequestPlane, Instance, Instance], Awaitable[Service]],
     wire: int,
 ) -> AsyncIterator[None]:
     """Register another prefill worker.

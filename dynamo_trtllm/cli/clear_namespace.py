@@ -16,8 +16,12 @@ from dynamo_trtllm.config.load import command
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.records import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
+from dynamo_trtllm.frontend.generation.responses.jetstream import (
+    bucket_of,
+    bucket_state,
+    delete_bucket,
+)
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.request_plane.jetstream import bucket_of, bucket_state, delete_bucket
 
 _YES = ("y", "yes")
 

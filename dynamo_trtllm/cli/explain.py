@@ -6,29 +6,22 @@ requests of frozen and ended processes. It asks the running processes of other m
 
 from __future__ import annotations
 
-import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from dynamo_trtllm.cli.stuck import StuckReport, describe
+from dynamo_trtllm.cli.event_text import HIDDEN, clock_error, describe
+from dynamo_trtllm.cli.stuck_requests import StuckReport
+from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.observability.recorder import (
-    BLOCK_TOKENS,
-    RecordedEvent,
-    check_owner,
-    recorder_folder,
-)
+from dynamo_trtllm.observability.recorder import check_owner, recorder_folder
 from dynamo_trtllm.observability.recordings import (
-    Entry,
     ProcessRecording,
     ProcessState,
     Recordings,
@@ -39,7 +32,6 @@ from dynamo_trtllm.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
 _MOST_SHOWN = 20
-_HIDDEN = (RecordedEvent.PROMPT_HASHES,)
 
 
 class NotExplained(Exception):
@@ -96,7 +88,7 @@ def _read(config: ExplainConfig) -> Recordings:
     recordings = local
     if not config.local:
         # Imported here, because it loads the clients of etcd and NATS.
-        from dynamo_trtllm.cli.machines import with_other_machines
+        from dynamo_trtllm.cli.remote_recordings import with_other_machines
 
         recordings = with_other_machines(config, local)
     if not recordings.processes and not recordings.unanswered and not local.problems:
@@ -118,9 +110,6 @@ def _write(path: Path, lines: Iterator[str]) -> None:
         ) from exc
 
 
-# --- one request ----------------------------------------------------------------------------------
-
-
 def timeline(request: RequestRecording) -> str:
     """Return the life of a request as text."""
     first = request.steps[0]
@@ -130,7 +119,7 @@ def timeline(request: RequestRecording) -> str:
     ]
     rows = [("ms", "process", "event")]
     for step in _with_process_events(request):
-        if step.entry.event not in _HIDDEN:
+        if step.entry.event not in HIDDEN:
             since_ms = (step.entry.ns - first.entry.ns) / 1e6
             rows.append((f"{since_ms:.3f}", step.process.title, describe(step.entry, request)))
     width = max(len(ms) for ms, _, _ in rows)
@@ -151,11 +140,7 @@ def _notes(process: ProcessRecording, *, since_ns: int) -> Iterator[str]:
     elif not process.is_over and process.state is not ProcessState.RUNNING:
         yield f"{numbered} is {process.state.value}"
     if process.clock_error_s:
-        yield f"{process.title} is on machine {process.host}; {_clock_error(process)}"
-
-
-def _clock_error(process: ProcessRecording) -> str:
-    return f"its times are exact to ±{process.clock_error_s * 1e3:.2f} ms"
+        yield f"{process.title} is on machine {process.host}; {clock_error(process)}"
 
 
 def _with_process_events(request: RequestRecording) -> list[Step]:
@@ -197,147 +182,3 @@ def _latest(requests: Sequence[RequestRecording]) -> str:
         titles = ", ".join(process.title for process in request.processes())
         rows.append((request.id, f"{ago_s:.1f} s ago", titles, outcome(request)))
     return format_table(rows)
-
-
-# --- formats of other tools: Chrome traces for Perfetto, and Mooncake's request traces ------------
-
-_LOW_HALF = (1 << 32) - 1
-_FIRST_TRACK = 1 << 22  # more than any process id
-_ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
-
-
-def perfetto(requests: Sequence[RequestRecording]) -> Iterator[str]:
-    """Yield the parts of a Chrome trace (JSON).
-
-    It has a track per process and request, and in a track a slice from event to event.
-    """
-    yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
-    separator = ""
-    tracks: dict[int, int] = {}
-    for number, request in enumerate(requests, start=1):
-        for event in _trace_events(request, number, tracks):
-            yield separator + json.dumps(event)
-            separator = ",\n"
-    yield "\n]}\n"
-
-
-def _trace_events(
-    request: RequestRecording, number: int, tracks: dict[int, int]
-) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of a request.
-
-    `tracks`: ids of tracks whose title was yielded, by process.
-    """
-    for process in request.processes():
-        pid = tracks.get(id(process))
-        if pid is None:
-            pid = process.header.pid
-            # Processes of two containers may have the same id.
-            if pid in tracks.values():
-                pid = _FIRST_TRACK + len(tracks)
-            tracks[id(process)] = pid
-            title = process.title
-            if process.clock_error_s:
-                title += f", {_clock_error(process)}"
-            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}}
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": pid,
-            "tid": number,
-            "args": {"name": request.id},
-        }
-        own = [
-            step
-            for step in request.steps
-            if step.process is process and step.entry.event not in _HIDDEN
-        ]
-        for step, following in itertools.zip_longest(own, own[1:]):
-            yield _slice(step, following, pid, number)
-
-
-def _slice(step: Step, following: Step | None, pid: int, number: int) -> dict[str, Any]:
-    entry = step.entry
-    args = {"choice": entry.choice, "a": entry.a, "b": entry.b, "reason": entry.reason}
-    event = {
-        "name": entry.name,
-        "cat": step.process.kind,
-        "pid": pid,
-        "tid": number,
-        "ts": entry.ns / 1e3,
-    }
-    if following is None:
-        return {"ph": "i", "s": "t", **event, "args": args}
-    return {"ph": "X", "dur": (following.entry.ns - entry.ns) / 1e3, **event, "args": args}
-
-
-def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
-    """Yield a line per prompt that was answered, in the order of arrival, as in Mooncake's traces.
-
-    The fields are `timestamp` in ms since the first request, `input_length` and `output_length` in
-    tokens, and `hash_ids`: equal numbers stand for equal blocks of 512 tokens after equal blocks.
-    Blocks of a prompt beyond those that were recorded count as unique.
-    """
-    block_ids: dict[tuple[int, int], int] = {}  # (id of the block before, hash) -> id
-    first_ns: int | None = None
-    for request in sorted(requests, key=lambda request: request.steps[0].entry.ns):
-        ends = _ends(request)
-        arrived_ns = request.steps[0].entry.ns
-        for step in request.steps:
-            prompt = step.entry
-            if prompt.event != RecordedEvent.TOKENIZED or prompt.choice not in ends:
-                continue
-            if first_ns is None:
-                first_ns = arrived_ns
-            num_blocks = -(-prompt.a // BLOCK_TOKENS)  # rounded up
-            ids: list[int] = []
-            last_id = -1
-            for block_hash in itertools.islice(_hashes(request, prompt.choice), num_blocks):
-                last_id = block_ids.setdefault((last_id, block_hash), len(block_ids))
-                ids.append(last_id)
-            fields = {
-                "timestamp": (arrived_ns - first_ns) // 1_000_000,
-                "input_length": prompt.a,
-                "output_length": _num_tokens(request, prompt.choice, ends[prompt.choice]),
-                "hash_ids": ids,
-            }
-            yield f"{json.dumps(fields)}\n"
-
-
-def _ends(request: RequestRecording) -> dict[int, Entry]:
-    """Return the event that ended each choice, by choice."""
-    ends: dict[int, Entry] = {}
-    for event in _ENDS:
-        for step in request.steps:
-            if step.entry.event == event:
-                ends[step.entry.choice] = step.entry
-    return ends
-
-
-def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
-    """Yield the hashes of a prompt's blocks, and then numbers that are no hashes and unique."""
-    for step in request.steps:
-        entry = step.entry
-        if entry.choice != choice:
-            continue
-        if entry.event == RecordedEvent.TOKENIZED:
-            packed = [entry.c]
-        elif entry.event == RecordedEvent.PROMPT_HASHES:
-            packed = [entry.a, entry.b, entry.c]
-        else:
-            continue
-        for pair in packed:
-            # A number holds the hashes of two blocks, the first in its low half; 0 is none.
-            for block_hash in (pair & _LOW_HALF, pair >> 32):
-                if block_hash:
-                    yield block_hash
-    for number in itertools.count(1):
-        yield -(request.key << 32 | choice << 20 | number)
-
-
-def _num_tokens(request: RequestRecording, choice: int, end: Entry) -> int:
-    if end.event == RecordedEvent.LAST_TOKEN:
-        return end.a
-    # An error ended the choice: only its progress was recorded.
-    own = [step.entry for step in request.steps if step.entry.choice == choice]
-    return max((entry.a for entry in own if entry.event == RecordedEvent.PROGRESS), default=0)

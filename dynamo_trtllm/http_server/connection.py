@@ -74,6 +74,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._parser = RequestParser(server.limits, self)
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
+        self._handler: asyncio.Task[None] | None = None  # of `_current`
         self._newest: Exchange | None = None  # received
         self._waiting: deque[Exchange] = deque()
 
@@ -101,10 +102,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._disarm()
         self._read_timer.stop()
         self._server.hangups.discard(self._file)
-        for request, response in self._exchanges():
-            request.lose()
-            response.lose()
+        for exchange in self._exchanges():
+            self._lose(exchange)
         self._current = self._newest = None
+        self._handler = None
         self._waiting.clear()
         self._unparsed = memoryview(b"")
         self._parser.close()
@@ -219,6 +220,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport,
             self._server.batch,
             self._on_end,
+            error_form=self._server.error_form,
             is_head=request.method == "HEAD",
             is_chunked=head.version == "1.1",
             keeps_alive=head.keeps_alive,
@@ -302,9 +304,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._server.parsing_turns.count_handler()
         if self._limits.answer_timeout_s is not None:
             self._read_timer.limit_answer(self._limits.answer_timeout_s, self._current.response)
-        task = self._loop.create_task(self._serve(*self._current))
-        self._server.tasks.add(task)
-        task.add_done_callback(self._served)
+        self._handler = self._loop.create_task(self._serve(*self._current))
+        self._server.tasks.add(self._handler)
+        self._handler.add_done_callback(self._served)
 
     def _keep_open(self) -> None:
         """Keep this connection, which runs a received request, open even if others need one."""
@@ -322,7 +324,20 @@ class HttpConnection(asyncio.BufferedProtocol):
         if ended.request.large_head_bytes:
             self._server.large_heads.reduce(self, ended.request.large_head_bytes)
 
+    def _lose(self, exchange: Exchange) -> None:
+        """End a request whose client gets no response. Cancel its handler if that asked for it."""
+        request, response = exchange
+        request.lose()
+        response.lose()
+        if exchange is not self._current or self._handler is None or response.ended:
+            return
+        if response.cancels_handler:
+            response.cancels_handler = False  # a second call must not cancel the end of the handler
+            self._handler.cancel()
+
     def _served(self, task: asyncio.Task[None]) -> None:
+        if task is self._handler:
+            self._handler = None
         self._server.tasks.discard(task)
         self._server.changed.set()
 
@@ -468,7 +483,11 @@ class HttpConnection(asyncio.BufferedProtocol):
                 " again later"
             )
             response = HttpResponse(
-                self._transport, self._server.batch, _do_nothing, keeps_alive=False
+                self._transport,
+                self._server.batch,
+                _do_nothing,
+                error_form=self._server.error_form,
+                keeps_alive=False,
             )
             response.send_error(error)
             self._read_timer.watch()
@@ -529,14 +548,17 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._close()
                 return
             else:
-                newest.request.lose()
-                newest.response.lose()
+                self._lose(newest)
                 newest = None
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
             response = HttpResponse(
-                self._transport, self._server.batch, self._linger, keeps_alive=False
+                self._transport,
+                self._server.batch,
+                self._linger,
+                error_form=self._server.error_form,
+                keeps_alive=False,
             )
             response.send_error(error)
 

@@ -14,6 +14,7 @@ from dynamo_trtllm.http_server.hangup_watch import HangupWatch
 from dynamo_trtllm.http_server.limits import ConnectionLimits
 from dynamo_trtllm.http_server.parsing_turns import ParsingTurns
 from dynamo_trtllm.http_server.request_head import HeadHolder, LargeHeads
+from dynamo_trtllm.http_status import ErrorForm
 from dynamo_trtllm.network.by_network import ByNetwork, HasNetwork
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,13 @@ class ConnectionGroup:
     Args:
         handler: runs the requests.
         limits: of the connections.
+        error_form: the form of errors, unless the handler sets another one.
     """
 
-    def __init__(self, handler: Handler, limits: ConnectionLimits) -> None:
+    def __init__(self, handler: Handler, limits: ConnectionLimits, error_form: ErrorForm) -> None:
         self.handler = handler
         self.limits = limits
+        self.error_form = error_form
         self.max_open = limits.max_connections + limits.reserved_connections
         self.batch = FlushBatch()
         self.open: set[OpenConnection] = set()

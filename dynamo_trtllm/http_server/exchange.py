@@ -17,8 +17,8 @@ from urllib.parse import parse_qs
 import orjson
 
 from dynamo_trtllm.errors import DynamoError, RequestTimeout
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, ErrorForm, openai_error, to_response
 from dynamo_trtllm.http_server.request_head import Headers
+from dynamo_trtllm.http_status import RETRY_AFTER_S, ErrorForm, to_response
 
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 _FLUSH_BYTES = 32 << 10
@@ -145,10 +145,10 @@ class HttpResponse:
     status = 0  # HTTP status, once it was sent
     is_writable = False  # events were started, and the client is connected and keeps up
     deadline = 0.0  # seconds since the epoch; until then a client may read slowly
+    cancels_handler = False  # if the client disconnects before the response has ended
     _is_lost = False
     _is_paused = False
     _resumed: asyncio.Future[None] | None = None
-    _task: asyncio.Task[None] | None = None  # of a handler that a disconnect cancels
 
     def __init__(
         self,
@@ -156,6 +156,7 @@ class HttpResponse:
         batch: FlushBatch,
         on_end: _Notify,
         *,
+        error_form: ErrorForm,
         is_head: bool = False,
         is_chunked: bool = True,
         keeps_alive: bool = True,
@@ -166,6 +167,7 @@ class HttpResponse:
             transport: the connection.
             batch: flushes the response at the end of the loop's turn.
             on_end: is called after the last byte was written.
+            error_form: the form of errors, unless a handler sets another one.
             is_head: the body is left out, because the request's method is HEAD.
             is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the
                 connection.
@@ -178,23 +180,23 @@ class HttpResponse:
         self._is_chunked = is_chunked
         self.keeps_alive = keeps_alive
         self.headers: dict[str, str] = {}  # sent in addition to those of the handler
-        self.error_form: ErrorForm = openai_error
+        self.error_form = error_form
         self.request_id = ""  # of the request, for its errors
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0  # of `send_events`
 
     def cancel_on_disconnect(self) -> None:
-        """Let a disconnect cancel the current task until the response has ended.
+        """Let a disconnect cancel the handler until the response has ended.
 
         Raises ClientDisconnected.
         """
         if self._is_lost:
             raise ClientDisconnected
-        self._task = asyncio.current_task()
+        self.cancels_handler = True
 
     def continue_on_disconnect(self) -> None:
         """Undo `cancel_on_disconnect`."""
-        self._task = None
+        self.cancels_handler = False
 
     def send(
         self,
@@ -216,7 +218,12 @@ class HttpResponse:
         if not self.started:
             if isinstance(error, RequestTimeout):
                 self.keeps_alive = False  # the rest of the request may still arrive
-            response = to_response(error, retry_after_s, self.error_form, self.request_id)
+            response = to_response(
+                error,
+                self.error_form,
+                request_id=self.request_id,
+                retry_after_s=retry_after_s,
+            )
             self.send_json(response.status, response.body, response.headers)
 
     def start_events(self, headers: Mapping[str, str]) -> None:
@@ -297,13 +304,9 @@ class HttpResponse:
             self._resumed.set_result(None)
 
     def lose(self) -> None:
-        """Drop the rest of the response, and cancel its handler if that asked for it."""
+        """Drop the rest of the response."""
         self._is_lost = True
         self.resume()
-        task = self._task
-        self._task = None
-        if task is not None:
-            task.cancel()
 
     # ----------------------------------------------------------------------------------------------
 
@@ -332,7 +335,6 @@ class HttpResponse:
         self.flush()
         self.ended = True
         self.is_writable = False
-        self._task = None
         self._on_end()
 
     async def _until_resumed(self) -> None:

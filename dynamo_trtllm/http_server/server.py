@@ -11,18 +11,16 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.background import first_of
-from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.connection_group import ConnectionGroup
-from dynamo_trtllm.http_server.errors import ErrorForm
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.limits import ConnectionLimits
-from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files
+from dynamo_trtllm.http_status import ErrorForm
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor
 from dynamo_trtllm.observability import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -59,7 +57,8 @@ class Router:
             routes: the routes.
             hint: ends the error for an unknown path.
             origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
-            error_forms: the form of errors, by the beginning of the path. Others have OpenAI's.
+            error_forms: the form of errors, by the beginning of the path. Others have that of the
+                server.
         """
         self.routes = routes
         self._hint = hint
@@ -156,13 +155,8 @@ def _compile(path: str) -> re.Pattern[str]:
 
 log = logging.getLogger(__name__)
 
-# of a frontend, beyond those that run requests: four times ACCEPTS_PER_TURN
-RESERVED_CONNECTIONS = 256
-# log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
-_OTHER_FILES = 256
 # idle connections that are closed if there is no file descriptor for another one
 _NUM_RELIEVED = 16
-_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
 
 def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
@@ -179,35 +173,25 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
     response.headers["X-Request-Id"] = request_id
 
 
-def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
-    """Create the server, which does not serve yet.
-
-    The limit of open files is raised to fit its connections. If that many files are not allowed,
-    the server has fewer connections.
-    """
-    wanted = config.max_connections + RESERVED_CONNECTIONS + _OTHER_FILES
-    files = allow_files(wanted, ", or lower --max-connections")
-    for_connections = max(files - _OTHER_FILES, files // 2)
-    reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
-    # The settings have the names of the limits.
-    configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
-    limits = ConnectionLimits(reserved_connections=reserved, **configured)
-    if limits.max_connections > for_connections - reserved:
-        limits = replace(limits, max_connections=for_connections - reserved)
-    return HttpServer(handler, limits, shutdown_s=_SHUTDOWN_S)
-
-
 class HttpServer(ConnectionGroup):
     """A server that runs `handler` for each request.
 
     Args:
         handler: runs the requests.
         limits: of the connections.
+        error_form: the form of errors, unless the handler sets another one.
         shutdown_s: the longest wait for running requests at shutdown.
     """
 
-    def __init__(self, handler: Handler, limits: ConnectionLimits, *, shutdown_s: float) -> None:
-        super().__init__(handler, limits)
+    def __init__(
+        self,
+        handler: Handler,
+        limits: ConnectionLimits,
+        *,
+        error_form: ErrorForm,
+        shutdown_s: float,
+    ) -> None:
+        super().__init__(handler, limits, error_form)
         self._shutdown_s = shutdown_s
         self._stopped = asyncio.Event()
         self._interrupted = asyncio.Event()

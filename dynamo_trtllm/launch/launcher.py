@@ -20,8 +20,8 @@ import msgspec
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.console import Console, next_line
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
+from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
 from dynamo_trtllm.launch.servers import LocalServer, NotYet, ready, start_etcd, start_nats, until
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import reserved_ports
@@ -182,7 +182,7 @@ class Launcher:
 
     deployment: DeploymentConfig
     specs: Sequence[ProcessSpec]  # its processes
-    console: Console  # output of the launcher and its processes
+    output: ProcessOutput  # of the launcher and its processes
     environ: Mapping[str, str]  # that the processes inherit
 
     def __post_init__(self) -> None:
@@ -193,8 +193,8 @@ class Launcher:
         # Names of the processes of which others may have mapped memory of an earlier run.
         self._mapped: set[str] = set()
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
-        self._supervisor = Supervisor(self.deployment.restart, self.console.say)
-        self.console.on_failure = self._supervisor.stop
+        self._supervisor = Supervisor(self.deployment.restart, self.output.say)
+        self.output.on_failure = self._supervisor.stop
         self.record = LaunchRecord(pid=os.getpid(), namespace=self.deployment.namespace)
         self._record_path: Path
 
@@ -215,7 +215,7 @@ class Launcher:
         with scratch_folder(_FOLDER) as folder:
             self._record_path = folder / _RECORD
             await self._supervisor.run(self._start_all(folder, on_ready))
-        self.console.say("stopped")
+        self.output.say("stopped")
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
         services = self.deployment.services
@@ -252,7 +252,7 @@ class Launcher:
             began = time.monotonic()
             server = await start()
             start = server.restart
-            self.console.report_ready(name, time.monotonic() - began, f"at {server.address}")
+            self.output.report_ready(name, time.monotonic() - began, f"at {server.address}")
             if not address.done():
                 address.set_result(server.address)
             yield server
@@ -264,7 +264,7 @@ class Launcher:
     async def _running(self, spec: ProcessSpec) -> AsyncIterator[ManagedProcess]:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
-        on_line = partial(self.console.line, spec.name)
+        on_line = partial(self.output.line, spec.name)
         port_context = nullcontext(spec.port) if spec.port else reserved_ports(host=spec.host)
         with port_context as port:
             process = ManagedProcess(spec, port, self._environ, on_line)
@@ -294,7 +294,7 @@ class Launcher:
             written.write_bytes(msgspec.json.encode(self.record))
             written.replace(self._record_path)
         except OSError as exc:  # of a full disk; the deployment can do without it
-            self.console.say(f"dynamo-trtllm status will not show the current processes: {exc}")
+            self.output.say(f"dynamo-trtllm status will not show the current processes: {exc}")
 
     async def _before_restart(
         self, spec: ProcessSpec, process: ManagedProcess, status: int
@@ -320,7 +320,7 @@ class Launcher:
         if not holding:
             return
         names = ", ".join(holding)
-        self.console.say(
+        self.output.say(
             f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
             "(restart.decode_workers: false disables this)"
         )
@@ -349,7 +349,7 @@ class Launcher:
                 await asyncio.gather(*(process.stop() for process in stopping))
             else:
                 await changed.wait()
-        self.console.say(f"{names} stopped; GPU memory of {dead.name} is free")
+        self.output.say(f"{names} stopped; GPU memory of {dead.name} is free")
 
     def _living_and_ready(self) -> set[str]:
         return {
@@ -365,7 +365,7 @@ class Launcher:
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
         spec = process.spec
         limit_s = self.deployment.ready_timeout_s
-        on_wait = partial(self.console.report_phase, spec.name)
+        on_wait = partial(self.output.report_phase, spec.name)
         try:
             answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
@@ -381,7 +381,7 @@ class Launcher:
             process.record.instance_id = answer.instance_id
             self._write_record()
             where = f"as instance {answer.instance_id}"
-        self.console.report_ready(spec.name, time.monotonic() - began, where)
+        self.output.report_ready(spec.name, time.monotonic() - began, where)
 
 
 def _check_port(spec: ProcessSpec) -> None:

@@ -27,9 +27,9 @@ from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.console import LAUNCHER, Console
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
+from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
 from dynamo_trtllm.launch.servers import NotYet, request, until
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
@@ -97,28 +97,28 @@ async def run(
     specs = processes(deployment, environ)
     _check_workers(specs, environ)
     warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
-    console = Console(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
+    output = ProcessOutput(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
     for line in preface:
-        console.say(line)
+        output.say(line)
     is_done = False
 
     async def on_ready(record: LaunchRecord) -> bool:
         nonlocal is_done
         stop = "" if once else " (Ctrl-C to stop)"
         address = None if record.frontend is None else record.frontend.address
-        if not console.end_start(f"Ready{stop}", _summary(specs, address)):
+        if not output.end_start(f"Ready{stop}", _summary(specs, address)):
             where = " without a frontend" if address is None else f": http://{address}"
-            console.say(f"Ready{where}{stop}")
+            output.say(f"Ready{where}{stop}")
         if sends_sample and address is not None:
-            await _show_sample(console, specs, record, address)
+            await _show_sample(output, specs, record, address)
         is_done = True
         return once
 
-    if console.failure is None:
-        with console.starting():
-            await Launcher(deployment, specs, console, environ).run(on_ready)
-    if console.failure is not None:
-        raise console.failure
+    if output.failure is None:
+        with output.starting():
+            await Launcher(deployment, specs, output, environ).run(on_ready)
+    if output.failure is not None:
+        raise output.failure
     if once and not is_done:
         raise RunFailed("stopped before all processes were ready and the demo was done")
 
@@ -135,15 +135,15 @@ def _check_workers(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> 
 
 
 async def _show_sample(
-    console: Console, specs: Sequence[ProcessSpec], record: LaunchRecord, address: str
+    output: ProcessOutput, specs: Sequence[ProcessSpec], record: LaunchRecord, address: str
 ) -> None:
     """Send the sample request to the frontend at `address`, and show its answer and statistics."""
     model = next(spec.model for spec in specs if not spec.is_frontend)
     is_mock = any(spec.engine == "mock" for spec in specs)
     answer = await ask_sample(address, model)
     names = {process.instance_id: process.name for process in record.processes}
-    console.say(sample_report(answer, model, names, is_mock=is_mock))
-    console.say(next_step(address, model))
+    output.say(sample_report(answer, model, names, is_mock=is_mock))
+    output.say(next_step(address, model))
 
 
 def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[str, str]]:

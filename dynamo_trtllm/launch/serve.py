@@ -37,8 +37,8 @@ from dynamo_trtllm.engines.checkpoint import (
 )
 from dynamo_trtllm.engines.gpu import list_gpus
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.console import LAUNCHER
 from dynamo_trtllm.launch.main import run
+from dynamo_trtllm.launch.process_output import LAUNCHER
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS

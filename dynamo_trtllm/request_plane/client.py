@@ -38,10 +38,9 @@ from dynamo_trtllm.request_plane.frames import (
     read_batch,
 )
 from dynamo_trtllm.request_plane.receivers import StreamDemux, StreamReceiver
-from dynamo_trtllm.request_plane.server import EndpointServer, control_subject, remember
+from dynamo_trtllm.request_plane.server import control_subject, remember
 from dynamo_trtllm.request_plane.transport import (
     Heartbeat,
-    Service,
     Transport,
     Unsubscribe,
     load_subject,
@@ -65,31 +64,26 @@ class PlaneLimits:
     ping_interval_s: float = 3.0
 
 
-class Plane:
-    """A connection to the request plane, for workers (`serve`) and for their callers.
+class PlaneClient:
+    """A caller of workers. Its `RequestPlane` creates and closes it.
 
     Args:
         transport: the transport, which the plane owns.
         limits: time-outs of the plane.
         tasks: owner of the background tasks.
-        on_unreadable: called for each message that can't be read.
+        on_unreadable: called with the error of each message that can't be read.
     """
 
     def __init__(
         self,
         transport: Transport,
         limits: PlaneLimits,
-        tasks: BackgroundTasks | None = None,
-        on_unreadable: Callable[[], None] = lambda: None,
+        tasks: BackgroundTasks,
+        on_unreadable: Callable[[errors.BadFrame], None],
     ) -> None:
         self._transport = transport
-        # These are for messages that belong to no stream.
-        self.subscribe = transport.subscribe
-        self.try_publish = transport.try_publish
-        self.unavailable_reason = transport.unavailable_reason
         self._limits = limits
         self._is_closed = False
-        self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = transport.new_inbox()
         self._inbox = StreamDemux()
         self._numbers = itertools.count(1)  # of streams
@@ -101,7 +95,6 @@ class Plane:
         self._cancelled: dict[int, str] = {}
         self._num_pings = 0  # sent to all workers
         self._on_unreadable = on_unreadable
-        self._num_unreadable = 0  # messages
         self._on_load: Callable[[LoadReport], None] | None = None
         self._heartbeat = Heartbeat(
             transport=transport,
@@ -110,32 +103,11 @@ class Plane:
             message=self._ping_message,
             heard=self._num_received,
             on_peer_lost=self._worker_lost,
-            tasks=self._tasks,
+            tasks=tasks,
         )
-        self._servers: list[EndpointServer] = []
         self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
         transport.on_disconnect(_record_disconnect)
-
-    async def serve(
-        self, subject: str, service: Service, load: Callable[[], LoadReport] | None = None
-    ) -> EndpointServer:
-        """Serve requests at `subject`, and control verbs at its control subject.
-
-        It ends when the server is closed. `load` returns the load that the server reports to its
-        callers.
-        """
-        server = EndpointServer(
-            self._transport,
-            service,
-            self._limits.ping_interval_s,
-            self._tasks,
-            load,
-            self._count_unreadable,
-        )
-        self._servers.append(server)
-        await server.start(subject, self._limits.ack_timeout_s)
-        return server
 
     def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamReceiver:
         """Start one call.
@@ -237,7 +209,7 @@ class Plane:
                 report = decode(data, LoadReport)
             except errors.BadFrame as exc:
                 # Unreadable reports that come with frames are skipped, too.
-                self._count_unreadable(exc)
+                self._on_unreadable(exc)
                 return
             on_load(report)
 
@@ -245,18 +217,15 @@ class Plane:
         return await self._transport.subscribe(load_subject(namespace), receive)
 
     async def aclose(self) -> None:
-        """Close all servers and streams and the transport. Idempotent."""
+        """End all calls; their callers get `Disconnected`. Idempotent."""
         self._is_closed = True
-        for server in self._servers:
-            await server.aclose()
         self._inbox.fail_all(errors.Disconnected(_CLOSED))
         await asyncio.gather(*self._opening, return_exceptions=True)
         await self._heartbeat.aclose()
         if self._unsubscribe is not None:
             await self._unsubscribe()
-        await self._transport.aclose()
 
-    # --- a caller's streams -----------------------------------------------------------------------
+    # --- streams ----------------------------------------------------------------------------------
 
     async def _subscribe(self) -> None:
         async with self._subscribe_lock:
@@ -323,7 +292,7 @@ class Plane:
         if data == PING:
             return
         try:
-            batch = read_batch(data, self._count_unreadable)
+            batch = read_batch(data, self._on_unreadable)
         except errors.BadFrame:
             # The message does not show its streams. Those that lost a frame end at the next ping.
             return
@@ -332,12 +301,6 @@ class Plane:
             self._on_load(batch.load)
         if batch.report is not None:
             self._compare(batch.report)
-
-    def _count_unreadable(self, error: errors.BadFrame) -> None:
-        self._on_unreadable()
-        self._num_unreadable += 1
-        if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
-            log.warning("unreadable message (%d so far): %s", self._num_unreadable, error.message)
 
     def _compare(self, report: StreamReport) -> None:
         """End streams that lost a message.
@@ -409,7 +372,7 @@ _PAUSES_S = (0.2, 0.5, 1.0)
 class BackgroundControl:
     """A sender of control requests, which owns their tasks. Close it after the last stream."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: PlaneClient) -> None:
         self._plane = plane
         self._tasks: set[asyncio.Task[None]] = set()
 

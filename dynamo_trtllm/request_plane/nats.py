@@ -26,7 +26,8 @@ from nats.js.api import Header
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.transport import (
     OnDisconnect,
     Receive,
@@ -435,7 +436,7 @@ class NatsTransport:
         )
 
 
-class NatsPlane(Plane):
+class NatsPlane(RequestPlane):
     """A request plane over NATS. Create it with `connect`."""
 
     @classmethod

@@ -87,13 +87,13 @@ class ServerStream:
     number: int
     num_sent: int = 0  # frames
     has_ended: bool = False
-    deadline: asyncio.TimerHandle = field(init=False)
+    deadline_timer: asyncio.TimerHandle = field(init=False)
     # It is set after `generate`, which calls back only in later iterations.
     handle: StreamHandle = field(init=False)
 
 
 @dataclass(eq=False)
-class EndpointServer:
+class PlaneServer:
     """Server of one service at one subject. It serves after `start`.
 
     `load` returns what it reports to its callers. `on_unreadable` is called for each message that
@@ -286,7 +286,9 @@ class EndpointServer:
         self._idle.clear()
         # The deadline is set by this machine's clock, which may differ from the caller's.
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
-        stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._late, stream)
+        stream.deadline_timer = asyncio.get_running_loop().call_later(
+            opening.left_s, self._late, stream
+        )
         try:
             stream.handle = self.service.generate(request, partial(self._on_event, stream))
         except Exception:
@@ -351,7 +353,7 @@ class EndpointServer:
 
     def _stop(self, stream: ServerStream) -> None:
         stream.has_ended = True
-        stream.deadline.cancel()
+        stream.deadline_timer.cancel()
         self.running -= 1
         if not self.running:
             self._idle.set()

@@ -13,7 +13,7 @@ from typing import Final
 
 from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role
-from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.prefix_index import SentPrompt
 
 STALE_S: Final = 25.0  # workers report at least every 10 s

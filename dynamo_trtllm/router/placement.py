@@ -18,8 +18,9 @@ from typing import Final
 import msgspec
 
 from dynamo_trtllm.messages import GenerateRequest, Instance
+from dynamo_trtllm.router.breakers import PairBreakers
 from dynamo_trtllm.router.load import FleetLoad, PlacedRequest, instance_cost
-from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.prefix_index import (
     KnownPrefixes,
     PrefixOverlaps,
@@ -152,7 +153,7 @@ class Placement:
     ) -> CostSelection | None:
         """Return the pair of the least cost, or the aggregated instance if a role has none.
 
-        Returns None if no compared instance can be used. Then `policy.select` looks at all
+        Returns None if no compared instance can be used. Then `select_round_robin` looks at all
         instances, and raises the error if none can.
 
         Args:

@@ -1,46 +1,21 @@
-"""Hold the router's view of the cluster: instances by model, role and pairing key.
-
-It also says which pairs of them are probed. A pair is (prefill, decode), or (None, id) for an
-instance that runs aggregated requests.
-"""
+"""Hold the router's view of the cluster: instances by model, role and pairing key."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import math
-import sys
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
+from dynamo_trtllm.router.pairs import Pair, pairing_key
 
 _REDUCED_VIEWS = 16  # cached per view
 _id = attrgetter("id")
 _T = TypeVar("_T", bound="PairGroup | ModelView")
-
-
-def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:
-    """Return the (field, value) pairs that must be equal in two instances for KV transfer."""
-    fields: list[tuple[str, object]] = [
-        ("engine", instance.engine),
-        ("strategy", instance.strategy),
-    ]
-    fields += [(f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT]
-    fields += sorted(instance.kv_compat.items())
-    return tuple(fields)
-
-
-def pairing_key(instance: Instance) -> str:
-    """Return `pairing_fields` as a text.
-
-    It is interned, because each request compares it for every instance.
-    """
-    return sys.intern(repr(pairing_fields(instance)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +88,16 @@ class ModelView:
         groups = {**self.groups, key: group}
         return _including(self, instance, keys=keys, groups=groups, first=first)
 
-    def first_of(self, pairs: Iterable[Pair]) -> Pair:
+    def has_pair(self, pair: Pair) -> bool:
+        """Return True if the model has both instances, and their pairing keys are equal."""
+        prefill, decode = pair
+        if prefill is None or decode not in self.keys:
+            return False
+        return self.keys[decode] == self.keys.get(prefill)
+
+    def first_pair_of(self, pairs: Iterable[Pair]) -> Pair:
         """Return the first of `pairs` that the model has; (None, 0) if it has none."""
-        return next((pair for pair in pairs if _is_pair_of(self, pair)), (None, 0))
+        return next((pair for pair in pairs if self.has_pair(pair)), (None, 0))
 
     def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances.
@@ -314,172 +296,3 @@ def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tup
     if begin == 0:
         return instances
     return (*remaining, *instances[begin:])
-
-
-MAX_PAIRS: Final = 1024  # of a pairing key; see `pairs_of`
-PARTNERS: Final = 4
-
-Pair: TypeAlias = tuple[int | None, int]
-
-
-def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
-    """Return the pairs of a model to probe.
-
-    They are all pairs whose settings match, and (None, id) of each instance that runs aggregated
-    requests. Of more than MAX_PAIRS of one pairing key, they are a few per instance, and those that
-    are `quarantined`: with all of them, the probes would be the load of the deployment. The others
-    get requests without a probe of their own.
-    """
-    pairs: dict[Pair, None] | None = view.cache.get("pairs")
-    if pairs is None:
-        pairs = {}
-        for instance in (*view.prefill, *view.decode, *view.aggregated):
-            pairs.update(dict.fromkeys(pairs_with(view, instance)))
-        view.cache["pairs"] = pairs
-    others = [pair for pair in quarantined if pair not in pairs and _is_pair_of(view, pair)]
-    return [*pairs, *others]
-
-
-def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
-    """Return the pairs to probe of one instance of the view."""
-    if instance.role is Role.AGGREGATED:
-        return [(None, instance.id)]
-    peers, others = view.groups[view.keys[instance.id]].sides(instance.role)
-    chosen = _probe_partners(instance.id, peers, others)
-    chosen_by = _probed_by(instance.id, peers, others)
-    # Without duplicates, in this order.
-    partner_ids = dict.fromkeys(partner.id for partner in (*chosen, *chosen_by))
-    if instance.role is Role.PREFILL:
-        return [(instance.id, partner_id) for partner_id in partner_ids]
-    return [(partner_id, instance.id) for partner_id in partner_ids]
-
-
-def new_pairs(view: ModelView, change: Change) -> list[Pair]:
-    """Return the pairs to probe that a change may have added to the view.
-
-    Later changes may be in the view as well.
-    """
-    instance = change.instance
-    if change.is_added:
-        is_present = instance.id in view.keys or instance in view.aggregated
-        return pairs_with(view, instance) if is_present else []
-    group = view.groups.get(pairing_key(instance), PairGroup())
-    peers, others = group.sides(instance.role)
-    # The instances that chose the removed one now choose another one.
-    pairs: list[Pair] = []
-    for other in _probed_by(instance.id, peers, others):
-        pairs += pairs_with(view, other)
-    return pairs
-
-
-def is_probed(view: ModelView, pair: Pair, quarantined: Collection[Pair]) -> bool:
-    """Return True if `pairs_of` contains the pair."""
-    prefill, decode = pair
-    if prefill is None:
-        return excluding(view.aggregated, (decode,)) is not view.aggregated
-    if not _is_pair_of(view, pair):
-        return False
-    group = view.groups[view.keys[decode]]
-    if len(group.prefill) * len(group.decode) <= MAX_PAIRS or pair in quarantined:
-        return True
-    chosen_by_decode = _probe_partners(decode, group.decode, group.prefill)
-    if any(instance.id == prefill for instance in chosen_by_decode):
-        return True
-    chosen_by_prefill = _probe_partners(prefill, group.prefill, group.decode)
-    return any(instance.id == decode for instance in chosen_by_prefill)
-
-
-def _is_pair_of(view: ModelView, pair: Pair) -> bool:
-    """Return True if the view has both instances, and their pairing keys are equal."""
-    prefill, decode = pair
-    if prefill is None or decode not in view.keys:
-        return False
-    return view.keys[decode] == view.keys.get(prefill)
-
-
-def _probe_partners(
-    instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]
-) -> tuple[Instance, ...]:
-    """Return the instances of the other role with which this one chooses to be probed.
-
-    With more than MAX_PAIRS pairs, they are the PARTNERS instances whose ids come next. Ids are
-    random, so this spreads the probes evenly, and an instance that joins or leaves changes a few
-    pairs only.
-
-    Args:
-        instance_id: id of this instance.
-        peers: the instances of its role and pairing key.
-        others: those of the other role.
-    """
-    if len(others) * len(peers) <= MAX_PAIRS or len(others) <= PARTNERS:
-        return others
-    begin = position(others, instance_id)
-    end = begin + PARTNERS
-    # After the last instance comes the first one.
-    num_from_start = max(0, end - len(others))
-    return others[begin:end] + others[:num_from_start]
-
-
-def _probed_by(
-    instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]
-) -> tuple[Instance, ...]:
-    """Return the instances of the other role that choose this one (see `_probe_partners`).
-
-    If it has left `peers`, return those that chose it before.
-    """
-    if len(others) * len(peers) <= MAX_PAIRS or len(peers) <= PARTNERS:
-        return others
-    # An instance chooses PARTNERS of these peers, so those that choose this one follow the peer
-    # that comes PARTNERS before it. The index may be negative: after the last comes the first one.
-    peer_before = peers[position(peers, instance_id) - PARTNERS].id
-    begin = position(others, peer_before)
-    end = position(others, instance_id)
-    if peer_before < instance_id:
-        return others[begin:end]
-    return others[begin:] + others[:end]
-
-
-def format_pair(pair: Pair) -> str:
-    """Format a pair for logs and errors."""
-    prefill, decode = pair
-    if prefill is None:
-        return f"instance {decode:x}"
-    return f"pair {prefill:x} -> {decode:x}"
-
-
-COOLDOWN_S = 5.0
-
-
-class Cooldown:
-    """The instances that selection avoids for COOLDOWN_S seconds, if there are others.
-
-    `ids` is read per request. It returns the same set object until an instance is added or removed.
-    """
-
-    def __init__(self) -> None:
-        self._until: dict[int, float] = {}
-        self._ids: frozenset[int] = frozenset()
-        self._next_until = math.inf  # when the next instance is tried again
-
-    def start(self, instance_id: int, now: float) -> None:
-        """Avoid an instance from now on. `now` is in seconds of a monotonic clock."""
-        self._until[instance_id] = now + COOLDOWN_S
-        self._changed()
-
-    def forget(self, instance_id: int) -> None:
-        """Stop avoiding an instance, because it worked."""
-        if self._until.pop(instance_id, None) is not None:
-            self._changed()
-
-    def ids(self, now: float) -> frozenset[int]:
-        if self._next_until <= now:
-            self._until = {
-                instance_id: until for instance_id, until in self._until.items() if until > now
-            }
-            self._changed()
-        return self._ids
-
-    def _changed(self) -> None:
-        self._next_until = min(self._until.values(), default=math.inf)
-        if self._ids != self._until.keys():
-            self._ids = frozenset(self._until)

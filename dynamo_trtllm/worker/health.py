@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.limits import ConnectionLimits
@@ -139,7 +140,7 @@ async def health_server(
         return
     with listen(host, port, setting="system") as sock:
         port = sock.getsockname()[1]
-        server = HttpServer(app, LIMITS, shutdown_s=1)
+        server = HttpServer(app, LIMITS, error_form=openai_error, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
         warn_if_exposed(host, port, "read health and metrics", "--system-host")
         shown_host = "localhost" if host in _REACHED_AS_LOCALHOST else host

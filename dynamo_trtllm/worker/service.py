@@ -55,7 +55,7 @@ _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers
 
 
 @dataclass(eq=False)
-class Admission:
+class WorkerAdmission:
     """Limits of the work of one worker.
 
     It limits calls that run or wait in the engine, reserved decode slots, and KV to transfer. A
@@ -296,7 +296,7 @@ class WorkerService:
 
     engine: Engine
     instance: Instance
-    admission: Admission
+    admission: WorkerAdmission
     _: KW_ONLY
     files: Mapping[str, Path]
     metrics: WorkerMetrics

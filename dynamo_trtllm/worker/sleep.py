@@ -18,7 +18,7 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.streams import as_stream
 from dynamo_trtllm.worker.health import Health
 
@@ -32,7 +32,7 @@ _ANSWER_S = 120.0
 _CHANGE_S = 300.0  # longest change of the engine's memory; TensorRT-LLM's ranks may never answer
 
 
-async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
+async def drain(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
     """Wait until running requests and pending KV transfers have ended.
 
     Args:
@@ -54,14 +54,14 @@ async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> No
         _log.warning("drain failed (%s): %s", exc.code, exc.message)
 
 
-async def _finish(engine: Engine, serving: EndpointServer) -> bool:
+async def _finish(engine: Engine, serving: PlaneServer) -> bool:
     # This includes requests that have not reached the engine yet.
     await serving.finished()
     await engine.drain()
     return True
 
 
-async def _log_progress(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
+async def _log_progress(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
     spent_s = _SOON_S
     await asyncio.sleep(_SOON_S)
     while True:
@@ -72,7 +72,7 @@ async def _log_progress(engine: Engine, serving: EndpointServer, timeout_s: floa
         spent_s += _LOG_EVERY_S
 
 
-def _left(engine: Engine, serving: EndpointServer) -> str:
+def _left(engine: Engine, serving: PlaneServer) -> str:
     num_transfers = engine.stats().tickets_held
     return f"running requests: {serving.running}, pending KV transfers: {num_transfers}"
 
@@ -106,7 +106,7 @@ class Sleeper:
 
     engine: Engine
     model: str
-    serving: EndpointServer
+    serving: PlaneServer
     registration: Registration
     register: Callable[[], Awaitable[Registration]]
     health: Health

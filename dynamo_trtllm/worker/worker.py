@@ -46,7 +46,7 @@ from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.sleep import Sleeper, drain
 
 log = logging.getLogger(__name__)
@@ -314,12 +314,12 @@ class Worker:
             startup.freeze_objects()
         return info
 
-    def _admission(self, info: EngineInfo) -> Admission:
+    def _admission(self, info: EngineInfo) -> WorkerAdmission:
         max_active: int | None = None
         max_batch_size = info.limits.max_batch_size  # 0: not reported by the engine
         if max_batch_size:
             max_active = max_batch_size + self._config.max_queued_requests
-        return Admission(max_active, self._config.max_ticket_kv_fraction)
+        return WorkerAdmission(max_active, self._config.max_ticket_kv_fraction)
 
     def _start_broadcasts(
         self, service: WorkerService, plane: NatsPlane, stack: AsyncExitStack

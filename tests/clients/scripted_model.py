@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.http_server.server import http_server
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -104,7 +104,7 @@ def serving() -> Iterator[tuple[str, Script]]:
     async def serve() -> None:
         metrics = FrontendMetrics()
         app = build_app(config, catalog, script, metrics, not_ready_reason=lambda: None)
-        server = http_server(app.router, config)
+        server = frontend_server(app.router, config)
         loop = asyncio.get_running_loop()
         stops.append(lambda: loop.call_soon_threadsafe(server.stop))
         started.set()

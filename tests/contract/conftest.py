@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.request_plane.client import PlaneClient
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.plane import RequestPlane
+from dynamo_trtllm.request_plane.server import PlaneServer
 from tests.contract.plane_helpers import LIMITS, Network, PlanePair
 from tests.fakes_path import fake_tensorrt_llm, shorten_waits
 from tests.inproc_plane import InprocPlane
@@ -47,7 +48,7 @@ async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[TrtllmEngines]:
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
     tasks_before = asyncio.all_tasks()
     if request.param == "inproc":
-        worker: Plane = InprocPlane(LIMITS)
+        worker: RequestPlane = InprocPlane(LIMITS)
         planes = PlanePair(worker, worker)
     else:
         url = request.getfixturevalue("nats_server")
@@ -66,16 +67,16 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     """Intercept messages of request planes. Must be requested before the planes."""
     network = Network()
-    take_at_caller, take_at_worker = Plane._on_message, EndpointServer._on_message
+    take_at_caller, take_at_worker = PlaneClient._on_message, PlaneServer._on_message
 
-    def at_caller(plane: Plane, data: bytes, reply: str) -> None:
+    def at_caller(plane: PlaneClient, data: bytes, reply: str) -> None:
         for each in network.to_caller(data):
             take_at_caller(plane, each, reply)
 
-    def at_worker(serving: EndpointServer, data: bytes, reply: str) -> None:
+    def at_worker(serving: PlaneServer, data: bytes, reply: str) -> None:
         for each in network.to_worker(data):
             take_at_worker(serving, each, reply)
 
-    monkeypatch.setattr(Plane, "_on_message", at_caller)
-    monkeypatch.setattr(EndpointServer, "_on_message", at_worker)
+    monkeypatch.setattr(PlaneClient, "_on_message", at_caller)
+    monkeypatch.setattr(PlaneServer, "_on_message", at_worker)
     return network

@@ -24,7 +24,8 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 
@@ -78,7 +79,7 @@ class ScriptedService(ChunkSource):
 class PlanePair:
     """The request planes of a worker and a caller."""
 
-    def __init__(self, worker: Plane, caller: Plane) -> None:
+    def __init__(self, worker: RequestPlane, caller: RequestPlane) -> None:
         self.worker = worker
         self.caller = caller
 
@@ -113,7 +114,9 @@ async def wait_for_ever(request: GenerateRequest) -> AsyncGenerator[Chunk, None]
     yield Chunk()
 
 
-async def collect(plane: Plane, request: GenerateRequest, subject: str = SUBJECT) -> list[Chunk]:
+async def collect(
+    plane: RequestPlane, request: GenerateRequest, subject: str = SUBJECT
+) -> list[Chunk]:
     async with aclosing(call_stream(plane, subject, request)) as chunks:
         return [chunk async for chunk in chunks]
 

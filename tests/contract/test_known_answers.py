@@ -24,9 +24,9 @@ from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.engines import ask, make
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.inproc_plane import InprocPlane
@@ -133,7 +133,7 @@ class Deployment:
             kv_compat=info.kv_compat,
             can_aggregate=info.can_aggregate,
         )
-        admission = Admission()
+        admission = WorkerAdmission()
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

@@ -37,12 +37,12 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneClient, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
-from dynamo_trtllm.request_plane.server import EndpointServer
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.request_plane.server import PlaneServer
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
 from tests.loopback_backend import LoopbackBackend
@@ -112,21 +112,21 @@ class LossyNetwork:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
     network = LossyNetwork()
-    at_caller, at_worker = Plane._on_message, EndpointServer._on_message
+    at_caller, at_worker = PlaneClient._on_message, PlaneServer._on_message
 
-    def take_at_caller(plane: Plane, data: bytes, reply: str) -> None:
+    def take_at_caller(plane: PlaneClient, data: bytes, reply: str) -> None:
         if data != PING:
             batch = decode(data, Batch)
             data = encode(Batch(network.frames(batch.frames), batch.report))
         for message in network.messages(plane, data, reply):
             at_caller(plane, *message)
 
-    def take_at_worker(serving: EndpointServer, data: bytes, reply: str) -> None:
+    def take_at_worker(serving: PlaneServer, data: bytes, reply: str) -> None:
         for message in network.messages(serving, data, reply):
             at_worker(serving, *message)
 
-    monkeypatch.setattr(Plane, "_on_message", take_at_caller)
-    monkeypatch.setattr(EndpointServer, "_on_message", take_at_worker)
+    monkeypatch.setattr(PlaneClient, "_on_message", take_at_caller)
+    monkeypatch.setattr(PlaneServer, "_on_message", take_at_worker)
     return network
 
 
@@ -144,8 +144,9 @@ class Cluster:
             "kv blocks": sum(each.kv_blocks_used for each in stats),
             "tickets": sum(each.tickets_held for each in stats),
             "streams at workers": sum(serving.running for serving in self.plane._servers),
-            "streams at the caller": len(self.plane._inbox),
-            "peers": len(self.plane._running) + sum(len(s._callers) for s in self.plane._servers),
+            "streams at the caller": len(self.plane.client._inbox),
+            "peers": len(self.plane.client._running)
+            + sum(len(s._callers) for s in self.plane._servers),
         }
         return [f"{name}: {count}" for name, count in left.items() if count]
 
@@ -165,7 +166,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         await engine.start()
         engines.append(engine)
         instance: Instance = make_instance(number, role=role)
-        admission = Admission()
+        admission = WorkerAdmission()
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await plane.serve(instance.subject, service)
         view.add(instance)

@@ -68,7 +68,7 @@ async def test_load_when_a_worker_streams_or_broadcasts_then_watching_callers_ge
 
     await bench.worker.serve(SUBJECT, service, load)
     await collect(bench.caller, make_request(max_tokens=50))  # unwatched
-    unsubscribe = await bench.caller.watch_loads("ns", got.append)
+    unsubscribe = await bench.caller.client.watch_loads("ns", got.append)
     assert len(await collect(bench.caller, make_request(max_tokens=50))) == 50
     await until(lambda: bool(got) and not got[-1].running)
     assert len(got) < 25
@@ -88,7 +88,7 @@ async def test_load_when_it_cannot_be_read_then_streams_go_on_without_it(
 
     got: list[LoadReport] = []
     await bench.worker.serve(SUBJECT, ScriptedService(count_up), load)
-    unsubscribe = await bench.caller.watch_loads("ns", got.append)
+    unsubscribe = await bench.caller.client.watch_loads("ns", got.append)
     assert len(await collect(bench.caller, make_request(max_tokens=50))) == 50
     assert not got
     assert "load" in caplog.text
@@ -259,7 +259,7 @@ async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(
     await asyncio.wait_for(service.started.wait(), SOON_S)
     serving.is_accepting = False
     await check_fails(collect(bench.caller, make_request()), Draining)
-    assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000
+    assert len(await bench.caller.client.control(SUBJECT, GetFile("a"))) == 1000
     go.set()
     assert len(await running) == 2
 
@@ -281,15 +281,16 @@ async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(
 ) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
-    assert await bench.caller.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000
+    assert await bench.caller.client.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000
     error = await check_fails(
-        bench.caller.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.FETCHED)), TransferExpired
+        bench.caller.client.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.FETCHED)),
+        TransferExpired,
     )
     assert error.field == "ticket_id"
     assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.FETCHED)]
-    await check_fails(bench.caller.control(SUBJECT, GetFile("boom")), InternalError)
-    await check_fails(bench.caller.control(SUBJECT, GetFile("huge")), PayloadTooLarge)
-    await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), NoListener)
+    await check_fails(bench.caller.client.control(SUBJECT, GetFile("boom")), InternalError)
+    await check_fails(bench.caller.client.control(SUBJECT, GetFile("huge")), PayloadTooLarge)
+    await check_fails(bench.caller.client.control("ns_x.generate-1", GetFile("abc")), NoListener)
 
 
 async def test_ping_when_both_sides_live_then_a_quiet_stream_goes_on(bench: PlanePair) -> None:

@@ -69,7 +69,7 @@ async def test_close_when_a_transfer_was_taken_then_it_is_the_callers_to_release
     await asyncio.sleep(0.7)  # two pings: the caller is there
     assert service.verbs == []
     with pytest.raises(TransferExpired):
-        await bench.caller.control(SUBJECT, ReleaseKv("t1", ReleaseOutcome.FETCHED))
+        await bench.caller.client.control(SUBJECT, ReleaseKv("t1", ReleaseOutcome.FETCHED))
     assert len(service.verbs) == 1
 
 
@@ -116,7 +116,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
         for data in (PING, b"garbage", without_subject):
             transport.publish(SUBJECT, data)
             transport.publish(control_subject(SUBJECT), data)
-            transport.publish(bench.caller._inbox_subject, PING)  # type: ignore[attr-defined]
+            transport.publish(bench.caller.client._inbox_subject, PING)  # type: ignore[attr-defined]
         await until(lambda: service.open == 2)
         gate.set()
         assert [chunk.finish_reason async for chunk in chunks] == [FinishReason.STOP]
@@ -136,10 +136,10 @@ async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_t
     service = ScriptedService(noting)
     await bench.worker.serve(SUBJECT, service)
     caller = bench.caller
-    await caller._subscribe()  # type: ignore[attr-defined]
+    await caller.client._subscribe()  # type: ignore[attr-defined]
     # by the caller's clock
     request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)
-    opening = OpenStream(7, caller._inbox_subject, request, 60.0, WIRE_VERSION)  # type: ignore[attr-defined]
+    opening = OpenStream(7, caller.client._inbox_subject, request, 60.0, WIRE_VERSION)  # type: ignore[attr-defined]
     caller._transport.publish(SUBJECT, encode(ClientMessage(opening)))  # type: ignore[attr-defined]
     await until(lambda: bool(seen))
     assert seen[0] == pytest.approx(60, abs=SOON_S)

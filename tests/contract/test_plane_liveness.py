@@ -38,7 +38,7 @@ from dynamo_trtllm.request_plane.frames import (
     Ping,
     StreamReport,
 )
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.server import PlaneServer
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
@@ -140,10 +140,10 @@ async def test_worker_when_it_gives_a_caller_up_then_it_says_so(
 ) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
-    assert isinstance(serving, EndpointServer)
+    assert isinstance(serving, PlaneServer)
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
-        serving._caller_lost(bench.caller._inbox_subject, StreamIncomplete("no answer"))  # type: ignore[attr-defined]
+        serving._caller_lost(bench.caller.client._inbox_subject, StreamIncomplete("no answer"))  # type: ignore[attr-defined]
         with pytest.raises(StreamIncomplete, match="the worker ended this stream"):
             await asyncio.wait_for(anext(chunks), SOON_S)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
@@ -240,7 +240,7 @@ async def test_many_streams_when_nothing_is_lost_then_pings_end_none(
 
     await bench.worker.serve(SUBJECT, ScriptedService(slowly))
     plane = bench.caller
-    pings = plane._heartbeat  # type: ignore[attr-defined]
+    pings = plane.client._heartbeat  # type: ignore[attr-defined]
 
     async def ping_all_the_time() -> None:
         while True:
@@ -314,16 +314,16 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
     transport = bench.worker._transport  # type: ignore[attr-defined]
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
-        inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
+        inbox = bench.caller.client._inbox_subject  # type: ignore[attr-defined]
         for subject in ("x" * 5000, "not a subject", "ns_x.generate-7"):
             transport.publish(
                 inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)])))
             )
         transport.publish("y" * 5000, b"")
         with pytest.raises(Unreachable):
-            await bench.caller.control("y" * 5000, GetFile("a"))
+            await bench.caller.client.control("y" * 5000, GetFile("a"))
         # the connections live
-        assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000
+        assert len(await bench.caller.client.control(SUBJECT, GetFile("a"))) == 1000
 
 
 async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_cleanup_is_not_cut(

@@ -20,7 +20,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.streams import StreamEvent
 from tests.contract.plane_helpers import (
     LIMITS,
@@ -81,7 +81,7 @@ async def test_report_when_it_is_repeated_after_a_transfer_was_taken_then_the_tr
     gate.set()
     (chunk,) = await asyncio.wait_for(asking, SOON_S)
     assert chunk.kv_params is not None
-    inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
+    inbox = bench.caller.client._inbox_subject  # type: ignore[attr-defined]
     for data in reports:
         bench.worker._transport.publish(inbox, data)  # type: ignore[attr-defined]
     await asyncio.sleep(3 * LIMITS.ping_interval_s)  # reports that list the ticket come, too
@@ -117,7 +117,7 @@ async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_wo
     with pytest.raises(asyncio.CancelledError):
         await asking
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
-    assert isinstance(serving, EndpointServer)
+    assert isinstance(serving, PlaneServer)
     await until(lambda: not serving._callers)
     assert len(lost) == 2
 
@@ -131,7 +131,7 @@ async def begun(
     """
     service, events = ScriptedService(script), list[StreamEvent]()
     await bench.worker.serve(SUBJECT, service)
-    call = bench.caller.generate(SUBJECT, make_request(seconds=60), events.append)
+    call = bench.caller.client.generate(SUBJECT, make_request(seconds=60), events.append)
     await until(lambda: call.last_ping_before_ack is not None)
     return service, call, events
 
@@ -157,8 +157,8 @@ async def test_stop_when_the_transfer_is_on_its_way_then_the_caller_gets_it_and_
     service, call, events = await begun(bench, waiting)
     gate.set()
     await until(lambda: bool(sent))
-    cancels = bench.caller._cancelled
-    bench.worker._transport.publish(bench.caller._inbox_subject, sent[0])
+    cancels = bench.caller.client._cancelled
+    bench.worker._transport.publish(bench.caller.client._inbox_subject, sent[0])
     await until(lambda: bool(events))
     (chunk,) = events
     assert isinstance(chunk, Chunk)
@@ -189,6 +189,6 @@ async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(
 
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())
-    assert isinstance(serving, EndpointServer)
+    assert isinstance(serving, PlaneServer)
     assert serving._callers
     await until(lambda: not serving._callers)

@@ -206,8 +206,8 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
     ):
         await anext(good)
         await anext(bad)
-        inbox = caller._inbox_subject  # type: ignore[attr-defined]
-        stream = max(caller._running[SUBJECT])  # type: ignore[attr-defined]
+        inbox = caller.client._inbox_subject  # type: ignore[attr-defined]
+        stream = max(caller.client._running[SUBJECT])  # type: ignore[attr-defined]
         fine = plain(Chunk(token_ids=token_ids()))
         for message in (
             ["a new kind of message", {"for": "streams"}],

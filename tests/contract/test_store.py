@@ -13,16 +13,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
+from dynamo_trtllm.frontend.generation.responses import jetstream
+from dynamo_trtllm.frontend.generation.responses.jetstream import JetStreamStore, bucket_of
+from dynamo_trtllm.frontend.generation.responses.key_value_store import (
+    KeyValueStore,
+    MemoryStore,
+    StoreLimits,
+)
 from dynamo_trtllm.launch.servers import nats_binary
-from dynamo_trtllm.request_plane import jetstream
-from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
-from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store, StoreLimits
 from dynamo_trtllm.subprocesses import spawn
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 
 MIB = 1 << 20
-Opened = Callable[[StoreLimits], Awaitable[Store]]
+Opened = Callable[[StoreLimits], Awaitable[KeyValueStore]]
 
 
 def limits(
@@ -54,11 +58,11 @@ async def eventually(
 @pytest.fixture(params=["memory", "jetstream"])
 async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Opened]:
     """Opens an empty store."""
-    stores: list[Store] = []
+    stores: list[KeyValueStore] = []
 
-    async def open_store(wanted: StoreLimits) -> Store:
+    async def open_store(wanted: StoreLimits) -> KeyValueStore:
         if request.param == "memory":
-            stores.append(MemoryResponseStore(wanted))
+            stores.append(MemoryStore(wanted))
         else:
             address = request.getfixturevalue("nats_server")
             stores.append(await JetStreamStore.connect(address, f"n{secrets.token_hex(4)}", wanted))
@@ -132,7 +136,7 @@ async def test_many_at_once_then_each_has_its_own(opened: Opened) -> None:
 async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(
     full: StoreLimits,
 ) -> None:
-    store = MemoryResponseStore(full)
+    store = MemoryStore(full)
     for number in range(3):
         await store.put(f"quiet_{number}", bytes(10), "quiet")
     for number in range(50):
@@ -148,7 +152,7 @@ async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(
 
 async def test_memory_then_its_bytes_are_counted() -> None:
     now = [0.0]
-    store = MemoryResponseStore(limits(max_entries=2, ttl_s=10.0), clock=lambda: now[0])
+    store = MemoryStore(limits(max_entries=2, ttl_s=10.0), clock=lambda: now[0])
     await store.put("a", b"123")
     await store.put("a", b"12345")
     assert store.used_bytes == 5

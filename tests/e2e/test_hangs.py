@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.cli.stuck import StuckReport
+from dynamo_trtllm.cli.stuck_requests import StuckReport
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
 from tests.e2e.cluster import PLAIN, TINY, Cluster, Process, until

@@ -23,9 +23,9 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.worker import service
-from dynamo_trtllm.worker.service import Admission
+from dynamo_trtllm.worker.service import WorkerAdmission
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
     FrontendSide,
@@ -54,13 +54,13 @@ class Scene:
         ) as chunks:
             return [chunk async for chunk in chunks]
 
-    def serving(self, role: Role) -> EndpointServer:
+    def serving(self, role: Role) -> PlaneServer:
         servers = [server for plane in self.running_workers.planes for server in plane._servers]
         (found,) = [each for each in servers if each.service.instance.role is role]  # type: ignore[attr-defined]
         return found
 
-    def admission(self, role: Role) -> Admission:
-        made: Admission = self.serving(role).service.admission  # type: ignore[attr-defined]
+    def admission(self, role: Role) -> WorkerAdmission:
+        made: WorkerAdmission = self.serving(role).service.admission  # type: ignore[attr-defined]
         return made
 
     def subject(self, role: Role) -> str:
@@ -79,7 +79,7 @@ class Scene:
         return last.kv_params
 
     async def release(self, kv_params: KvTransferParams) -> None:
-        await self.side.plane.control(
+        await self.side.plane.client.control(
             self.subject(Role.PREFILL),
             ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED),
             timeout_s=SOON_S,

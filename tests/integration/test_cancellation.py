@@ -14,7 +14,7 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, KvTransferError
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Frame
-from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.server import PlaneServer
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
     FrontendSide,
@@ -74,8 +74,8 @@ class Scene:
             "ended streams that hold KV": [held(serving) for serving in servings],
             "admitted": [serving.service.admission.active() for serving in servings],
             "watched": [sorted(serving._callers) for serving in servings]
-            + [[*self.side.plane._running]],
-            "streams": len(self.side.plane._inbox),
+            + [[*self.side.plane.client._running]],
+            "streams": len(self.side.plane.client._inbox),
             "subscriptions": [len(client._subs) for client in clients],
             "tasks": sorted(
                 task.get_name()
@@ -173,7 +173,7 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         await made.run(request(max_tokens=2, prompt=4))
         await settled(made)
         before = made.left()
-        inbox = made.side.plane._inbox
+        inbox = made.side.plane.client._inbox
         feed, seen = inbox.feed, []
 
         def cancelling(frames: list[Frame]) -> None:
@@ -208,7 +208,7 @@ async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
             await asyncio.wait_for(asking, 30)
 
 
-def held(serving: EndpointServer) -> int:
+def held(serving: PlaneServer) -> int:
     return sum(stream.has_ended for stream in serving._streams())
 
 

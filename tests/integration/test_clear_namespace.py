@@ -19,10 +19,10 @@ from dynamo_trtllm.discovery.base import Added
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.records import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.frontend.generation.responses import jetstream
+from dynamo_trtllm.frontend.generation.responses.jetstream import JetStreamStore, bucket_state
+from dynamo_trtllm.frontend.generation.responses.key_value_store import StoreLimits
 from dynamo_trtllm.messages import encode
-from dynamo_trtllm.request_plane import jetstream
-from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_state
-from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.instances import make_instance
 from tests.waiting import SOON_S
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.frontend.requests import output_budget
 from dynamo_trtllm.http_server import exchange
-from dynamo_trtllm.http_server.server import HttpServer, http_server
+from dynamo_trtllm.http_server.server import HttpServer
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
@@ -100,7 +101,7 @@ class Client(NamedTuple):
 async def serving(**config: Any) -> AsyncIterator[Served]:
     """No connection, task or permit may be left at the end."""
     made = front(stop("ok"), **config)
-    server = http_server(made.app, made.config)
+    server = frontend_server(made.app, made.config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         served = Served(made, server, sock.getsockname()[1])
         task = asyncio.create_task(server.serve(sock))

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo_trtllm.http_server.server import http_server
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.messages import Chunk
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
@@ -23,7 +23,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def serving(served: FakeFrontend) -> AsyncGenerator[int, None]:
-    server = http_server(served.app, served.config)
+    server = frontend_server(served.app, served.config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         task = asyncio.create_task(server.serve(sock))

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.errors import PayloadTooLarge
 from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
@@ -87,7 +88,9 @@ class Served:
 @asynccontextmanager
 async def serving(handler: Any, shutdown_s: float = SOON_S, **limits: Any) -> AsyncIterator[Served]:
     """No connection and no task is left at the end."""
-    server = HttpServer(handler, replace(LIMITS, **limits), shutdown_s=shutdown_s)
+    server = HttpServer(
+        handler, replace(LIMITS, **limits), error_form=openai_error, shutdown_s=shutdown_s
+    )
     sock = socket.create_server(("127.0.0.1", 0))
     served = Served(server, asyncio.create_task(server.serve(sock)), sock.getsockname()[1])
     async with asyncio.timeout(SOON_S):
@@ -412,7 +415,7 @@ async def test_connection_when_it_has_tls_and_client_certificates_then_served_an
     server_context.verify_mode = ssl.CERT_REQUIRED
     held = Held()
     held.go.set()
-    group = HttpServer(held, LIMITS, shutdown_s=0.0)
+    group = HttpServer(held, LIMITS, error_form=openai_error, shutdown_s=0.0)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: HttpConnection(group), "127.0.0.1", 0, ssl=server_context

@@ -69,7 +69,7 @@ def cancel_all_at(
         side.router.generate(request(max_tokens=500), ChoiceTimeline(), events.append)
         for _ in range(REQUESTS)
     ]
-    feed, num_arrived = side.plane._inbox.feed, 0
+    feed, num_arrived = side.plane.client._inbox._feed, 0
 
     def cancel_all() -> None:
         for handle in handles:
@@ -87,7 +87,7 @@ def cancel_all_at(
         if any(has_kv) and num_arrived >= arrival:
             cancel_all()
 
-    side.plane._inbox.feed = counting  # type: ignore[method-assign]
+    side.plane.client._inbox._feed = counting  # type: ignore[method-assign]
     return events
 
 

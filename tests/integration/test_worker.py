@@ -335,7 +335,7 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
         async with aclosing(discovery.watch(chosen.namespace)) as events:
             while not isinstance(await anext(events), Added):
                 pass
-        await plane.control(records.subject(endpoint, worker.instance_id), ResyncKvEvents())
+        await plane.client.control(records.subject(endpoint, worker.instance_id), ResyncKvEvents())
         while not updates[-1].snapshot:
             updates.append(await found.get())
         worker.stop()

@@ -24,7 +24,7 @@ def graph() -> grimp.ImportGraph:
         ("tests/unit/test_streams.py", "tests/unit/test_streams.py"),
         ("dynamo_trtllm/router/prefix_index.py", "tests/unit/router/test_prefix_index.py"),
         # through modules between them
-        ("dynamo_trtllm/router/prefix_index.py", "tests/unit/frontend/test_pipeline.py"),
+        ("dynamo_trtllm/router/prefix_index.py", "tests/unit/frontend/test_request_router.py"),
         # a helper that no test is
         ("tests/contract/plane_helpers.py", "tests/contract/test_plane_ends.py"),
         # which pytest reads without an import

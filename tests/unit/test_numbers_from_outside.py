@@ -58,7 +58,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.number_types import MOST_INT64
 from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.frames import (
     Ack,
     Batch,
@@ -68,6 +68,7 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
     _FrameHeader,
 )
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.router.load import FleetLoad, instance_cost, predicted_first_token_s
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
@@ -170,7 +171,7 @@ async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes
         nonlocal num_unreadable
         num_unreadable += 1
 
-    plane = Plane(transport, PlaneLimits(), on_unreadable=count)
+    plane = RequestPlane(transport, PlaneLimits(), on_unreadable=count)
     server = await plane.serve("s", bench.service)
     for message, subject in ((ClientMessage, "s"), (ControlRequest, control_subject("s"))):
         for bad in bad_messages(message):
@@ -192,9 +193,9 @@ async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_c
         KnownPrefixes(),
         InstanceCache(),
     )
-    plane = Plane(transport, PlaneLimits())
+    plane = RequestPlane(transport, PlaneLimits())
     await plane.serve("s", MeteredService(PlainEngine()).service)
-    await plane.watch_loads("dynamo", lambda report: loads.on_report(report, 0.0))
+    await plane.client.watch_loads("dynamo", lambda report: loads.on_report(report, 0.0))
     known.add_instance(INSTANCE)
     gate = asyncio.Event()
     await plane.serve("waits", MeteredService(PlainEngine((gate, *ANSWER))).service)

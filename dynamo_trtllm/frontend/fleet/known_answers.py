@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, RequestError, RequestRejected
 from dynamo_trtllm.messages import Instance, Role, TokenIds, token_ids
-from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 
 ANSWER_TOKENS: Final = 8

@@ -28,9 +28,11 @@ from dynamo_trtllm.errors import (
     NoInstances,
 )
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
-from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.router.policy import PairBreakers, PairState, differences
-from dynamo_trtllm.router.view import ClusterView, ModelView, Pair, format_pair, pairs_of
+from dynamo_trtllm.request_plane.plane import RequestPlane
+from dynamo_trtllm.router.breakers import PairBreakers, PairState
+from dynamo_trtllm.router.pairs import Pair, differences, format_pair
+from dynamo_trtllm.router.probe_pairs import pairs_of
+from dynamo_trtllm.router.view import ClusterView, ModelView
 from dynamo_trtllm.tokenization.renderer import Renderer
 from dynamo_trtllm.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.tokenization.served_model import ServedModel
@@ -50,7 +52,7 @@ class ModelRegistry:
 
     _view: ClusterView
     _discovery: Discovery
-    _plane: Plane
+    _plane: RequestPlane
     _namespace: str
     # With them, a model is ready only after one of its pairs has worked.
     _breakers: PairBreakers | None = None
@@ -292,12 +294,12 @@ class ModelRegistry:
     async def _fetch_from(self, worker: Instance, sha256: str, most_bytes: int) -> bytes:
         """Fetch the file in chunks.
 
-        Raises BadFrame for a wrong content or size, and as `Plane.control`.
+        Raises BadFrame for a wrong content or size, and as `PlaneClient.control`.
         """
         data = bytearray()
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
-            reply = await self._plane.control(worker.subject, GetFile(sha256, len(data)))
+            reply = await self._plane.client.control(worker.subject, GetFile(sha256, len(data)))
             chunk = decode(reply, FileChunk)
             if total_bytes is None:
                 total_bytes = chunk.total_bytes

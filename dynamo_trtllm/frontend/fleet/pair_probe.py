@@ -33,8 +33,9 @@ from dynamo_trtllm.frontend.fleet.known_answers import (
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
-from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
-from dynamo_trtllm.router.view import MAX_PAIRS, Pair, format_pair, is_probed, new_pairs, pairs_with
+from dynamo_trtllm.router.breakers import PairBreakers
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection, format_pair
+from dynamo_trtllm.router.probe_pairs import MAX_PAIRS, is_probed, new_pairs, pairs_with
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,8 @@ class PairProbes:
 
     def _schedule_changed(self) -> None:
         """Schedule pairs that are new or may be due earlier, and drop instances that are gone."""
-        self.router.update_breakers()  # new pairs get no requests before their probe
+        # New pairs get no requests before their probe.
+        self.router.health.update_breakers(time.monotonic())
         if not all(change.is_added for change in self._changes):
             self._keep_only(self._view.ids())
         while self._changes:
@@ -235,7 +237,7 @@ class PairProbes:
             if called is None:
                 called = timeline.prefill_instance
             if called is not None:
-                self.router.record_unreachable(called, exc)
+                self.router.health.record_unreachable(called, exc, time.monotonic())
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
@@ -248,7 +250,7 @@ class PairProbes:
         elif code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
-            self.router.record_success(pair, is_probe=True, note=text)
+            self.router.health.record_success(pair, time.monotonic(), is_probe=True, note=text)
             model = selection.decode.card.name
             if text and model not in self._inconclusive:
                 self._inconclusive.add(model)
@@ -370,7 +372,7 @@ class PairProbes:
             log.error(text, instance.role, instance_id)
             message = Restart("KV transfer fails with every peer")
             try:
-                await self.router.plane.control(instance.subject, message)
+                await self.router.plane.client.control(instance.subject, message)
             except DynamoError as exc:
                 if isinstance(exc, errors.PlaneError):
                     # The worker may not have received the request.

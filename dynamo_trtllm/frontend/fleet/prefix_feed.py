@@ -18,7 +18,7 @@ from dynamo_trtllm.errors import BadFrame, DynamoError
 from dynamo_trtllm.kv_events import KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.messages import Instance, ResyncKvEvents, decode
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 
@@ -41,7 +41,7 @@ class PrefixFeed:
 
     known: KnownPrefixes
     view: ClusterView
-    plane: Plane
+    plane: RequestPlane
     namespace: str
     metrics: FrontendMetrics
     pause_s: float = PAUSE_S
@@ -123,7 +123,7 @@ class PrefixFeed:
                         self.known.forget(instance.id)
                 self.metrics.child("kv_updates_total", "resync").inc()
                 try:
-                    await self.plane.control(
+                    await self.plane.client.control(
                         instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S
                     )
                     failure = "it accepts requests but publishes nothing"

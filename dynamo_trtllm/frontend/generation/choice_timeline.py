@@ -12,9 +12,8 @@ from dynamo_trtllm.messages import GenerateRequest, Instance, Phase, PhaseTiming
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.phases import FRONTEND, Span
 from dynamo_trtllm.router.load import PlacedRequest
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection
 from dynamo_trtllm.router.placement import CostSelection
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import Pair
 
 
 @dataclass(slots=True)

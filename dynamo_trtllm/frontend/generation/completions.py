@@ -17,6 +17,7 @@ import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
@@ -29,7 +30,7 @@ from dynamo_trtllm.frontend.generation.preprocess import (
     prepare_chat,
     prepare_text,
 )
-from dynamo_trtllm.http_server.errors import to_response
+from dynamo_trtllm.http_status import to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.text_input import input_of
 from dynamo_trtllm.tokenization.output import Channel, Delta
@@ -118,7 +119,7 @@ class CompletionBuilder:
 
     def error(self, error: DynamoError) -> bytes:
         """Return the events that end a stream with an error after its headers were sent."""
-        return event(to_response(error).body) + DONE
+        return event(to_response(error, openai_error).body) + DONE
 
     def _counted(self, events: bytes, index: int, tokens: int) -> bytes:
         """Return the events with the usage so far, if the client asked for it.

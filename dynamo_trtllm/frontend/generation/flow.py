@@ -39,8 +39,7 @@ from dynamo_trtllm.messages import (
     TokenIds,
     token_ids,
 )
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import Pair
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection
 from dynamo_trtllm.streams import StreamEvent
 
 
@@ -443,7 +442,7 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        counts = not is_not_accepted(error)
+        counts = not errors.is_not_accepted(error)
         if not self._sent_ids:
             if counts:
                 self._timeline.retries += 1
@@ -509,11 +508,6 @@ class GenerationFlow:
         self._error = None
         del self._driver
         return event
-
-
-def is_not_accepted(error: DynamoError) -> bool:
-    """Return True if the worker never accepted the call: it is draining or unreachable."""
-    return isinstance(error, errors.Draining | errors.Unreachable)
 
 
 def _token_dependence(sampling: Sampling) -> str | None:

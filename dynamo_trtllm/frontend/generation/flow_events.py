@@ -13,8 +13,7 @@ from dynamo_trtllm.messages import (
     ReleaseKv,
     ReleaseSlot,
 )
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import Pair
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection
 from dynamo_trtllm.streams import StreamEvent
 
 

@@ -25,7 +25,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
 )
 from dynamo_trtllm.observability.logging import short_id
-from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
+from dynamo_trtllm.request_plane.client import BackgroundControl, PlaneClient
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.streams import StreamEvent
 
@@ -54,7 +54,7 @@ class KvCollector:
 
     def __init__(
         self,
-        plane: Plane,
+        plane: PlaneClient,
         control: BackgroundControl,
         on_end: Callable[[str], None],
     ) -> None:

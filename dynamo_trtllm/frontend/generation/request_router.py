@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import itertools
 import logging
-import random
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
-    Disconnected,
     DynamoError,
-    NoInstances,
     QueryOfDeath,
-    WorkerDied,
 )
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
+from dynamo_trtllm.frontend.generation.flow import GenerationFlow
 from dynamo_trtllm.frontend.generation.flow_events import (
     FlowEvent,
     RouterOptions,
@@ -44,22 +38,15 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
-from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
+from dynamo_trtllm.request_plane.client import BackgroundControl
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.request_plane.receivers import StreamReceiver
+from dynamo_trtllm.router.breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.router.load import PlacedRequest
+from dynamo_trtllm.router.pairs import Pair, WorkerSelection
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
-from dynamo_trtllm.router.prefix_index import PromptHashes
-from dynamo_trtllm.router.view import (
-    Change,
-    ClusterView,
-    Cooldown,
-    Pair,
-    PairGroup,
-    format_pair,
-    new_pairs,
-    pairing_key,
-)
+from dynamo_trtllm.router.selection import WorkerSelector
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, unexpected_error
 
 log = logging.getLogger(__name__)
@@ -89,7 +76,7 @@ class RequestRouter:
     """
 
     view: ClusterView
-    plane: Plane
+    plane: RequestPlane
     options: RouterOptions = field(default_factory=RouterOptions)
     breakers: PairBreakers = field(default_factory=PairBreakers)
     placement: Placement | None = None
@@ -97,15 +84,22 @@ class RequestRouter:
     suspects: Suspects = field(default_factory=Suspects)
 
     def __post_init__(self) -> None:
-        self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        self._cooldown = Cooldown()
+        options = self.options
+        self.health = FleetHealth(self.view, self.breakers, has_probes=options.has_probes)
+        self.selector = WorkerSelector(
+            self.view,
+            self.health,
+            self.placement,
+            selects_at_random=options.selects_at_random,
+            decode_fallback=options.decode_fallback,
+        )
         self.failure_lines = LineLimit(
             _FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
         )
-        self.background_control = BackgroundControl(self.plane)
-        self.kv_collector = KvCollector(self.plane, self.background_control, self.on_kv_collected)
-        # Changes whose new pairs are not withheld yet.
-        self._changes = self.view.subscribe() if self.options.has_probes else deque[Change]()
+        self.background_control = BackgroundControl(self.plane.client)
+        self.kv_collector = KvCollector(
+            self.plane.client, self.background_control, self.on_kv_collected
+        )
 
     def generate(
         self,
@@ -128,146 +122,6 @@ class RequestRouter:
                 records whether the pair works; a failed KV transfer is recorded here.
         """
         return RoutedRequest(self, request, timeline, on_event, selection)
-
-    def new_round_robin_index(self, model: str) -> int:
-        """Return how many attempts of a model were begun before this one, or a random number."""
-        if self.options.selects_at_random:
-            return random.getrandbits(30)
-        return next(self._round_robin[model])
-
-    def select(
-        self,
-        request: GenerateRequest,
-        round_robin_index: int,
-        excluded: frozenset[int],
-        avoid: int | None,
-    ) -> WorkerSelection:
-        """Select the workers of an attempt. Arguments as for `FlowDriver.select`.
-
-        Raises:
-            NoInstances, TransferMismatch: as `policy.select` does.
-            UnsupportedParameter: no workers support a field of the request.
-        """
-        excluded |= incapable(self.view.model(request.model), request)
-        self.update_breakers()
-        cooling_down = self._cooldown.ids(time.monotonic())
-        if cooling_down:
-            try:
-                return self._select_excluding(
-                    cooling_down | excluded, request, round_robin_index, avoid
-                )
-            except NoInstances:
-                pass  # a cooling instance, which may be back, is better than none
-        return self._select_excluding(excluded, request, round_robin_index, avoid)
-
-    def _select_excluding(
-        self,
-        ids: frozenset[int],
-        request: GenerateRequest,
-        round_robin_index: int,
-        avoid: int | None,
-    ) -> WorkerSelection:
-        breakers = self.breakers
-        view = self.view.model(request.model).excluding(ids)
-        if self.placement is not None:
-            best = self.placement.select(
-                view, PromptHashes(request), breakers, time.monotonic(), avoid=avoid
-            )
-            if best is not None:
-                return best
-        return select(
-            view,
-            request.model,
-            round_robin_index,
-            breakers,
-            avoid=avoid,
-            decode_fallback=self.options.decode_fallback,
-        )
-
-    def is_usable(
-        self, selection: WorkerSelection, excluded: frozenset[int], avoid: int | None
-    ) -> bool:
-        """Return whether an earlier selection may be used again.
-
-        Arguments as for `FlowDriver.select`.
-        """
-        prefill_id = None if selection.prefill is None else selection.prefill.id
-        decode_id = selection.decode.id
-        instance_ids = {decode_id} if prefill_id is None else {prefill_id, decode_id}
-        if avoid in instance_ids:
-            return False
-        unusable = excluded | self._cooldown.ids(time.monotonic())
-        is_there = instance_ids <= self.view.ids() and not instance_ids & unusable
-        return is_there and not self.breakers.is_open((prefill_id, decode_id))
-
-    def select_other_decode(
-        self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
-    ) -> Instance | None:
-        """Return an untried decode instance that can fetch the KV of a prefill instance.
-
-        Return None if there is none.
-        """
-        self.update_breakers()
-        model = prefill.card.name
-        unusable = tried | incapable(self.view.model(model), request)
-        unusable |= self._cooldown.ids(time.monotonic())
-        view = self.view.model(model).excluding(unusable)
-        candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
-        decodes = tuple(
-            decode for decode in candidates if not self.breakers.is_open((prefill.id, decode.id))
-        )
-        if self.placement is not None:
-            return self.placement.select_decode(decodes, request)
-        if not decodes:
-            return None
-        return decodes[self.new_round_robin_index(model) % len(decodes)]
-
-    def update_breakers(self) -> None:
-        """Update which pairs get no requests. Called before a pair is selected or probed."""
-        if self.breakers.any_open and not self.options.has_probes:
-            self.breakers.half_open(time.monotonic())
-        while self._changes:
-            change = self._changes.popleft()
-            if change.is_added:
-                view = self.view.model(change.instance.card.name)
-                self.breakers.withhold(new_pairs(view, change))
-
-    def record_unreachable(self, instance_id: int, error: DynamoError) -> None:
-        """Avoid an instance for a while if it did not accept a call.
-
-        Its pairs count as not working.
-        """
-        now = time.monotonic()
-        if is_not_accepted(error) or isinstance(error, WorkerDied):
-            self._cooldown.start(instance_id, now)
-        if is_not_accepted(error) or isinstance(error, Disconnected):
-            reason = f"{error.code}: {error.message}"
-            pairs = self.breakers.pairs_with(instance_id)
-            worked = [self.breakers.record_unreachable(pair, reason, now) for pair in pairs]
-            if any(worked):
-                self.view.notify_changed()  # probes test them soon
-
-    def record_success(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
-        """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
-        for instance_id in filter(None, pair):
-            self._cooldown.forget(instance_id)
-        if self.breakers.record_success(pair, time.monotonic(), is_probe=is_probe, note=note):
-            self.view.notify_changed()  # requests may wait for this pair
-            log.info("%s works", format_pair(pair))
-
-    def record_transfer(self, pair: Pair, error: DynamoError | None) -> None:
-        """Record the outcome of a KV transfer. Failures in a row open the breaker of the pair."""
-        if error is None:
-            self.record_success(pair)
-            return
-        worked = self.breakers.status(pair).state is PairState.WORKING
-        opened = self.breakers.record_failure(
-            pair, f"{error.code}: {error.message}", time.monotonic()
-        )
-        if worked or opened:
-            self.view.notify_changed()  # its next probe may be due earlier
-        if opened:
-            log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
     async def aclose(self) -> None:
         """Wait a bounded time for the collections of KV and the control requests in progress."""
@@ -356,7 +210,7 @@ class RoutedRequest(Stream):
             self._attempt = attempt
             self._begun_s = time.monotonic()
             self._timeline.attempt_began()
-            self._round_robin_index = self._router.new_round_robin_index(request.model)
+            self._round_robin_index = self._router.selector.new_round_robin_index(request.model)
         self._end_placed()
         self._end_trial()
         self._router.suspects.end(self._tracked)
@@ -384,8 +238,20 @@ class RoutedRequest(Stream):
         if self._flow.awaits_turn:
             excluded |= router.suspects.tried_on(suspicion)
         selection = suspicion.selection if suspicion.is_shared else None
-        if selection is None or not router.is_usable(selection, excluded, avoid):
-            selection = router.select(self._flow.request, self._round_robin_index, excluded, avoid)
+        selector = router.selector
+        now = time.monotonic()
+        if selection is not None and not selector.is_usable(
+            selection, now, excluded=excluded, avoid=avoid
+        ):
+            selection = None
+        if selection is None:
+            selection = selector.select(
+                self._flow.request,
+                self._round_robin_index,
+                now,
+                excluded=excluded,
+                avoid=avoid,
+            )
         suspicion.selection = selection
         if suspicion.deaths:
             router.suspects.begin_trial(
@@ -395,7 +261,9 @@ class RoutedRequest(Stream):
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
         self._timeline.expected = None  # it was predicted for another worker
-        return self._router.select_other_decode(self._flow.request, prefill, tried)
+        return self._router.selector.select_other_decode(
+            self._flow.request, prefill, tried, time.monotonic()
+        )
 
     def wait_for_workers(self, limit_s: float) -> None:
         router = self._router
@@ -404,7 +272,7 @@ class RoutedRequest(Stream):
         if left_s <= 0:
             asyncio.get_running_loop().call_soon(self._on, Signal.WAIT_TIMED_OUT)
             return
-        quarantined = router.view.model(request.model).first_of(router.breakers.quarantined)
+        quarantined = router.view.model(request.model).first_pair_of(router.breakers.quarantined)
         self._timeline.waiting_for_workers(request, quarantined)
         self._run(_wait(router.view.changed, left_s))
 
@@ -427,7 +295,7 @@ class RoutedRequest(Stream):
         self._call = None  # the one before has ended
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._router.suspects.begin(self._tracked, worker.id, kv_holder)
-        self._call = self._router.plane.generate(worker.subject, request, on_event)
+        self._call = self._router.plane.client.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
         call = self._call
@@ -443,7 +311,7 @@ class RoutedRequest(Stream):
             self._timeline.decode_began()
             if self._placed is not None:
                 self._placed.prefilled()
-        self._router.record_transfer(pair, error)
+        self._router.health.record_transfer(pair, error, time.monotonic())
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
         return self._router.suspects.record_death(self._tracked, worker.id, self._flow.request)
@@ -452,7 +320,7 @@ class RoutedRequest(Stream):
         self._end_trial()
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
-        self._router.record_unreachable(worker.id, error)
+        self._router.health.record_unreachable(worker.id, error, time.monotonic())
         self._router.suspects.end(self._tracked)
         request = self._flow.request
         self._timeline.call_failed(request, worker, error, goes_on=bool(next_step))
@@ -502,11 +370,11 @@ class RoutedRequest(Stream):
         left_s = min(deadline - now, _RESERVED_S)
         message = ReserveSlot(reservation_id, now + left_s, left_s)
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
-        await self._router.plane.control(decode.subject, message, timeout_s=timeout_s)
+        await self._router.plane.client.control(decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED
 
     async def _check(self, worker: Instance) -> Signal:
-        await self._router.plane.check_listener(worker.subject, num_pings=2)
+        await self._router.plane.client.check_listener(worker.subject, num_pings=2)
         return Signal.WORKER_LISTENS
 
     def _stop(self) -> None:

@@ -37,7 +37,7 @@ from typing import Final, NamedTuple, TypeVar
 from dynamo_trtllm.errors import QueryOfDeath
 from dynamo_trtllm.messages import GenerateRequest, encode
 from dynamo_trtllm.observability.logging import short_id
-from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dynamo_trtllm.api.request_model import REF, request_schemas
 from dynamo_trtllm.api.response_schemas import Schema, response_schemas
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
-from dynamo_trtllm.http_server.errors import RETRY_LATER, STATUS
+from dynamo_trtllm.http_status import RETRY_LATER, STATUS
 
 TEXT: Final[Schema] = {"type": "string"}
 JSON: Final = "application/json"

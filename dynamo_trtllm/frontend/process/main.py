@@ -23,9 +23,10 @@ from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.http_server.errors import retry_headers
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.server import http_server, set_request_id
+from dynamo_trtllm.http_server.server import set_request_id
+from dynamo_trtllm.http_status import retry_headers
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
@@ -152,7 +153,7 @@ async def serve(
     _tune_malloc()
     with sock:
         gate = StartupGate()
-        server = http_server(gate, config)
+        server = frontend_server(gate, config)
 
         def open_gate(app: Handler) -> None:
             server.handler = app

@@ -21,6 +21,7 @@ from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
 from dynamo_trtllm.frontend.generation.request_router import RequestRouter
+from dynamo_trtllm.frontend.generation.responses.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.generation.suspects import Suspects
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
@@ -29,12 +30,12 @@ from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
-from dynamo_trtllm.request_plane.jetstream import JetStreamStore
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.plane import RequestPlane
+from dynamo_trtllm.router.breakers import PairBreakers
 from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import PairBreakers
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 
@@ -204,7 +205,9 @@ def routing_work(
     return work
 
 
-async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: FleetLoad) -> None:
+async def follow_loads(
+    plane: RequestPlane, namespace: str, view: ClusterView, loads: FleetLoad
+) -> None:
     """Take the load that workers report, and drop that of gone workers, until cancelled."""
 
     def take(report: LoadReport) -> None:
@@ -213,7 +216,7 @@ async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: F
             loads.on_report(report, time.monotonic())
 
     changes = view.subscribe()
-    unsubscribe = await plane.watch_loads(namespace, take)
+    unsubscribe = await plane.client.watch_loads(namespace, take)
     try:
         while True:
             changed = view.changed
@@ -240,7 +243,7 @@ def _options(config: FrontendConfig) -> RouterOptions:
 def router_of(
     config: FrontendConfig,
     view: ClusterView,
-    plane: Plane,
+    plane: RequestPlane,
     breakers: PairBreakers,
     metrics: FrontendMetrics,
 ) -> RequestRouter:

@@ -36,13 +36,13 @@ from dynamo_trtllm.frontend.requests.send_answer import (
     stream_answer,
 )
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import (
     ClientDisconnected,
     Exchange,
     HttpRequest,
     HttpResponse,
 )
+from dynamo_trtllm.http_status import RETRY_AFTER_S
 from dynamo_trtllm.streams import unexpected_error
 from dynamo_trtllm.tokenization.served_model import ServedModel
 

@@ -29,7 +29,7 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.transport import Service
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import digest
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
@@ -69,7 +69,7 @@ class FileService:
     def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
         instance = make_instance(1, role=Role.AGGREGATED)
         self._service = WorkerService(
-            NoEngine(), instance, Admission(), files=files, metrics=WorkerMetrics()
+            NoEngine(), instance, WorkerAdmission(), files=files, metrics=WorkerMetrics()
         )
         self.garbled = garbled
         self.asked: list[GetFile] = []

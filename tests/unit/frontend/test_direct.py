@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
@@ -57,7 +58,13 @@ class Wire(HttpResponse):
 
     def __init__(self, every: int) -> None:
         self.transport = MemoryTransport()
-        super().__init__(self.transport, FlushBatch(), self._count_end, is_chunked=False)
+        super().__init__(
+            self.transport,
+            FlushBatch(),
+            self._count_end,
+            error_form=openai_error,
+            is_chunked=False,
+        )
         self.num_ends = 0
         self.written = 0
         self._every = every

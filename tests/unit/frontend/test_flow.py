@@ -36,7 +36,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 from tests.instances import make_instance
 from tests.unit.frontend.routing_helpers import FINISHED, kv_chunk, request
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS, KnownAnswers
 from dynamo_trtllm.messages import Role, TokenIds
-from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 

@@ -159,7 +159,7 @@ async def test_close_when_a_collection_runs_then_it_may_end_for_a_bounded_time(
 async def cancelled_on_the_way(cluster: Cluster, **decode: Any) -> Pair:
     """Cancel a request when its KV transfer parameters have arrived and are not read yet."""
     pair = await pair_of(cluster, [kv_chunk("t1")], [FINISHED[0], HANG], **decode)
-    feed = cluster.plane._inbox.feed
+    feed = cluster.plane.client._inbox._feed
 
     def cancel_first(frames: list[Frame]) -> None:
         if any(
@@ -168,7 +168,7 @@ async def cancelled_on_the_way(cluster: Cluster, **decode: Any) -> Pair:
             handle.cancel()
         feed(frames)
 
-    cluster.plane._inbox.feed = cancel_first  # type: ignore[method-assign]
+    cluster.plane.client._inbox._feed = cancel_first  # type: ignore[method-assign]
     handle = pair.start()
     assert await pair.ended() == ["ok"]
     return pair
@@ -204,7 +204,8 @@ async def stopped_prefill(cluster: Cluster, *script: Step) -> Pair:
     handle = pair.start()
     await asyncio.wait_for(pair.prefill.hanging.wait(), SOON_S)
     async with asyncio.timeout(SOON_S):
-        while any(call.last_ping_before_ack is None for call in cluster.plane._inbox.values()):  # noqa: ASYNC110
+        inbox = cluster.plane.client._inbox
+        while any(call.last_ping_before_ack is None for call in inbox.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)  # until the call is acknowledged
     handle.cancel()
     await pair.ended()

@@ -16,7 +16,7 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.http_server.errors import STATUS
+from dynamo_trtllm.http_status import STATUS
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.memory_http import asgi

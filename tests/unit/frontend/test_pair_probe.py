@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -37,7 +38,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance, make_transfer_params
@@ -359,7 +360,9 @@ async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with
         await bench.add(1, Role.PREFILL, right)
         await bench.add(2, Role.DECODE, wrongly(prompts, sound))
         await bench.until(lambda: bench.codes == {code: 1})
-        bench.router.record_success((1, 2))  # by a request that had begun before
+        bench.router.health.record_success(
+            (1, 2), time.monotonic()
+        )  # by a request that had begun before
         assert bench.breakers.is_open((1, 2)) is (code == "mismatch")
         assert ("KV arrives changed" in bench.breakers.status((1, 2)).reason) is (
             code == "mismatch"

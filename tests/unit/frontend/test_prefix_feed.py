@@ -16,10 +16,10 @@ from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.kv_events import BlocksStored, KvBlock, KvEventPublisher, kv_events_subject
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
-from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
 from tests.unit.frontend.registry_helpers import NoEngine, until
@@ -42,7 +42,7 @@ class Publisher(KvEventPublisher):
 class Frontend:
     """A feed, and workers without engines that publish events on its plane."""
 
-    def __init__(self, plane: Plane, pause_s: float) -> None:
+    def __init__(self, plane: RequestPlane, pause_s: float) -> None:
         self.plane = plane
         self.view = ClusterView()
         self.known = KnownPrefixes()
@@ -56,7 +56,7 @@ class Frontend:
         publisher = Publisher(instance_id, self._publish)
         metrics = WorkerMetrics()
         service = WorkerService(
-            NoEngine(), instance, Admission(), files={}, metrics=metrics, kv_events=publisher
+            NoEngine(), instance, WorkerAdmission(), files={}, metrics=metrics, kv_events=publisher
         )
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

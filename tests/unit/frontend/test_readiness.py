@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry, mismatches, not_ready_reason
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import LAYOUT, make_instance, model_view

@@ -37,7 +37,7 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from tests.streaming import routed_stream
 from tests.unit.frontend.routing_helpers import (
     DECODE_STATS,
@@ -417,7 +417,7 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.router.record_success((1, 2))  # by a canary
+    cluster.router.health.record_success((1, 2), time.monotonic())  # by a canary
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
@@ -431,7 +431,7 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.router.record_success((1, 2), is_probe=True)
+    cluster.router.health.record_success((1, 2), time.monotonic(), is_probe=True)
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
     untried = await cluster.add(3, Role.DECODE)
     for _ in range(3):

@@ -34,9 +34,10 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
+from dynamo_trtllm.router.breakers import COOLDOWN_S, Cooldown
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
+from dynamo_trtllm.router.view import ModelView
 from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
 from tests.streaming import routed_stream
@@ -135,13 +136,13 @@ async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_r
 ) -> None:
     gone = make_instance(1, role=Role.AGGREGATED)
     asked: list[str] = []
-    generate = cluster.plane.generate
+    generate = cluster.plane.client.generate
 
     def counting(subject, call, sink=None):
         asked.append(subject)
         return generate(subject, call, sink)
 
-    cluster.plane.generate = counting  # type: ignore[method-assign]
+    cluster.plane.client.generate = counting  # type: ignore[method-assign]
     cluster.view.add(gone)
     worker = await cluster.add(2, Role.AGGREGATED, *[FINISHED] * 6)
     for _ in range(6):
@@ -229,7 +230,7 @@ async def test_generate_when_the_router_has_a_bug_then_the_kv_is_freed_and_the_e
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [HANG])
-    start = cluster.plane.generate
+    start = cluster.plane.client.generate
 
     def generate(subject: str, asked: GenerateRequest, on_event: Any) -> Any:
         if asked.phase is Phase.DECODE and phase is Phase.PREFILL:
@@ -239,7 +240,7 @@ async def test_generate_when_the_router_has_a_bug_then_the_kv_is_freed_and_the_e
             asyncio.get_running_loop().call_soon(on_event, "not an event")
         return start(subject, asked, on_event)
 
-    monkeypatch.setattr(cluster.plane, "generate", generate)
+    monkeypatch.setattr(cluster.plane.client, "generate", generate)
     with pytest.raises(InternalError):
         await cluster.tokens()
     await cluster.router.aclose()

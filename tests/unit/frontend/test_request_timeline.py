@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Overloaded
@@ -105,7 +106,9 @@ async def test_choices_when_their_block_fails_then_their_streams_end_and_no_outp
     answer.create_choices()
     timeline.accepted(answer)
     timeline.started()
-    response = HttpResponse(asyncio.Transport(), FlushBatch(), lambda: None)
+    response = HttpResponse(
+        asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error
+    )
 
     async def fail_after_first_delta() -> None:
         async with RunningChoices(answer, response, response, timeline, state) as deltas:

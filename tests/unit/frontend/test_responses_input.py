@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.generation.responses import response_builder, response_store
+from dynamo_trtllm.frontend.generation.responses.key_value_store import MemoryStore
 from dynamo_trtllm.messages import FinishReason
-from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from dynamo_trtllm.tokenization.conversation import Message, ToolCall
 from tests.unit.frontend.app_helpers import (
     CALL,
@@ -223,13 +223,13 @@ async def test_references_when_they_are_many_then_each_response_is_read_once_and
 ) -> None:
     served = front(stop("Hello"))
     response = await made(served)
-    get, reads = MemoryResponseStore.get, []
+    get, reads = MemoryStore.get, []
 
-    async def counted(store: MemoryResponseStore, key: str) -> bytes | None:
+    async def counted(store: MemoryStore, key: str) -> bytes | None:
         reads.append(key)
         return await get(store, key)
 
-    monkeypatch.setattr(MemoryResponseStore, "get", counted)
+    monkeypatch.setattr(MemoryStore, "get", counted)
     references = [{"id": response["output"][0]["id"]}] * 10
     await made(served, input=references)
     assert reads == [response["id"]]

@@ -13,9 +13,9 @@ from openai.types.responses import Response
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.generation.responses import response_store
+from dynamo_trtllm.frontend.generation.responses.key_value_store import MemoryStore
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,
@@ -277,7 +277,7 @@ async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() ->
     check_error(await ask(served, "GET", path), 404, "response_not_found")
 
 
-class SlowStore(MemoryResponseStore):
+class SlowStore(MemoryStore):
     """Writes nothing until `go`; then fails with `error`, if there is one."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ from dynamo_trtllm.frontend.process.run_app import (
 from dynamo_trtllm.messages import LoadReport, Role, encode
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.transport import load_subject
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.load import FleetLoad
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance

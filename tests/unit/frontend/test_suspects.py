@@ -23,7 +23,7 @@ from dynamo_trtllm.frontend.generation.suspects import (
     Suspicion,
 )
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Role, StructuredOutput, token_ids
-from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.pairs import WorkerSelection
 from tests.instances import make_instance
 from tests.unit.frontend.plan_helpers import harmony_model, text
 from tests.unit.frontend.routing_helpers import request

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
@@ -152,6 +153,51 @@ async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_f
         held.go.set()
         await turns()
         assert (held.begun, client.received, client.server.tasks) == (["/a"], b"", set())
+
+
+async def test_client_when_it_leaves_after_the_answer_then_its_handler_is_not_cancelled() -> None:
+    go = asyncio.Event()
+    ended: list[str] = []
+
+    async def answer_first(request: HttpRequest, response: HttpResponse) -> None:
+        response.cancel_on_disconnect()
+        response.send(200, b"")
+        await go.wait()
+        ended.append(request.path)
+
+    client = MemoryClient(answer_first)
+    client.send(POST % 4)  # whose body is still to come
+    await turns()
+    client.leave()
+    await turns()
+    go.set()
+    await turns()
+    assert ended == ["/x"]
+
+
+async def test_client_when_it_is_lost_twice_then_the_end_of_its_handler_is_not_cancelled() -> None:
+    ended: list[str] = []
+    go = asyncio.Event()
+
+    async def end_slowly(request: HttpRequest, response: HttpResponse) -> None:
+        response.cancel_on_disconnect()
+        try:
+            await request.receive()
+        finally:
+            await go.wait()
+            ended.append(request.path)
+
+    client = MemoryClient(end_slowly)
+    # The body is invalid, so the request is lost, and then the connection.
+    client.send(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await turns()
+    client.send(b"x")
+    await turns()
+    client.leave()
+    await turns()
+    go.set()
+    await turns()
+    assert ended == ["/a"]
 
 
 async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> (
@@ -426,7 +472,7 @@ async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watch
     monkeypatch.setattr(exchange, "STALL_S", 0.01)
     transport = MemoryTransport()
     transport.set_protocol(asyncio.Protocol())
-    response = HttpResponse(transport, FlushBatch(), lambda: None)
+    response = HttpResponse(transport, FlushBatch(), lambda: None, error_form=openai_error)
     response.send(200, b"")
     timer = ReadTimer(transport)
     timer.limit_answer(0, response)
@@ -446,7 +492,7 @@ def test_client_when_it_leaves_while_nothing_is_received_then_its_handler_is_can
     async def leave() -> None:
         held = Held()
         held.cancels = True
-        server = HttpServer(held, LIMITS, shutdown_s=0.0)
+        server = HttpServer(held, LIMITS, error_form=openai_error, shutdown_s=0.0)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()

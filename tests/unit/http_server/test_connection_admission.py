@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES
-from dynamo_trtllm.http_server.server import HttpServer, http_server
+from dynamo_trtllm.http_server.server import HttpServer
 from dynamo_trtllm.network.addresses import network_of
 from tests.memory_http import LIMITS, MemoryClient, MemoryTransport
 
@@ -30,7 +32,9 @@ class Served:
 
     def __init__(self, **limits: Any) -> None:
         self.go = asyncio.Event()
-        self.server = HttpServer(self._handle, replace(LIMITS, **limits), shutdown_s=0.0)
+        self.server = HttpServer(
+            self._handle, replace(LIMITS, **limits), error_form=openai_error, shutdown_s=0.0
+        )
 
     async def _handle(self, request: HttpRequest, response: HttpResponse) -> None:
         if request.method == "POST":
@@ -203,7 +207,7 @@ async def test_server_when_the_process_may_open_few_files_then_it_has_fewer_conn
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: None)
-    limits = http_server(Served()._handle, FrontendConfig()).limits
+    limits = frontend_server(Served()._handle, FrontendConfig()).limits
     assert (limits.max_connections, limits.reserved_connections) == (running, reserved)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.parsing_turns import HANDLER_S, PARSING_S, ParsingTurns
 from dynamo_trtllm.http_server.server import HttpServer
@@ -81,7 +82,7 @@ async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served
     None
 ):
     handler, clock = Answered(), TickingClock()
-    server = HttpServer(handler, LIMITS, shutdown_s=0.0)
+    server = HttpServer(handler, LIMITS, error_form=openai_error, shutdown_s=0.0)
     server.parsing_turns = ParsingTurns(clock)
     slow = MemoryClient(handler, ("192.0.2.1", 1), server)
     other = MemoryClient(handler, ("192.0.2.2", 1), server)
@@ -102,7 +103,9 @@ async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_i
     None
 ):
     handler = Answered()
-    server = HttpServer(handler, replace(LIMITS, max_connections=400), shutdown_s=0.0)
+    server = HttpServer(
+        handler, replace(LIMITS, max_connections=400), error_form=openai_error, shutdown_s=0.0
+    )
     server.parsing_turns = ParsingTurns(TickingClock())
     clients = [MemoryClient(handler, server=server) for _ in range(400)]
     for client in clients:

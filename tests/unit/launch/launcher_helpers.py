@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TextIO
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
-from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import Launcher, ProcessRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
+from dynamo_trtllm.launch.process_output import ProcessOutput
 from dynamo_trtllm.launch.servers import ReadyAnswer
 
 HOST = "127.0.0.1"
@@ -134,8 +134,8 @@ class LauncherRun:
 
     def __init__(self, of: DeploymentConfig, out: TextIO | None = None) -> None:
         self.out = io.StringIO()
-        self.console = Console(out or self.out, [])
-        self.launcher = Launcher(of, processes(of), self.console, {})
+        self.output = ProcessOutput(out or self.out, [])
+        self.launcher = Launcher(of, processes(of), self.output, {})
         self.running = asyncio.create_task(self.launcher.run(self._on_ready))
         RUNS.append(self)
 

@@ -128,7 +128,7 @@ async def test_launcher_when_the_reader_of_its_output_has_exited_then_it_stops_a
         latest_child("w").say("a line")
         await until(lambda: latest_child("w").is_terminating)
         await made.end()
-    assert isinstance(made.console.failure, BrokenPipeError)
+    assert isinstance(made.output.failure, BrokenPipeError)
 
 
 async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:

@@ -21,9 +21,10 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.request_plane import nats
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.nats import NatsTransport
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from tests.inproc_plane import InprocTransport
 from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
@@ -69,7 +70,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     transport, service = Overheard(), OneMore()
-    plane = Plane(transport, PlaneLimits())
+    plane = RequestPlane(transport, PlaneLimits())
     await plane.serve(SUBJECT, service)
     request = GenerateRequest(
         request_id="r",
@@ -110,7 +111,7 @@ async def test_call_when_its_worker_does_not_acknowledge_it_then_only_a_dead_one
     dies: bool, error: type[DynamoError]
 ) -> None:
     transport = Vanishing(dies=dies)
-    plane = Plane(transport, PlaneLimits(ack_timeout_s=0.05, listener_timeout_s=0.05))
+    plane = RequestPlane(transport, PlaneLimits(ack_timeout_s=0.05, listener_timeout_s=0.05))
     await transport.serve()
     request = GenerateRequest(
         request_id="r",
@@ -141,7 +142,7 @@ class Cut(InprocTransport):
 async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
     transport = Cut()
     # also the time-out of a ping, which load may exceed
-    plane = Plane(transport, PlaneLimits(ping_interval_s=0.2))
+    plane = RequestPlane(transport, PlaneLimits(ping_interval_s=0.2))
     await plane.serve(SUBJECT, Endless())
     request = GenerateRequest(
         request_id="r",

@@ -14,8 +14,9 @@ from dynamo_trtllm.messages import (
     decode,
     token_ids,
 )
-from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.frames import Batch
+from dynamo_trtllm.request_plane.plane import RequestPlane
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 from tests.inproc_plane import InprocTransport
 from tests.streaming import call_stream
@@ -69,7 +70,7 @@ async def settle() -> None:
 
 async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step() -> None:
     transport = CountingLink()
-    plane = Plane(transport, PlaneLimits())
+    plane = RequestPlane(transport, PlaneLimits())
     service = SteppingService()
     await plane.serve("s", service)
     got: list[int] = []
@@ -95,7 +96,7 @@ async def test_steps_when_the_message_before_is_not_written_then_one_message_has
     None
 ):
     transport = CountingLink()
-    plane, service = Plane(transport, PlaneLimits()), SteppingService()
+    plane, service = RequestPlane(transport, PlaneLimits()), SteppingService()
     await plane.serve("s", service)
     reading = asyncio.create_task(anext(stream := call_stream(plane, "s", asked(0))))
     await settle()

@@ -25,10 +25,12 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.load import STALE_S, FleetLoad
+from dynamo_trtllm.router.pairs import WorkerSelection
 from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.router.selection import select_round_robin
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance, model_view
 
@@ -366,7 +368,7 @@ def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_rou
         return found.prefill
 
     def in_turn(loads: FleetLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
-        prefill = select(view, "tiny", count, NONE_OPEN).prefill
+        prefill = select_round_robin(view, "tiny", count, NONE_OPEN).prefill
         assert prefill is not None
         return prefill
 

@@ -51,7 +51,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.streams import as_stream
 from dynamo_trtllm.worker import service
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource
@@ -119,10 +119,10 @@ class MeteredService:
         files: dict[str, Path] | None = None,
         *,
         can_aggregate: bool = False,
-        admission: Admission | None = None,
+        admission: WorkerAdmission | None = None,
     ) -> None:
         self.engine = engine
-        self.admission = admission or Admission()
+        self.admission = admission or WorkerAdmission()
         self.metrics = WorkerMetrics()
         instance = msgspec.structs.replace(make_instance(1, role=role), can_aggregate=can_aggregate)
         self.service = WorkerService(
@@ -378,7 +378,7 @@ async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
     go = asyncio.Event()
-    bench = MeteredService(PlainEngine([ANSWER[0], go, ANSWER[1]]), admission=Admission(1))
+    bench = MeteredService(PlainEngine([ANSWER[0], go, ANSWER[1]]), admission=WorkerAdmission(1))
     async with aclosing(as_stream(bench.service, request())) as chunks:
         await anext(chunks)
         with pytest.raises(Overloaded):
@@ -410,7 +410,7 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
             )
 
     bench = MeteredService(
-        Full(), Role.PREFILL, admission=Admission(max_pending_transfer_fraction=0.5)
+        Full(), Role.PREFILL, admission=WorkerAdmission(max_pending_transfer_fraction=0.5)
     )
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
         await bench.ask(phase=Phase.PREFILL)
@@ -420,14 +420,14 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
 async def test_reserve_when_the_frontends_clock_is_an_hour_behind_then_the_slot_is_kept_as_long() -> (
     None
 ):
-    bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
+    bench = MeteredService(PlainEngine(), Role.DECODE, admission=WorkerAdmission(1))
     await bench.service.control(ReserveSlot("a", time.time() - 3540, 60.0))
     with pytest.raises(Overloaded):
         await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
 
 
 async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_call() -> None:
-    bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
+    bench = MeteredService(PlainEngine(), Role.DECODE, admission=WorkerAdmission(1))
     await bench.service.control(ReserveSlot("a", time.time() + 60))
     assert bench.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
@@ -440,7 +440,7 @@ async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_i
 
 
 async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
-    bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
+    bench = MeteredService(PlainEngine(), Role.DECODE, admission=WorkerAdmission(1))
     await bench.service.control(ReserveSlot("a", time.time() + 60))
     await bench.service.control(ReleaseSlot("a"))
     assert await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS) == list(ANSWER)

@@ -12,7 +12,7 @@ from dynamo_trtllm.errors import MigrationFailed
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent
-from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.instances import make_instance
 
 
@@ -43,7 +43,7 @@ class StoppableStream(Stream):
         return True
 
 
-def service_of(engine: Engine, admission: Admission) -> WorkerService:
+def service_of(engine: Engine, admission: WorkerAdmission) -> WorkerService:
     instance = make_instance(1, role=Role.PREFILL)
     return WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
 
@@ -62,7 +62,7 @@ def request() -> GenerateRequest:
 async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_counts_as_cancelled() -> (
     None
 ):
-    engine, admission = OneStreamEngine(can_stop=True), Admission(max_active=1)
+    engine, admission = OneStreamEngine(can_stop=True), WorkerAdmission(max_active=1)
     service = service_of(engine, admission)
     events: list[StreamEvent] = []
     stream = service.generate(request(), events.append)
@@ -78,8 +78,8 @@ async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_co
 
 @pytest.mark.parametrize("max_active", [1, 0])
 async def test_stop_when_the_engine_can_not_or_was_not_called_then_false(max_active: int) -> None:
-    stream = service_of(OneStreamEngine(can_stop=False), Admission(max_active=max_active)).generate(
-        request(), lambda event: None
-    )
+    stream = service_of(
+        OneStreamEngine(can_stop=False), WorkerAdmission(max_active=max_active)
+    ).generate(request(), lambda event: None)
     assert not stream.stop()
     await asyncio.sleep(0)

@@ -7,7 +7,7 @@ import pytest
 from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.errors import Overloaded
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.worker.service import Admission
+from dynamo_trtllm.worker.service import WorkerAdmission
 
 
 class Clock:
@@ -46,7 +46,7 @@ def stats(*, ticket_kv_blocks: int, total: int = 100) -> EngineStats:
 
 
 def test_call_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock) -> None:
-    admission = Admission(max_active=2, clock=clock)
+    admission = WorkerAdmission(max_active=2, clock=clock)
     with admission.admit(call(), None):
         with admission.admit(call(), None):
             with pytest.raises(Overloaded, match="2 calls and 0 reserved slots of 2"):
@@ -59,14 +59,14 @@ def test_call_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock
 
 
 def test_call_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
-    admission = Admission(max_active=1, clock=clock)
+    admission = WorkerAdmission(max_active=1, clock=clock)
     with pytest.raises(ValueError, match="boom"), admission.admit(call(), None):
         raise ValueError("boom")
     assert admission.active() == 0
 
 
 def test_call_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
-    admission = Admission(clock=clock)
+    admission = WorkerAdmission(clock=clock)
     admission.reserve("a", clock.now + 1)
     with admission.admit(call(), None), admission.admit(call(), None):
         assert admission.active() == 2
@@ -74,7 +74,7 @@ def test_call_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
 
 
 def test_reservation_when_made_then_it_counts_as_a_call(clock: Clock) -> None:
-    admission = Admission(max_active=1, clock=clock)
+    admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     with pytest.raises(Overloaded, match="0 calls and 1 reserved slots"):
         with admission.admit(call(), None):
@@ -84,7 +84,7 @@ def test_reservation_when_made_then_it_counts_as_a_call(clock: Clock) -> None:
 
 
 def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) -> None:
-    admission = Admission(max_active=1, clock=clock)
+    admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     with admission.admit(call("a"), None):
         assert (admission.active(), admission.reserved_slots()) == (1, 0)
@@ -94,7 +94,7 @@ def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) 
 def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_error(
     clock: Clock,
 ) -> None:
-    admission = Admission(max_active=1, clock=clock)
+    admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     admission.unreserve("a")
     admission.unreserve("a")
@@ -103,7 +103,7 @@ def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_erro
 
 
 def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock: Clock) -> None:
-    admission = Admission(max_active=1, clock=clock)
+    admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 1)
     admission.reserve("a", clock.now + 10)
     clock.now += 5
@@ -113,7 +113,7 @@ def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock:
 def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_as_any_other(
     clock: Clock,
 ) -> None:
-    admission = Admission(max_active=1, clock=clock)
+    admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 1)
     clock.now += 1
     assert admission.reserved_slots() == 0
@@ -126,7 +126,7 @@ def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_a
 
 
 def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: Clock) -> None:
-    admission = Admission(max_active=9, max_pending_transfer_fraction=0.5, clock=clock)
+    admission = WorkerAdmission(max_active=9, max_pending_transfer_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(ticket_kv_blocks=50)):
         pass
     with admission.admit(call(), stats(ticket_kv_blocks=51)):
@@ -140,13 +140,13 @@ def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: C
 def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(
     clock: Clock,
 ) -> None:
-    admission = Admission(max_pending_transfer_fraction=0.5, clock=clock)
+    admission = WorkerAdmission(max_pending_transfer_fraction=0.5, clock=clock)
     for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
         with admission.admit(call(), stats(ticket_kv_blocks=blocks)):
             clock.now += 0.6
 
 
 def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:
-    admission = Admission(max_pending_transfer_fraction=0.5, clock=clock)
+    admission = WorkerAdmission(max_pending_transfer_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(ticket_kv_blocks=51, total=0)):
         pass

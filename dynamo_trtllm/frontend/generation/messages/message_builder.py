@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 import orjson
 
+from dynamo_trtllm.api.error_bodies import messages_error
 from dynamo_trtllm.api.messages import CountTokensRequest, MessagesRequest
 from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.response_schemas import MessageUsage, ResponseMeta, StopReason
@@ -25,7 +26,7 @@ from dynamo_trtllm.frontend.generation.preprocess import (
     conversation_prompt,
     prepare_conversation,
 )
-from dynamo_trtllm.http_server.errors import messages_error, to_response
+from dynamo_trtllm.http_status import to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenIds
 from dynamo_trtllm.tokenization.output import Channel, Delta
 from dynamo_trtllm.tokenization.served_model import ServedModel
@@ -245,7 +246,7 @@ class MessageBuilder:
 
     def error(self, error: DynamoError) -> bytes:
         """Return the event that ends a stream with an error after its headers were sent."""
-        response = to_response(error, form=messages_error, request_id=self._request_id)
+        response = to_response(error, messages_error, request_id=self._request_id)
         return b"event: error\ndata: " + orjson.dumps(response.body) + b"\n\n"
 
     def _begin(self, delta: Delta) -> _TextBlock:

@@ -24,8 +24,8 @@ from dynamo_trtllm.errors import (
     InvalidRequest,
     ResponseNotFound,
 )
+from dynamo_trtllm.frontend.generation.responses.key_value_store import KeyValueStore, StoreLimits
 from dynamo_trtllm.messages import decode
-from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ResponseStore:
         on_write_failed: called with the error's code if a response could not be stored.
     """
 
-    store: Store
+    store: KeyValueStore
     _: KW_ONLY
     shared: bool
     max_bytes: int

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.http_server.errors import STATUS, to_response
+from dynamo_trtllm.http_status import STATUS, to_response
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
@@ -22,7 +23,7 @@ def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
 )
 def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
     assert cls in STATUS
-    response = to_response(cls("change this"))
+    response = to_response(cls("change this"), openai_error)
     assert response.status == STATUS[cls]
     assert response.body["error"]["code"] == cls.code
     assert ("Retry-After" in response.headers) == (response.status in (429, 503))
@@ -56,14 +57,14 @@ def test_subclass_without_a_row_then_its_parents() -> None:
     class Narrower(InvalidRequest):
         pass
 
-    assert to_response(Narrower("x", field="n")).status == 400
-    assert to_response(Narrower("x", field="n")).body["error"]["param"] == "n"
+    assert to_response(Narrower("x", field="n"), openai_error).status == 400
+    assert to_response(Narrower("x", field="n"), openai_error).body["error"]["param"] == "n"
 
 
 def test_error_when_it_quotes_megabytes_then_its_words_are_cut_in_the_middle() -> None:
     quoted = "x" * 1_000_000
     error = InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)
-    body = to_response(error).body["error"]
+    body = to_response(error, openai_error).body["error"]
     for message in (error.message, str(error), body["message"]):
         assert message.startswith("xxx")
         assert message.endswith("is not a known field; leave it out")

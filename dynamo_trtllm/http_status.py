@@ -1,6 +1,6 @@
 """Map error classes to HTTP statuses, and build error responses.
 
-The status decides the error's type in each API.
+Their bodies have the form of an API (`api/error_bodies.py`), which the caller passes.
 """
 
 from __future__ import annotations
@@ -9,20 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.api.response_schemas import (
-    ErrorType,
-    MessagesErrorObject,
-    MessagesErrorType,
-    error_body,
-    messages_error_body,
-)
 from dynamo_trtllm.errors import DynamoError
 
-INVALID: Final = "invalid_request_error"
-_OTHER_TYPES: Final[dict[int, ErrorType]] = {
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
 RETRY_AFTER_S = 1
 RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
@@ -87,41 +75,6 @@ class ErrorForm(Protocol):
         """Return the body of an error response."""
 
 
-def openai_error(
-    status: int, message: str, *, param: str | None = None, code: str, request_id: str
-) -> Mapping[str, Any]:
-    """Return an error in the form of OpenAI's API, which has no request id."""
-    usual_type: ErrorType = INVALID if status < 500 else "server_error"
-    error_type = _OTHER_TYPES.get(status, usual_type)
-    return error_body(message, type=error_type, param=param, code=code)
-
-
-_MESSAGES_TYPES: Final[dict[int, MessagesErrorType]] = {
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def messages_error(
-    status: int, message: str, *, param: str | None = None, code: str, request_id: str
-) -> MessagesErrorObject:
-    """Return an error in the form of Anthropic's Messages API."""
-    usual_type: MessagesErrorType = INVALID if status < 500 else "api_error"
-    error_type = _MESSAGES_TYPES.get(status, usual_type)
-    if code == errors.ContextTooLong.code:
-        message = f"prompt is too long: {message}"  # Claude Code then compacts the conversation
-    return messages_error_body(
-        message,
-        type=error_type,
-        param=param,
-        code=code,
-        request_id=request_id,
-    )
-
-
 class ErrorResponse(NamedTuple):
     status: int
     body: Mapping[str, Any]
@@ -130,9 +83,10 @@ class ErrorResponse(NamedTuple):
 
 def to_response(
     error: DynamoError,
-    retry_after_s: int = RETRY_AFTER_S,
-    form: ErrorForm = openai_error,
+    form: ErrorForm,
+    *,
     request_id: str = "",
+    retry_after_s: int = RETRY_AFTER_S,
 ) -> ErrorResponse:
     """Return the response for an error.
 

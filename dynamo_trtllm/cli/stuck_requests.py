@@ -1,7 +1,4 @@
-"""Find the requests that are stuck, and the process that holds each, in recordings.
-
-The module also formats events as text.
-"""
+"""Find the requests that are stuck, and the process that holds each, in recordings."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
-from dynamo_trtllm.cost_model import Prediction
+from dynamo_trtllm.cli.event_text import describe, quarantined
 from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEvent, boot_id
 from dynamo_trtllm.observability.recordings import (
     Entry,
@@ -22,9 +19,7 @@ from dynamo_trtllm.observability.recordings import (
     RequestRecording,
     Step,
 )
-from dynamo_trtllm.router.placement import Costs
 
-_OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
 _RECENT_S: Final = 600.0  # for which a killed process is reported
 _WRONG_DATE_S: Final = 1.0
 _SLOW_S: Final = 1.0  # without an answer of etcd
@@ -296,12 +291,6 @@ def _blocked_before_placement(
     return Holder(frontend.title, "no worker can take it: a role has no worker")
 
 
-def quarantined(waiting: Entry) -> str:
-    """Return the quarantined pair for which a request waits, as text."""
-    pair = f"pair {waiting.a:x} -> {waiting.b:x}" if waiting.a else f"instance {waiting.b:x}"
-    return f"{pair} is quarantined, because its KV transfers failed"
-
-
 def _blocked_in_worker(
     recordings: Recordings,
     frontend: ProcessRecording,
@@ -410,73 +399,3 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
                 process.title, f"it holds the KV of a call until a time-out, and {why}{why_silent}"
             )
     return None
-
-
-# --- events as text -------------------------------------------------------------------------------
-
-
-def describe(entry: Entry, request: RequestRecording) -> str:
-    """Return an event and its values as text."""
-    text = entry.name
-    is_of_request = bool(entry.key)
-    has_choices = any(step.entry.choice for step in request.steps)
-    if is_of_request and has_choices and entry.event not in _OF_ALL_CHOICES:
-        text += f" (choice {entry.choice})"
-    text += _values(entry)
-    if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
-        # The prediction counts from this event, and times are shown from the first one.
-        since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
-        prediction = Prediction.unpacked(entry.c)
-        expected, low, high = ((since_s + seconds) * 1e3 for seconds in prediction)
-        text += f"; first token expected at {expected:.1f} ms ({low:.1f} to {high:.1f})"
-    return text
-
-
-def _costs(number: int) -> str:
-    costs = Costs.unpacked(number)
-    second = "none" if costs.second < 0 else costs.second
-    return f"{costs.selected} (next {second})"
-
-
-# What the numbers and the reason of an event mean, for `str.format`.
-_MEANINGS: Final[dict[int, str]] = {
-    RecordedEvent.TOKENIZED: ": {a} prompt tokens, at most {b} output tokens",
-    RecordedEvent.RESERVING_SLOT: ": at {a:x}",
-    RecordedEvent.CALL_SENT: ": {reason} at {a:x}",
-    RecordedEvent.PROGRESS: ": {a} tokens",
-    RecordedEvent.LAST_TOKEN: ": {a} tokens, {reason}",
-    RecordedEvent.CALL_ENDED: ": {a} tokens, {reason}",
-    RecordedEvent.CALL_RECEIVED: ": {reason} of {a} prompt tokens",
-    RecordedEvent.KV_PUBLISHED: ": {a} bytes",
-    RecordedEvent.CONNECTION_LOST: ": {reason}",
-    RecordedEvent.PEER_LOST: ": {reason}",
-    RecordedEvent.CONNECTION_AWAITED: ": {reason}",
-    RecordedEvent.CONNECTED: ": {reason}",
-}
-
-
-def _values(entry: Entry) -> str:
-    # What `a` and `b` are is said where `RecordedEvent` is defined.
-    a, b = entry.a, entry.b
-    reason = entry.reason
-    match entry.event:
-        case RecordedEvent.PLACED:
-            return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
-        case RecordedEvent.PLACED_BY_COST:
-            costs = []
-            if a:
-                costs.append(f"prefill cost {_costs(a)}")
-            if b:
-                role = "decode" if a else "aggregated"
-                costs.append(f"{role} cost {_costs(b)}")
-            return f": {reason}, {', '.join(costs)}"
-        case RecordedEvent.WAITING_FOR_WORKERS:
-            return f": {quarantined(entry)}" if b else ""
-        case RecordedEvent.CALL_FAILED:
-            outcome = "going on" if b else "the request ends"
-            return f": {reason} at {a:x}, {outcome}"
-        case RecordedEvent.FINISHED:
-            return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
-        case RecordedEvent.KV_FETCH_STARTED:
-            return f": {b} bytes from {a:x}" if b else f": from {a:x}"
-    return _MEANINGS.get(entry.event, "").format(a=a, b=b, reason=reason)

@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable 
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
 
-class Console:
+class ProcessOutput:
     """The launcher's output stream. It uses colors only on a terminal.
 
     With `is_json` every line is a JSON object. A line of a process that is an object keeps its

@@ -1,6 +1,6 @@
-"""Define the response store: its interface, its limits, and one in this process's memory.
+"""Define the store of bytes below the stored responses: interface, limits, and one in memory.
 
-`jetstream` implements the store for several processes. Both pass the same contract tests.
+`jetstream` implements it for several processes. Both pass the same contract tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from dynamo_trtllm.errors import PayloadTooLarge
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """A store of bytes by key.
 
     It drops old values when it is full, and every value after a time.
@@ -92,8 +92,8 @@ class _Entry(NamedTuple):
     expires_s: float  # on the clock
 
 
-class MemoryResponseStore:
-    """A `Store` in the memory of this process. `clock` returns monotonic seconds.
+class MemoryStore:
+    """A `KeyValueStore` in the memory of this process. `clock` returns monotonic seconds.
 
     A full store drops the oldest value of the owner with the most values or bytes, so that a heavy
     user does not displace the values of others.

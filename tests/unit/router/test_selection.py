@@ -12,8 +12,10 @@ import pytest
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, incapable, select
-from dynamo_trtllm.router.view import ClusterView, ModelView, pairing_key
+from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.pairs import pairing_key
+from dynamo_trtllm.router.selection import incapable, select_round_robin
+from dynamo_trtllm.router.view import ClusterView, ModelView
 from tests.instances import LAYOUT, make_instance, model_view
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
@@ -34,7 +36,9 @@ def decodes(*ids: int, **fields: Any) -> tuple[Instance, ...]:
 def served(
     view: ModelView, turns: int, breakers: PairBreakers | None = None
 ) -> list[tuple[int, int]]:
-    placements = [select(view, "tiny", turn, breakers or PairBreakers()) for turn in range(turns)]
+    placements = [
+        select_round_robin(view, "tiny", turn, breakers or PairBreakers()) for turn in range(turns)
+    ]
     return [(p.prefill.id if p.prefill else 0, p.decode.id) for p in placements]
 
 
@@ -79,7 +83,7 @@ def test_place_when_no_pair_matches_then_mismatch_names_the_field(
     field: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(TransferMismatch) as caught:
-        select(
+        select_round_robin(
             model_view(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers()
         )
     assert caught.value.message.endswith(f"matches a decode worker: {said}")
@@ -97,7 +101,7 @@ def test_place_when_roles_are_missing_then_no_instances_names_them(
     view: ModelView, missing: str
 ) -> None:
     with pytest.raises(NoInstances, match=f"model 'tiny' has {missing} now"):
-        select(view, "tiny", 0, PairBreakers())
+        select_round_robin(view, "tiny", 0, PairBreakers())
 
 
 def test_place_when_there_is_no_pair_then_aggregated_take_turns() -> None:
@@ -116,14 +120,16 @@ def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same
         model_view(prefill=prefills(1), decode=decodes(11)),
     )
     assert all(
-        select(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1]
+        select_round_robin(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1]
         for turn in range(3)
     )
-    assert select(one, "tiny", 0, PairBreakers(), avoid=1).prefill == one.prefill[0]
+    assert select_round_robin(one, "tiny", 0, PairBreakers(), avoid=1).prefill == one.prefill[0]
     breakers = PairBreakers()
     breakers.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
     view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12))
-    assert {select(view, "tiny", turn, breakers, avoid=1).decode.id for turn in range(4)} == {12}
+    assert {
+        select_round_robin(view, "tiny", turn, breakers, avoid=1).decode.id for turn in range(4)
+    } == {12}
 
 
 def shut(*pairs: tuple[int | None, int]) -> PairBreakers:
@@ -152,7 +158,9 @@ def test_place_when_all_pairs_of_a_decode_are_shut_then_it_is_left_out() -> None
 
 def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
     with pytest.raises(NoInstances, match=r"quarantined: \(1, 11\) is broken"):
-        select(model_view(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11)))
+        select_round_robin(
+            model_view(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11))
+        )
 
 
 def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:
@@ -213,7 +221,7 @@ def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_ever
                     breakers.record_failure(pair, "x", 0.0)
         avoid = dice.choice([None, dice.randrange(24)])
         try:
-            chosen = select(model, "tiny", index, breakers, avoid=avoid)
+            chosen = select_round_robin(model, "tiny", index, breakers, avoid=avoid)
         except (NoInstances, TransferMismatch):
             assert reference(model, index, breakers, avoid) is None
             continue

@@ -1,4 +1,7 @@
-"""Select the instances of a request, by round robin over the pairs whose circuit breaker is closed.
+"""Record how calls and KV transfers end, and say which workers and pairs requests avoid.
+
+Requests and probes record what they see (`FleetHealth`); selection reads it. A worker that did not
+accept a call is avoided for a while (`Cooldown`). A pair has a circuit breaker (`PairBreakers`).
 
 After some failures in a row the breaker of a pair opens, and the pair gets no requests. When the
 open time is over, one probe is sent. It closes the breaker or opens it for longer. With probes, a
@@ -8,31 +11,23 @@ answers: the right answer to a request is not known. Callers pass the time.
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
-from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Collection, Container, Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-import msgspec
+from dynamo_trtllm.errors import Disconnected, DynamoError, WorkerDied, is_not_accepted
+from dynamo_trtllm.router.pairs import Pair, format_pair
+from dynamo_trtllm.router.probe_pairs import new_pairs, pairs_of
+from dynamo_trtllm.router.view import Change, ClusterView, ModelView
 
-from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
-from dynamo_trtllm.messages import GenerateRequest, Instance, Role
-from dynamo_trtllm.router.view import (
-    ModelView,
-    Pair,
-    PairGroup,
-    excluding,
-    pairing_fields,
-    pairs_of,
-    position,
-)
+log = logging.getLogger(__name__)
 
 MOST_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
-_MOST_REASONS_FROM = 100  # pairs whose reasons an error names
 
 
 class PairState(StrEnum):
@@ -309,227 +304,112 @@ class PairBreakers:
                     self._known[other].discard(pair)
 
 
-class WorkerSelection(msgspec.Struct, frozen=True):
-    """The instances of a request. `prefill` is None if `decode` runs the aggregated request."""
-
-    prefill: Instance | None
-    decode: Instance
+COOLDOWN_S = 5.0
 
 
-def select(
-    view: ModelView,
-    model: str,
-    round_robin_index: int,
-    breakers: PairBreakers,
-    *,
-    avoid: int | None = None,
-    decode_fallback: bool = False,
-) -> WorkerSelection:
-    """Select the workers of one request, round robin per role.
+class Cooldown:
+    """The instances that selection avoids for COOLDOWN_S seconds, if there are others.
 
-    Prefill and decode are paired only if engine, strategy and KV layout are equal and the pair's
-    breaker is closed. Pairs are preferred to aggregated instances, because a deployment with pairs
-    was built for them.
+    `ids` is read per request. It returns the same set object until an instance is added or removed.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[int, float] = {}
+        self._ids: frozenset[int] = frozenset()
+        self._next_until = math.inf  # when the next instance is tried again
+
+    def start(self, instance_id: int, now: float) -> None:
+        """Avoid an instance from now on. `now` is in seconds of a monotonic clock."""
+        self._until[instance_id] = now + COOLDOWN_S
+        self._changed()
+
+    def forget(self, instance_id: int) -> None:
+        """Stop avoiding an instance, because it worked."""
+        if self._until.pop(instance_id, None) is not None:
+            self._changed()
+
+    def ids(self, now: float) -> frozenset[int]:
+        if self._next_until <= now:
+            self._until = {
+                instance_id: until for instance_id, until in self._until.items() if until > now
+            }
+            self._changed()
+        return self._ids
+
+    def _changed(self) -> None:
+        self._next_until = min(self._until.values(), default=math.inf)
+        if self._ids != self._until.keys():
+            self._ids = frozenset(self._until)
+
+
+@dataclass(eq=False)
+class FleetHealth:
+    """The health of workers and pairs, as the requests and probes of one frontend see it.
+
+    All times `now` are seconds of a monotonic clock.
 
     Args:
-        round_robin_index: number of requests of this model so far.
-        avoid: prefill instance to use only if no other matches the decode instance.
-        decode_fallback: without a prefill instance, let a decode instance that can run aggregated
-            requests do so.
-
-    Raises:
-        NoInstances: a role has no instance, or the breakers of all pairs are open; the message says
-            which.
-        TransferMismatch: both roles have instances, but none match; the message names the fields
-            that differ.
+        view: the workers.
+        breakers: one for each pair of them.
+        has_probes: True: probes test new and quarantined pairs. False: requests test them;
+            quarantined pairs when the breaker's open time is over.
     """
-    if not view.prefill or not view.decode:
-        instance = _select_aggregated(
-            view, model, round_robin_index, breakers, decode_fallback=decode_fallback
-        )
-        return WorkerSelection(None, instance)
-    if not view.paired:
-        why = differences(view.prefill[0], view.decode[0])
-        raise TransferMismatch(
-            f"no prefill worker of model {model!r} matches a decode worker: {why}"
-        )
-    usable = _usable(view, model, breakers, avoid)
-    decode = usable.paired[round_robin_index % len(usable.paired)]
-    prefill = _select_prefill(usable, decode, round_robin_index, breakers, avoid)
-    return WorkerSelection(prefill, decode)
 
+    view: ClusterView
+    breakers: PairBreakers
+    has_probes: bool = False
+    _cooldown: Cooldown = field(default_factory=Cooldown, init=False)
 
-def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | None) -> ModelView:
-    """Return the view without decode instances that have no usable prefill instance.
+    def __post_init__(self) -> None:
+        # Changes whose new pairs are not withheld yet.
+        self._changes = self.view.subscribe() if self.has_probes else deque[Change]()
 
-    Raises:
-        NoInstances: the breakers of all pairs are open.
-    """
-    usable = view
-    if breakers.any_open:
-        usable = view.excluding(_blocked(view, breakers))
-        if not usable.paired:
-            raise _all_open(model, breakers, _matching_pairs(view))
-    if avoid is not None:
-        # A decode instance that works only with this prefill instance would use it again.
-        others = usable.excluding(_blocked_without(usable, breakers, avoid))
-        if others.paired:
-            usable = others
-    return usable
+    def update_breakers(self, now: float) -> None:
+        """Update which pairs get no requests. Called before a pair is selected or probed."""
+        if self.breakers.any_open and not self.has_probes:
+            self.breakers.half_open(now)
+        while self._changes:
+            change = self._changes.popleft()
+            if change.is_added:
+                view = self.view.model(change.instance.card.name)
+                self.breakers.withhold(new_pairs(view, change))
 
+    def cooling_down(self, now: float) -> frozenset[int]:
+        """Return the ids of the workers to avoid for a while, if there are others."""
+        return self._cooldown.ids(now)
 
-def _matching_pairs(view: ModelView) -> Iterator[Pair]:
-    """Return all pairs whose pairing keys are equal."""
-    for decode in view.paired:
-        for prefill in view.groups[view.keys[decode.id]].prefill:
-            yield prefill.id, decode.id
+    def record_unreachable(self, instance_id: int, error: DynamoError, now: float) -> None:
+        """Avoid a worker for a while if it did not accept a call.
 
+        Its pairs count as not working.
+        """
+        if is_not_accepted(error) or isinstance(error, WorkerDied):
+            self._cooldown.start(instance_id, now)
+        if is_not_accepted(error) or isinstance(error, Disconnected):
+            reason = f"{error.code}: {error.message}"
+            pairs = self.breakers.pairs_with(instance_id)
+            worked = [self.breakers.record_unreachable(pair, reason, now) for pair in pairs]
+            if any(worked):
+                self.view.notify_changed()  # probes test them soon
 
-def _select_prefill(
-    usable: ModelView,
-    decode: Instance,
-    round_robin_index: int,
-    breakers: PairBreakers,
-    avoid: int | None,
-) -> Instance:
-    """Return the prefill instance of a request whose decode instance is selected."""
-    group = usable.groups[usable.keys[decode.id]]
-    prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
-    if avoid is not None:
-        prefills = excluding(prefills, (avoid,)) or prefills
-    # Requests are counted per key: an index over the decodes of all keys would skip prefills of
-    # this key.
-    num_peers = len(group.decode)
-    num_cycles = round_robin_index // len(usable.paired)
-    index_in_key = num_cycles * num_peers + position(group.decode, decode.id)
-    # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use
-    # two of four pairs.
-    shift = index_in_key // math.lcm(num_peers, len(prefills))
-    return prefills[(index_in_key + shift) % len(prefills)]
+    def record_success(
+        self, pair: Pair, now: float, *, is_probe: bool = False, note: str = ""
+    ) -> None:
+        """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
+        for instance_id in filter(None, pair):
+            self._cooldown.forget(instance_id)
+        if self.breakers.record_success(pair, now, is_probe=is_probe, note=note):
+            self.view.notify_changed()  # requests may wait for this pair
+            log.info("%s works", format_pair(pair))
 
-
-def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
-    """Return the decode instances of whose pairs all breakers are open. They get no requests.
-
-    The result is cached until a breaker opens or closes.
-    """
-    cached: tuple[object, frozenset[int]] | None = view.cache.get("blocked")
-    if cached is not None:
-        revision, blocked = cached
-        if revision is breakers.revision:
-            return blocked
-    blocked = _blocked_without(view, breakers, None)
-    view.cache["blocked"] = breakers.revision, blocked
-    return blocked
-
-
-def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None) -> frozenset[int]:
-    """Return the decode instances that get no requests without the prefill instance `avoid`."""
-    blocked: set[int] = set()
-    for group in view.groups.values():
-        if len(group.prefill) == 1 and group.prefill[0].id == avoid:
-            blocked.update(decode.id for decode in group.decode)
-    for decode_id, partners in breakers.open_partners.items():
-        group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
-        # Usually fewer are open, and a look at the number is enough.
-        if len(partners) + 1 < len(group.prefill):
-            continue
-        if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
-            blocked.add(decode_id)
-    return frozenset(blocked)
-
-
-def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
-    """Return the instances that can't run this request.
-
-    They would ignore when or where it wants to run.
-
-    Raises:
-        UnsupportedParameter: the other instances are not enough to run it; `field` is the client's
-            name.
-    """
-    if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
-        return frozenset()  # nearly all requests
-    key = (
-        "incapable",
-        bool(request.priority),
-        request.dp_rank is None,
-        request.prefill_dp_rank is None,
-    )
-    known: frozenset[int] | None = view.cache.get(key)
-    if known is not None:
-        return known
-    lacking: dict[int, str] = {}  # the field that an instance does not support
-    for instance in (*view.prefill, *view.decode, *view.aggregated):
-        for field, feature in _needs(request, instance.role).items():
-            if feature not in instance.supported_features:
-                lacking[instance.id] = field
-    ids = frozenset(lacking)
-    if view.excluding(ids).missing_roles() and not view.missing_roles():
-        field = next(iter(lacking.values()))
-        raise UnsupportedParameter(
-            f"{field} is not supported by the workers of {request.model}, as they are configured"
-            " now; leave it out",
-            field=field,
-        )
-    view.cache[key] = ids
-    return ids
-
-
-def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
-    """Return the features that a worker of this role needs, by the field that needs them."""
-    needs: dict[str, str] = {}
-    if request.priority:
-        needs["priority"] = "priority"
-    if role is not Role.PREFILL and request.dp_rank is not None:
-        needs["nvext.dp_rank"] = "dp_rank"
-    if role is not Role.DECODE and request.prefill_dp_rank is not None:
-        needs["nvext.prefill_dp_rank"] = (
-            "dp_rank" if role is Role.PREFILL else "separate prefill workers"
-        )
-    return needs
-
-
-def _select_aggregated(
-    view: ModelView,
-    model: str,
-    round_robin_index: int,
-    breakers: PairBreakers,
-    *,
-    decode_fallback: bool,
-) -> Instance:
-    candidates = view.aggregated
-    if not candidates and decode_fallback:
-        candidates = tuple(instance for instance in view.decode if instance.can_aggregate)
-    if not candidates:
-        missing = " and no ".join(role.value for role in view.missing_roles())
-        raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
-    instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
-    if not instances:
-        raise _all_open(model, breakers, ((None, instance.id) for instance in candidates))
-    return instances[round_robin_index % len(instances)]
-
-
-def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
-    some = itertools.islice(pairs, _MOST_REASONS_FROM)
-    # The different ones, in this order.
-    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
-    return NoInstances(
-        f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
-        f" {'; '.join(reasons)}; see /health"
-    )
-
-
-def differences(instance: Instance, other: Instance) -> str:
-    """Return the fields in which two instances must be equal but differ, as text for people."""
-    fields = dict(pairing_fields(instance))
-    other_fields = dict(pairing_fields(other))
-    texts: list[str] = []
-    for name in fields | other_fields:
-        value = fields.get(name)
-        other_value = other_fields.get(name)
-        if value != other_value:
-            texts.append(
-                f"{name} is {value!r} at {instance.role} and {other_value!r} at {other.role}"
-            )
-    return "; ".join(texts)
+    def record_transfer(self, pair: Pair, error: DynamoError | None, now: float) -> None:
+        """Record the outcome of a KV transfer. Failures in a row open the breaker of the pair."""
+        if error is None:
+            self.record_success(pair, now)
+            return
+        worked = self.breakers.status(pair).state is PairState.WORKING
+        opened = self.breakers.record_failure(pair, f"{error.code}: {error.message}", now)
+        if worked or opened:
+            self.view.notify_changed()  # its next probe may be due earlier
+        if opened:
+            log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)

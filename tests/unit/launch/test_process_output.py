@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dynamo_trtllm.launch.console import Console, next_line
+from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
 from dynamo_trtllm.subprocesses import RunFailed
 
 
@@ -18,9 +18,9 @@ class Terminal(io.StringIO):
 
 def test_line_when_not_a_terminal_then_names_are_padded_and_plain():
     stream = io.StringIO()
-    console = Console(stream, ["frontend", "w"])
-    console.line("w", "text")
-    console.say("two\nlines")
+    output = ProcessOutput(stream, ["frontend", "w"])
+    output.line("w", "text")
+    output.say("two\nlines")
     assert stream.getvalue() == "w        | text\nlaunch   | two\nlaunch   | lines\n"
 
 
@@ -29,10 +29,10 @@ def test_line_when_the_disk_is_full_then_one_line_on_stderr_and_the_next_line_is
     is_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        console = Console(io.TextIOWrapper(full, write_through=True), ["w"], is_json=is_json)
+        output = ProcessOutput(io.TextIOWrapper(full, write_through=True), ["w"], is_json=is_json)
         for _ in range(3):
-            console.line("w", "text")
-    assert console.failure is None
+            output.line("w", "text")
+    assert output.failure is None
     assert (
         capsys.readouterr().err
         == "launch: the output can't be written: No space left on device; lines are lost\n"
@@ -41,9 +41,9 @@ def test_line_when_the_disk_is_full_then_one_line_on_stderr_and_the_next_line_is
 
 def test_line_when_a_terminal_then_each_name_has_its_color():
     stream = Terminal()
-    console = Console(stream, ["a", "b"])
-    console.line("a", "x")
-    console.line("b", "x")
+    output = ProcessOutput(stream, ["a", "b"])
+    output.line("a", "x")
+    output.line("b", "x")
     first, second = stream.getvalue().splitlines()
     assert first.startswith("\x1b[36m")
     assert second.startswith("\x1b[33m")
@@ -52,14 +52,14 @@ def test_line_when_a_terminal_then_each_name_has_its_color():
 
 def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() -> None:
     stream = Terminal()
-    console = Console(stream, ["frontend", "prefill-2"], is_json=True)
-    console.line(
+    output = ProcessOutput(stream, ["frontend", "prefill-2"], is_json=True)
+    output.line(
         "prefill-2", '{"time": "t", "level": "error", "process": "prefill", "message": "own"}'
     )
-    console.line("frontend", '{"process": "frontend-3", "message": "of one of its processes"}')
-    console.line("prefill-2", "\x1b[31mof a library")
-    console.line("prefill-2", "[" * 100_000)
-    console.say("two\nlines")
+    output.line("frontend", '{"process": "frontend-3", "message": "of one of its processes"}')
+    output.line("prefill-2", "\x1b[31mof a library")
+    output.line("prefill-2", "[" * 100_000)
+    output.say("two\nlines")
     own, member, library, nested, *said = map(json.loads, stream.getvalue().splitlines())
     assert own == {"time": "t", "level": "error", "process": "prefill-2", "message": "own"}
     assert member["process"] == "frontend-3"
@@ -94,15 +94,15 @@ def shown(stream: io.StringIO) -> str:
 def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(
     terminal: Terminal,
 ) -> None:
-    console = Console(terminal, ["frontend", "prefill"])
-    with console.starting():
-        console.report_phase("prefill", "loading: loading weights 43%, 3.1 GiB of GPU memory used")
-        console.report_phase("frontend", "")
-        console.report_ready("etcd", 0.25, "at 127.0.0.1:1")
-        console.line("prefill", ROUTINE)
-        console.line("prefill", WARNING)
-        assert console.end_start("Ready", [("URL", "http://localhost:8000/v1")])
-    console.line("prefill", ROUTINE)
+    output = ProcessOutput(terminal, ["frontend", "prefill"])
+    with output.starting():
+        output.report_phase("prefill", "loading: loading weights 43%, 3.1 GiB of GPU memory used")
+        output.report_phase("frontend", "")
+        output.report_ready("etcd", 0.25, "at 127.0.0.1:1")
+        output.line("prefill", ROUTINE)
+        output.line("prefill", WARNING)
+        assert output.end_start("Ready", [("URL", "http://localhost:8000/v1")])
+    output.line("prefill", ROUTINE)
     lines = [line.rstrip() for line in shown(terminal).splitlines()]
     assert "✓ etcd       0.2 s ready at 127.0.0.1:1" in lines
     assert any(re.fullmatch(r"… frontend +\d+\.\d s importing", line) for line in lines)
@@ -116,11 +116,11 @@ def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(
 
 
 def test_starting_when_it_fails_then_the_hidden_lines_are_written(terminal: Terminal) -> None:
-    console = Console(terminal, ["prefill"])
+    output = ProcessOutput(terminal, ["prefill"])
 
     def start() -> None:
-        with console.starting():
-            console.line("prefill", ROUTINE)
+        with output.starting():
+            output.line("prefill", ROUTINE)
             assert ROUTINE not in shown(terminal)
             raise RunFailed("no")
 
@@ -132,11 +132,11 @@ def test_starting_when_it_fails_then_the_hidden_lines_are_written(terminal: Term
 def test_starting_when_stopped_by_the_user_then_nothing_hidden_is_written(
     terminal: Terminal,
 ) -> None:
-    console = Console(terminal, ["prefill"])
-    with console.starting():
-        console.line("prefill", ROUTINE)
+    output = ProcessOutput(terminal, ["prefill"])
+    with output.starting():
+        output.line("prefill", ROUTINE)
     assert ROUTINE not in shown(terminal)
-    assert not console.end_start()
+    assert not output.end_start()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "dumb", "json"])
@@ -145,12 +145,12 @@ def test_starting_when_no_live_lines_can_be_shown_then_each_line_is_written(
 ) -> None:
     monkeypatch.setenv("TERM", "dumb" if kind == "dumb" else "xterm")
     stream = io.StringIO() if kind == "pipe" else Terminal()
-    console = Console(stream, ["prefill"], is_json=kind == "json")
-    with console.starting():
-        console.report_phase("prefill", "loading")
-        console.report_ready("prefill", 1.25, "as instance 1")
-        console.line("prefill", ROUTINE)
-        assert not console.end_start("Ready", [("URL", "u")])
+    output = ProcessOutput(stream, ["prefill"], is_json=kind == "json")
+    with output.starting():
+        output.report_phase("prefill", "loading")
+        output.report_ready("prefill", 1.25, "as instance 1")
+        output.line("prefill", ROUTINE)
+        assert not output.end_start("Ready", [("URL", "u")])
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert "prefill is ready after 1.25 s as instance 1" in lines[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dynamo_trtllm.frontend.fleet.pair_probe import suspects
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.policy import MOST_STATUSES, BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.view import format_pair, pairs_of
-from tests.instances import make_instance, model_view
+from dynamo_trtllm.router.breakers import MOST_STATUSES, BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.pairs import format_pair
 
 PAIR = (1, 2)
 LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
@@ -76,15 +74,6 @@ def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> No
     breakers.keep_only({1, 3})
     assert not breakers.is_open(PAIR)
     assert breakers.is_open((None, 3))
-
-
-def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances() -> None:
-    view = model_view(
-        prefill=(make_instance(1, role=Role.PREFILL),),
-        decode=(make_instance(2), make_instance(3)),
-        aggregated=(make_instance(4, role=Role.AGGREGATED),),
-    )
-    assert pairs_of(view) == [(1, 2), (1, 3), (None, 4)]
 
 
 def test_formatted_when_printed_then_ids_are_those_of_subjects() -> None:

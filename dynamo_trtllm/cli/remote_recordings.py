@@ -1,6 +1,6 @@
 """Ask the processes of a deployment on all machines for their recordings.
 
-The times in these are converted to one clock.
+The times in these are converted to one clock (`clock_alignment`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import asyncio
 import heapq
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
+from dynamo_trtllm.cli.clock_alignment import ClockOffset, aligned
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
@@ -27,7 +28,6 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recorder import (
     HEADER_BYTES,
     SLOT,
-    RecordedEvent,
     RecordingHeader,
     boot_id,
 )
@@ -46,8 +46,6 @@ from dynamo_trtllm.observability.recordings import (
     ProcessState,
     Recordings,
     RequestIds,
-    RequestRecording,
-    Step,
     sent_slots,
 )
 from dynamo_trtllm.request_plane.frames import PING
@@ -114,7 +112,9 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
     transport = NatsTransport(config.nats_server)
     await transport.connect(config.timeout_s)
     try:
-        inquiry = Inquiry(transport, config.namespace, _instances(records, local), config.timeout_s)
+        queries = RecordingQueries(
+            transport, config.namespace, _instances(records, local), config.timeout_s
+        )
         selection = _selection(config)
         if config.request is not None:
             ids = RequestIds.parse(config.request)
@@ -122,8 +122,8 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
             ids = RequestIds(frozenset(), -1, 0)
         known = [process.header.epoch_ns for process in local.processes]
         query = RecordingQuery("", selection, sorted(ids.keys), ids.prefix, ids.client_id, known)
-        await inquiry.ask(query)
-        processes = [*local.processes, *inquiry.processes()]
+        await queries.ask(query)
+        processes = [*local.processes, *queries.processes()]
         if selection is Selection.LATEST:
             # Each process has named its own latest requests.
             found = latest_keys(processes)
@@ -132,13 +132,13 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
         # Ask all again, for what each knows of the requests that any process has named.
         if selection is not Selection.ALL and found - ids.keys:
             kept = sorted(found)[:_MOST_KEYS]
-            await inquiry.ask(RecordingQuery("", Selection.GIVEN, kept, known=known))
+            await queries.ask(RecordingQuery("", Selection.GIVEN, kept, known=known))
             if len(kept) < len(found):
-                inquiry.problems.append(
+                queries.problems.append(
                     f"other machines were asked for {len(kept)} of {len(found)} requests"
                 )
-        await inquiry.read_clocks()
-        return await inquiry.result(local)
+        await queries.read_clocks()
+        return await queries.result(local)
     finally:
         await transport.aclose()
 
@@ -190,122 +190,6 @@ def _instances(records: Mapping[str, bytes], local: Recordings) -> dict[int, Ins
     return found
 
 
-class ClockOffset(NamedTuple):
-    """What converts times of a machine to the clock of this one, by addition: from low to high."""
-
-    low_ns: int
-    high_ns: int
-
-    @property
-    def ns(self) -> int:
-        return (self.low_ns + self.high_ns) // 2
-
-    @property
-    def error_s(self) -> float:
-        return (self.high_ns - self.low_ns) / 2e9
-
-    def within(self, low_ns: int, high_ns: int) -> ClockOffset:
-        """Return the offset, limited to this interval, too."""
-        limited = ClockOffset(max(self.low_ns, low_ns), min(self.high_ns, high_ns))
-        # Clocks drift, so the bounds may exclude each other.
-        return self if limited.low_ns > limited.high_ns else limited
-
-
-def aligned(
-    offsets: Mapping[bytes, ClockOffset], recordings: Recordings
-) -> dict[bytes, ClockOffset]:
-    """Return the offsets that also let no effect be earlier than its cause.
-
-    Each has the error that remains.
-
-    Args:
-        offsets: bounds, by the boot of the machine.
-        recordings: recordings of these machines, each in its own clock.
-    """
-    least = _least_differences(offsets, recordings)
-    found = dict(offsets)
-    bounds: dict[bytes, ClockOffset] = {}
-    for cause_boot, effect_boot in least:
-        bounds[cause_boot] = offsets[cause_boot]
-        bounds[effect_boot] = offsets[effect_boot]
-    # The most exact offset is fixed first, and limits the others then.
-    for boot in sorted(bounds, key=lambda boot: bounds[boot].error_s):
-        # A bound passes on from machine to machine, one further in each round.
-        for _ in bounds:
-            if not _tighten(bounds, least):
-                break
-        found[boot] = bounds[boot]
-        middle_ns = bounds[boot].ns
-        bounds[boot] = ClockOffset(middle_ns, middle_ns)
-    return found
-
-
-def _least_differences(
-    offsets: Mapping[bytes, ClockOffset], recordings: Recordings
-) -> dict[tuple[bytes, bytes], int]:
-    """Return by how many ns the offset of one machine is higher than that of another, at least.
-
-    The keys are (machine of causes, machine of their effects); the latter has the higher offset.
-    """
-    least: dict[tuple[bytes, bytes], int] = {}
-    for request in recordings.requests.values():
-        for cause, effect in _causes(request):
-            cause_boot = cause.process.header.boot_id
-            effect_boot = effect.process.header.boot_id
-            if cause_boot == effect_boot or not offsets.keys() >= {cause_boot, effect_boot}:
-                continue
-            difference_ns = cause.entry.ns - effect.entry.ns
-            pair = (cause_boot, effect_boot)
-            least[pair] = max(difference_ns, least.get(pair, difference_ns))
-    return least
-
-
-def _tighten(bounds: dict[bytes, ClockOffset], least: Mapping[tuple[bytes, bytes], int]) -> bool:
-    """Limit the offsets of each pair of machines by each other. Return whether one has changed."""
-    has_changed = False
-    for (cause_boot, effect_boot), difference_ns in least.items():
-        cause = bounds[cause_boot]
-        effect = bounds[effect_boot]
-        bounds[effect_boot] = effect.within(cause.low_ns + difference_ns, effect.high_ns)
-        bounds[cause_boot] = cause.within(cause.low_ns, effect.high_ns - difference_ns)
-        if bounds[effect_boot] != effect or bounds[cause_boot] != cause:
-            has_changed = True
-    return has_changed
-
-
-def _causes(request: RequestRecording) -> Iterator[tuple[Step, Step]]:
-    """Yield events of a request's calls, each with one that it caused.
-
-    Choices with a repeated call are left out.
-    """
-    for choice in {step.entry.choice for step in request.steps}:
-        own = [step for step in request.steps if step.entry.choice == choice]
-        # Of repeated events the first one remains.
-        first = {
-            (step.process.header.instance_id, step.entry.event): step for step in reversed(own)
-        }
-        sent = [step for step in own if step.entry.event == RecordedEvent.CALL_SENT]
-        phases = [step.entry.reason for step in sent]
-        if phases not in (["prefill", "decode"], ["prefill"], ["aggregated"]):
-            continue
-        worker_ids = [step.entry.a for step in sent]
-        pairs: list[tuple[Step | None, Step | None]] = []
-        for step, worker_id in zip(sent, worker_ids, strict=True):
-            pairs.append((step, first.get((worker_id, RecordedEvent.CALL_RECEIVED))))
-        in_worker = first.get((worker_ids[-1], RecordedEvent.FIRST_TOKEN))
-        in_frontend = first.get((_FRONTEND_ID, RecordedEvent.FIRST_TOKEN))
-        pairs.append((in_worker, in_frontend))
-        if phases == ["prefill", "decode"]:
-            prefill_id, decode_id = worker_ids
-            published = first.get((prefill_id, RecordedEvent.KV_PUBLISHED))
-            pairs.append((published, sent[1]))
-            pairs.append((published, first.get((decode_id, RecordedEvent.KV_FETCH_STARTED))))
-        for cause, effect in pairs:
-            if cause is not None and effect is not None:
-                yield cause, effect
-
-
-_FRONTEND_ID: Final = 0  # the instance id in the recordings of frontends
 _UNBOUNDED: Final = ClockOffset(-(1 << 63), 1 << 63)
 _EXACT: Final = ClockOffset(0, 0)
 
@@ -323,7 +207,7 @@ class _Sender:
 
 
 @dataclass(eq=False)
-class Inquiry:
+class RecordingQueries:
     """Queries to all processes of a namespace."""
 
     transport: Transport

@@ -25,8 +25,8 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
+from dynamo_trtllm.frontend.generation.responses.key_value_store import StoreLimits
 from dynamo_trtllm.request_plane.nats import abort_client, close_client, connect_client
-from dynamo_trtllm.request_plane.store import StoreLimits
 from dynamo_trtllm.sanitize import mask_address
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def bucket_of(namespace: str) -> str:
 
 
 class JetStreamStore:
-    """A `Store` in JetStream. Create it with `connect`.
+    """A `KeyValueStore` in JetStream. Create it with `connect`.
 
     A full bucket drops its oldest values and ignores owners, which NATS does not know.
     """

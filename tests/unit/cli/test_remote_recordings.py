@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.cli.machines import ClockOffset, Inquiry, aligned, latest_keys
+from dynamo_trtllm.cli.clock_alignment import ClockOffset, aligned
+from dynamo_trtllm.cli.remote_recordings import RecordingQueries, latest_keys
 from dynamo_trtllm.messages import decode, encode
 from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, boot_id, id_hash
@@ -72,7 +73,7 @@ async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_i
     async with recording_process(memory_path, monkeypatch) as transport:
 
         async def asked(selection: Selection, **wanted: object) -> ProcessRecording:
-            inquiry = Inquiry(
+            inquiry = RecordingQueries(
                 transport, NS, {DECODE: make_instance(DECODE, namespace=NS)}, SOON_S, settle_s=0.0
             )
             await inquiry.ask(RecordingQuery("", selection, **wanted))  # type: ignore[arg-type]
@@ -106,7 +107,9 @@ async def test_inquiry_when_workers_do_not_send_then_one_is_silent_and_one_of_an
     older, frozen, answers = (make_instance(number, namespace=NS) for number in (1, 2, DECODE))
     async with recording_process(memory_path, monkeypatch) as transport:
         await transport.subscribe(older.subject, lambda data, reply: transport.publish(reply, PING))
-        inquiry = Inquiry(transport, NS, {each.id: each for each in (older, frozen, answers)}, 0.05)
+        inquiry = RecordingQueries(
+            transport, NS, {each.id: each for each in (older, frozen, answers)}, 0.05
+        )
         (local,) = Recordings.read(memory_path).processes
         await inquiry.ask(RecordingQuery("", Selection.OPEN, known=[local.header.epoch_ns]))
         found = await inquiry.result(Recordings([]))
@@ -140,7 +143,7 @@ async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_n
             transport.publish(inbox, encode(msgspec.structs.replace(part, slots=each)))
 
     await transport.subscribe(recordings_subject(NS), answer)
-    inquiry = Inquiry(transport, NS, {}, SOON_S, settle_s=0.01)
+    inquiry = RecordingQueries(transport, NS, {}, SOON_S, settle_s=0.01)
     await inquiry.ask(RecordingQuery("", Selection.ALL))
     found = await inquiry.result(Recordings([]))
     (sent,) = found.processes

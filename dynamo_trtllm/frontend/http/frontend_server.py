@@ -1,0 +1,36 @@
+"""Create the HTTP server of a frontend within the limits of its settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynamo_trtllm.api.error_bodies import openai_error
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.http_server.exchange import Handler
+from dynamo_trtllm.http_server.limits import ConnectionLimits
+from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.network.listening import allow_files
+
+# beyond those that run requests: four times ACCEPTS_PER_TURN
+RESERVED_CONNECTIONS = 256
+# log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
+_OTHER_FILES = 256
+_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
+
+
+def frontend_server(handler: Handler, config: FrontendConfig) -> HttpServer:
+    """Create the server, which does not serve yet.
+
+    The limit of open files is raised to fit its connections. If that many files are not allowed,
+    the server has fewer connections.
+    """
+    wanted = config.max_connections + RESERVED_CONNECTIONS + _OTHER_FILES
+    files = allow_files(wanted, ", or lower --max-connections")
+    for_connections = max(files - _OTHER_FILES, files // 2)
+    reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
+    # The settings have the names of the limits.
+    configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
+    limits = ConnectionLimits(reserved_connections=reserved, **configured)
+    if limits.max_connections > for_connections - reserved:
+        limits = replace(limits, max_connections=for_connections - reserved)
+    return HttpServer(handler, limits, error_form=openai_error, shutdown_s=_SHUTDOWN_S)

@@ -1,0 +1,132 @@
+"""Serve models, readiness, health, metrics and the version."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import dynamo_trtllm
+from dynamo_trtllm.api.response_schemas import model_object
+from dynamo_trtllm.discovery.records import endpoint_of
+from dynamo_trtllm.errors import EngineNotReady
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.http.query import read_limit
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_status import retry_headers
+from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
+
+NO_WORKER = "no worker has registered yet"
+LISTED: Final = 100  # most entries of a list in /health, unless the query has another limit
+MAX_LISTED: Final = 1_000_000
+
+
+@dataclass(eq=False)
+class StatusRoutes:
+    """The status endpoints, one method per path.
+
+    Args:
+        not_ready_reason: returns the reason for which `/ready` answers 503, or None.
+    """
+
+    _models: ModelRegistry
+    _metrics: FrontendMetrics
+    _not_ready_reason: Callable[[], str | None]
+    # Models have no creation time: the frontend's start is used.
+    _created: int = field(default_factory=lambda: int(time.time()), init=False)
+
+    async def models(self, request: HttpRequest, response: HttpResponse) -> None:
+        cards = [self._models.get(name).card for name in self._models.names()]
+        data = [model_object(card, self._created) for card in cards]
+        response.send_json(200, {"object": "list", "data": data})
+
+    async def model(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer with one model, or with all if the name is empty (`/v1/models/`)."""
+        name = request.path_params["name"]
+        if not name:
+            await self.models(request, response)
+        else:
+            response.send_json(200, model_object(self._models.get(name).card, self._created))
+
+    async def ready(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 when the model can be served now, otherwise 503 with the reason.
+
+        The answer for an unknown model is 404.
+        """
+        name = request.path_params["name"]
+        try:
+            self._models.get(name)
+            reason = self._models.not_ready_reason(name)
+        except EngineNotReady as error:
+            reason = error.message
+        if reason:
+            body = {"model": name, "status": "not_ready", "message": reason}
+            response.send_json(503, body, retry_headers(503))
+        else:
+            response.send_json(200, {"model": name, "status": "ready"})
+
+    async def health(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 always, because this process responds. `status` is that of the deployment.
+
+        Raises:
+            InvalidRequest: `limit`, the most entries of a list, is out of range.
+        """
+        limit = read_limit(request, LISTED, MAX_LISTED)
+        instances = self._models.instances()
+        shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
+        endpoints = {
+            (instance.namespace, instance.component, instance.endpoint): instance
+            for instance in instances
+        }
+        num_by_role = Counter(instance.role for instance in instances)
+        names = self._models.names()
+        found = [self._models.not_ready_reason(name) for name in names]
+        reasons = [reason for reason in found if reason]
+        if not names:
+            reasons = [NO_WORKER]
+        body: dict[str, Any] = {
+            "status": "not_ready" if reasons else "healthy",
+            "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),
+            "num_instances": {str(role): count for role, count in num_by_role.items()},
+            "instances": [_instance(instance) for instance in shown],
+            **self._models.readiness(limit),
+        }
+        if reasons:
+            body["message"] = "; ".join(reasons)
+        response.send_json(200, body)
+
+    async def frontend_ready(self, _: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
+        reason = self._not_ready_reason()
+        if reason:
+            body = {"status": "not_ready", "reason": reason}
+            response.send_json(503, body, retry_headers(503))
+        else:
+            response.send_json(200, {"status": "ready", "reason": ""})
+
+    async def live(self, _: HttpRequest, response: HttpResponse) -> None:
+        response.send_json(200, {"status": "live"})
+
+    async def metrics(self, _: HttpRequest, response: HttpResponse) -> None:
+        response.send(200, await self._metrics.render_all(), CONTENT_TYPE)
+
+
+async def version(_: HttpRequest, response: HttpResponse) -> None:
+    response.send_json(200, {"version": dynamo_trtllm.__version__})
+
+
+def _instance(instance: Instance) -> dict[str, Any]:
+    return {
+        "component": instance.component,
+        "endpoint": instance.endpoint,
+        "namespace": instance.namespace,
+        "instance_id": instance.id,  # a number, as in Dynamo's /health
+        "id": f"{instance.id:x}",  # as in logs, headers and `pairs`
+        "role": instance.role,
+        "model": instance.card.name,
+        "engine": instance.engine,
+        "transport": {"nats_tcp": instance.subject},
+    }
