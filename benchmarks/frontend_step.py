@@ -40,7 +40,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.served_model import ServedModel
 
@@ -78,7 +78,8 @@ def make_stream(channel: str, steps: int) -> Answer:
     text = ARGUMENTS if channel == "tool arguments" else PROSE
     body = list(RENDERER.encode(text))
     body = (body * (steps // len(body) + 1))[:steps]
-    header = vocabulary.load_tokenizer().harmony.encode(HEADERS[channel], allowed_special="all")
+    harmony = o200k_tokenizer.load_tokenizer().harmony
+    header = harmony.encode(HEADERS[channel], allowed_special="all")
     return Answer(header, body, 200012 if channel == "tool arguments" else 200002)
 
 

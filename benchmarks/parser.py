@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.output import OutputParser
@@ -51,7 +51,7 @@ def main() -> None:
     )
     rounds = parser.parse_args().rounds
     renderer = HarmonyRenderer()
-    encoding = vocabulary.load_tokenizer().harmony
+    encoding = o200k_tokenizer.load_tokenizer().harmony
     for name, text in HARMONY.items():
         ids = encoding.encode(text, allowed_special="all")
         _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)

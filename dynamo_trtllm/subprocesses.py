@@ -18,9 +18,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeAlias, TypeVar
+from typing import IO, Any, Protocol, TypeAlias, TypeVar
 
-from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -233,8 +232,24 @@ class RunFailed(Exception):
         self.exit_status = exit_status
 
 
+class RestartLimits(Protocol):
+    """How often a program is started again. `RestartConfig` of a deployment file is one."""
+
+    @property
+    def max_restarts(self) -> int:
+        """Maximum restarts of one program per window."""
+
+    @property
+    def window_s(self) -> float:
+        """Window in seconds. Earlier restarts are not counted."""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds before the second restart within the window, doubled with each further one."""
+
+
 def decide(
-    config: RestartConfig,
+    limits: RestartLimits,
     status: int,
     restarts: Sequence[float],
     now: float,
@@ -246,7 +261,7 @@ def decide(
     Return the text for the log and the pause before, in seconds.
 
     Args:
-        config: limits of restarts.
+        limits: limits of restarts.
         status: exit status of the process, as in subprocess.
         restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
         now: current time in seconds.
@@ -259,18 +274,18 @@ def decide(
     ended = describe(status)
     if status == BAD_CONFIG and is_status_2_final:
         raise RunFailed(ended, BAD_CONFIG)
-    num_recent = len([restart_s for restart_s in restarts if now - restart_s < config.window_s])
-    if num_recent >= config.max_restarts:
+    num_recent = len([restart_s for restart_s in restarts if now - restart_s < limits.window_s])
+    if num_recent >= limits.max_restarts:
         raise RunFailed(
-            f"{ended}; it was restarted {num_recent} times in {config.window_s:g} s, which is the"
+            f"{ended}; it was restarted {num_recent} times in {limits.window_s:g} s, which is the"
             " limit"
         )
     # The first restart has no pause; after that it doubles each time.
-    pause_s = config.pause_s * 2 ** (num_recent - 1) if num_recent else 0.0
+    pause_s = limits.pause_s * 2 ** (num_recent - 1) if num_recent else 0.0
     when = f" in {pause_s:g} s" if pause_s else ""
     text = (
-        f"{ended}; starting it again{when} ({num_recent + 1} of {config.max_restarts} in"
-        f" {config.window_s:g} s)"
+        f"{ended}; starting it again{when} ({num_recent + 1} of {limits.max_restarts} in"
+        f" {limits.window_s:g} s)"
     )
     return text, pause_s
 
@@ -285,12 +300,12 @@ class Supervisor:
     Create it on the event loop and run it once, in the main thread.
 
     Args:
-        config: limits of restarts.
+        limits: limits of restarts.
         say: writes a line of the log.
     """
 
-    def __init__(self, config: RestartConfig, say: Callable[[str], None]) -> None:
-        self._config = config
+    def __init__(self, limits: RestartLimits, say: Callable[[str], None]) -> None:
+        self._limits = limits
         self._say = say
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}  # current or last run of each program
@@ -374,7 +389,7 @@ class Supervisor:
                 continue
             try:
                 text, pause_s = decide(
-                    self._config,
+                    self._limits,
                     status,
                     restarts,
                     time.monotonic(),

@@ -20,7 +20,7 @@ import openai_harmony as oh
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization import harmony_builtins, harmony_parser, vocabulary
+from dynamo_trtllm.tokenization import harmony_builtins, harmony_parser, o200k_tokenizer
 from dynamo_trtllm.tokenization.conversation import TOOL_NAME, Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony_builtins import PYTHON
 from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser
@@ -56,7 +56,7 @@ class HarmonyRenderer:
 
     def __post_init__(self) -> None:
         self._is_call_split = self.tool_call_parser != "none"
-        self._tokenizer = vocabulary.load_tokenizer()
+        self._tokenizer = o200k_tokenizer.load_tokenizer()
         self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
@@ -74,7 +74,7 @@ class HarmonyRenderer:
 
     @property
     def inline_bytes(self) -> int:
-        return INLINE_BYTES if self.is_loaded else vocabulary.SHORT_CHARS
+        return INLINE_BYTES if self.is_loaded else o200k_tokenizer.SHORT_CHARS
 
     @property
     def is_loaded(self) -> bool:

@@ -1,4 +1,4 @@
-"""List the renderers and their parsers, and create the renderer of a model card.
+"""Create the renderer of a model card.
 
 `renderer_for` imports the libraries of a format at its first use.
 """
@@ -6,20 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelDeploymentCard
+from dynamo_trtllm.parser_names import PARSERS
 from dynamo_trtllm.tokenization.renderer import Renderer
-
-# renderer -> the card's field -> names of parsers, the default first
-PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "harmony": {"reasoning_parser": ("gpt_oss", "none"), "tool_call_parser": ("harmony", "none")},
-    "chat_template": {
-        "reasoning_parser": ("none", "basic", "deepseek_r1"),
-        "tool_call_parser": ("none", "hermes", "json"),
-    },
-}
 
 
 def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:

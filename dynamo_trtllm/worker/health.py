@@ -11,10 +11,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.limits import ConnectionLimits
@@ -55,6 +55,14 @@ class Health:
 
 
 Verbs = Mapping[str, Callable[[], str]]
+
+
+def _error_body(
+    status: int, message: str, *, param: str | None = None, code: str, request_id: str
+) -> Mapping[str, Any]:
+    """Return the body of an error, in the form of the frontend's."""
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 def health_app(
@@ -140,7 +148,7 @@ async def health_server(
         return
     with listen(host, port, setting="system") as sock:
         port = sock.getsockname()[1]
-        server = HttpServer(app, LIMITS, error_form=openai_error, shutdown_s=1)
+        server = HttpServer(app, LIMITS, error_form=_error_body, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
         warn_if_exposed(host, port, "read health and metrics", "--system-host")
         shown_host = "localhost" if host in _REACHED_AS_LOCALHOST else host

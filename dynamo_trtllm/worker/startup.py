@@ -25,7 +25,7 @@ from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import FileChunk, Instance, Role, SamplingDefaults
-from dynamo_trtllm.tokenization.renderer_registry import PARSERS
+from dynamo_trtllm.parser_names import PARSERS
 from dynamo_trtllm.worker.health import Health
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from datetime import date
 import numpy as np
 from corpus import Lesson, Writer
 
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer, vocabulary
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 SHARD = 500  # lessons per seed, independent of the number of processes
@@ -111,7 +111,8 @@ class Classroom:
     def example(self, lesson: Lesson, rng: np.random.Generator) -> Example:
         self._today = lesson.today
         prompt = np.array(self._renderer.render(lesson.conversation), dtype=np.int32)
-        output = vocabulary.load_tokenizer().harmony.encode(lesson.output, allowed_special="all")
+        harmony = o200k_tokenizer.load_tokenizer().harmony
+        output = harmony.encode(lesson.output, allowed_special="all")
         ids = np.concatenate([prompt, np.array(output, dtype=np.int32)])
         noisy = np.zeros(len(ids), dtype=bool)
         first, last = _last_user_text(prompt)
@@ -127,7 +128,7 @@ class Classroom:
 
 
 def _last_user_text(prompt: np.ndarray) -> tuple[int, int]:
-    user = vocabulary.load_tokenizer().harmony.encode("user")[0]
+    user = o200k_tokenizer.load_tokenizer().harmony.encode("user")[0]
     begins_user_message = (
         (prompt[:-2] == _START) & (prompt[1:-1] == user) & (prompt[2:] == _MESSAGE)
     )

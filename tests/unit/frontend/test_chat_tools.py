@@ -14,7 +14,7 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import UnsupportedParameter
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.split_helpers import CHAT, RESPONSE, Case, deltas_of, served_by
@@ -31,7 +31,7 @@ CALLS = (
     " <|constrain|>json<|message|>{}<|call|>"
 )
 
-harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
+harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
 
 
 @pytest.fixture(scope="module")

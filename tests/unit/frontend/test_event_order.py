@@ -13,7 +13,7 @@ from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.responses import response_builder
 from dynamo_trtllm.frontend.generation.responses.items import named, normalized
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.split_helpers import (
@@ -32,7 +32,7 @@ PREAMBLE = "<|channel|>commentary<|message|>I will look it up."
 CALL = '<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x":1,"y":"aaaa bbbb"}'
 STEPS = pytest.mark.parametrize("steps", [[1], [3], [16], [1000]], ids=str)
 
-harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
+harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
 
 
 def case(text: str, **options: Any) -> Case:

@@ -17,7 +17,7 @@ from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.frontend.generation.responses import response_builder
 from dynamo_trtllm.frontend.generation.responses.items import named, normalized
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend.responses_client import EVENT, ITEM
@@ -40,7 +40,7 @@ HOSTED = [
 ]
 STEPS = pytest.mark.parametrize("steps", [[1], [7], [1000]], ids=str)
 
-harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
+harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
 
 
 @pytest.fixture(scope="module")

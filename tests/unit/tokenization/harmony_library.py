@@ -14,7 +14,7 @@ from datetime import date
 
 import openai_harmony as oh
 
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.conversation import Conversation
 from dynamo_trtllm.tokenization.harmony import HarmonyMessage, conversation_messages, system_message
 
@@ -31,7 +31,7 @@ def rendered(conversation: Conversation, today: date) -> list[int]:
     first = system_message(conversation.reasoning_effort, today)
     messages = [first, *map(_for_library, conversation_messages(conversation))]
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
-    encoding = vocabulary.load_tokenizer().harmony
+    encoding = o200k_tokenizer.load_tokenizer().harmony
     ids: list[int] = encoding.render_conversation_for_completion(
         oh.Conversation.from_messages(messages), oh.Role.ASSISTANT, config
     )
@@ -72,7 +72,7 @@ def _messages(ids: Sequence[int]) -> Iterator[list[int]]:
 def _reordered(message: list[int]) -> list[int]:
     if MESSAGE not in message:
         return message  # the start of the assistant's turn
-    encoding = vocabulary.load_tokenizer().harmony
+    encoding = o200k_tokenizer.load_tokenizer().harmony
     end = message.index(MESSAGE) + 1
     header = _HEADER.fullmatch(encoding.decode(message[:end]))
     assert header is not None

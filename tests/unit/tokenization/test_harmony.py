@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.harmony_library import in_our_order, rendered
@@ -370,7 +370,7 @@ def test_decode_when_ids_are_control_tokens_then_they_are_written_out(
 def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(
     renderer: HarmonyRenderer,
 ) -> None:
-    encoding = vocabulary.load_tokenizer().harmony
+    encoding = o200k_tokenizer.load_tokenizer().harmony
     assert set(renderer.stop_token_ids) == set(encoding.stop_tokens_for_assistant_actions())
 
 

@@ -11,7 +11,7 @@ import openai_harmony as oh
 import pytest
 
 from dynamo_trtllm.text_input import SCHEMA, arguments_of
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
@@ -44,7 +44,7 @@ def reference(has_functions: bool) -> str:
     system = oh.SystemContent.new().with_conversation_start_date(TODAY.isoformat())
     system = system.with_browser_tool().with_python_tool()
     options = oh.RenderOptions(conversation_has_function_tools=has_functions)
-    harmony = vocabulary.load_tokenizer().harmony
+    harmony = o200k_tokenizer.load_tokenizer().harmony
     ids = harmony.render(oh.Message.from_role_and_content(oh.Role.SYSTEM, system), options)
     return str(harmony.decode(ids))
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.parser_helpers import Seen, cut, fold
 
@@ -44,8 +44,8 @@ NAMES = st.from_regex(r"[A-Za-z0-9_\-]{1,20}", fullmatch=True)
 TYPES = st.sampled_from([None, "<|constrain|>json", "json", "code"])
 
 
-harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
-plain = functools.cache(vocabulary.load_tokenizer)
+harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
+plain = functools.cache(o200k_tokenizer.load_tokenizer)
 
 
 def said(

@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer, vocabulary
 from dynamo_trtllm.tokenization.conversation import Tool
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.output import OutputParser
@@ -33,7 +33,7 @@ def renderer() -> HarmonyRenderer:
 
 
 # which checks the file at each call
-harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
+harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
 
 
 def ids_of(text: str) -> list[int]:

@@ -28,14 +28,14 @@ from tokenizers import (
 )
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer, vocabulary
+from dynamo_trtllm.tokenization.o200k_tokenizer import O200kTokenizer
 from dynamo_trtllm.tokenization.tokenizer import (
     FastTokenizer,
     SlowJsonTokenizer,
     load_json_tokenizer,
     run_finder,
 )
-from dynamo_trtllm.tokenization.vocabulary import O200kTokenizer
 
 SAMPLES = (
     "The quick brown fox jumps over the lazy dog. It's 3,141,592 o'clock; DON'T panic!",
@@ -104,13 +104,13 @@ def replaced(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def o200k() -> O200kTokenizer:
-    loaded = vocabulary.load_tokenizer()
+    loaded = o200k_tokenizer.load_tokenizer()
     loaded.load()
     return loaded
 
 
 # which checks the file at each call
-harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
+harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
 
 
 def reference(text: str) -> list[int]:
@@ -198,7 +198,7 @@ class Loads:
 @pytest.fixture
 def loads(o200k: O200kTokenizer, monkeypatch: pytest.MonkeyPatch) -> Loads:
     made = Loads(o200k.load())
-    monkeypatch.setattr(vocabulary, "FastTokenizer", made)
+    monkeypatch.setattr(o200k_tokenizer, "FastTokenizer", made)
     return made
 
 
@@ -211,7 +211,7 @@ def test_encode_when_texts_are_short_then_fastokens_is_not_loaded(
     fresh: O200kTokenizer, loads: Loads
 ) -> None:
     for text in mixed(100):
-        short = text[: vocabulary.SHORT_CHARS]
+        short = text[: o200k_tokenizer.SHORT_CHARS]
         assert fresh.encode(short).tolist() == reference(short)
     assert not fresh.is_loaded
     assert loads.count == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import o200k_tokenizer, vocabulary
 
 
 def sha256(path: Path) -> str:
@@ -79,15 +79,17 @@ def test_specials_when_listed_then_they_fill_the_vocabulary_and_are_those_of_ope
     assert sorted(specials.values()) == list(
         range(vocabulary.FIRST_SPECIAL, vocabulary.HARMONY_VOCAB_SIZE)
     )
-    encoding = vocabulary.load_tokenizer().harmony
+    encoding = o200k_tokenizer.load_tokenizer().harmony
     assert {encoding.decode([number]): number for number in specials.values()} == specials
 
 
 def test_load_when_called_in_both_ways_then_loads_once() -> None:
-    assert vocabulary.load_tokenizer() is vocabulary.load_tokenizer(vocabulary.default_cache_dir())
+    assert o200k_tokenizer.load_tokenizer() is o200k_tokenizer.load_tokenizer(
+        vocabulary.default_cache_dir()
+    )
 
 
 def test_load_when_several_threads_ask_at_once_then_all_share_one_copy(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
-        loaded = list(pool.map(vocabulary.load_tokenizer, [tmp_path] * 3))
+        loaded = list(pool.map(o200k_tokenizer.load_tokenizer, [tmp_path] * 3))
     assert len({id(each) for each in loaded}) == 1
