@@ -5,20 +5,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
+from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.response_schemas import ResponseMeta
-from dynamo_trtllm.errors import Cancelled
-from dynamo_trtllm.frontend.generation.choice import Choice, Usage, share_suspicions
-from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
-from dynamo_trtllm.frontend.generation.messages.message_builder import MessageBuilder
+from dynamo_trtllm.errors import Cancelled, DynamoError
+from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta, Usage, share_suspicions
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
-from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.http_server.exchange import HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.tokenization.served_model import ServedModel
 
-AnswerBuilder: TypeAlias = CompletionBuilder | ResponseBuilder | MessageBuilder
+
+class AnswerBuilder(Protocol):
+    """Encodes the answer to one request in the form of its API.
+
+    A stream uses `start`, `delta`, `finish` and `error`; they return the bytes of events. An answer
+    that is sent whole uses `push` and `body`.
+    """
+
+    def start(self) -> bytes:
+        """Return the events before the first delta."""
+
+    def delta(self, delta: ChoiceDelta, /) -> bytes:
+        """Return the events of a delta."""
+
+    def finish(self, usage: Usage, extras: Extras, /) -> bytes:
+        """Return the events after the last delta."""
+
+    def error(self, error: DynamoError, /) -> bytes:
+        """Return the events that end a stream with an error."""
+
+    def push(self, delta: ChoiceDelta, /) -> object:
+        """Add a delta to the answer."""
+
+    def body(self, usage: Usage, extras: Extras, /) -> dict[str, Any]:
+        """Return the whole answer, after the last delta."""
 
 
 class ApiAdapter(Protocol[B]):
