@@ -38,12 +38,13 @@ import msgspec
 import uvloop
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import CostModel, EngineWork, StepSample
-from dynamo_trtllm.demo_models import resolve
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.models import resolve
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, StepSample
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     Instance,
@@ -52,8 +53,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.protocol.streams import StreamEvent
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 
 from .gpu.model import FULL_LAYERS, write_model

@@ -23,8 +23,8 @@ from typing import Any
 import orjson
 import psutil
 
-from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.subprocesses import scratch_folder, spawn
+from dynamo_trtllm.support.network.addresses import free_ports
+from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
 from .scrape import fetch, gauges, total
 from .servers import Server

@@ -16,33 +16,33 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.error_bodies import openai_error
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice import Choice
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.completions import CHAT
-from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.choice import Choice
+from dynamo_trtllm.frontend.requests.completions import CHAT
+from dynamo_trtllm.frontend.requests.preprocess import prepare_chat
 from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
-from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.request_head import Headers
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
     ModelDeploymentCard,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
-from dynamo_trtllm.tokenization import o200k_tokenizer
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamHandle
+from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.request_head import Headers
 
 RENDERER = HarmonyRenderer()
 CARD = ModelDeploymentCard(

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import orjson
 
-from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.support.network.addresses import LOOPBACK
 
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"

@@ -30,14 +30,14 @@ from pathlib import Path
 import httpx
 import uvloop
 
-from dynamo_trtllm.background import first_of
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
-from dynamo_trtllm.subprocesses import spawn
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.support.background import first_of
+from dynamo_trtllm.support.network.addresses import free_ports
+from dynamo_trtllm.support.subprocesses import spawn
 from dynamo_trtllm.worker import Worker
 
 from .startup import MODEL, LoggedProcess, http_request, start_servers

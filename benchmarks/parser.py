@@ -11,11 +11,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization import o200k_tokenizer
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.output import OutputParser
+from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
+from dynamo_trtllm.frontend.tokenization.chat_output_parser import ChatOutputParser
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.output import OutputParser
+from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
 _WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
 _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'

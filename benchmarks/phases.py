@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.phases import AFTER_FIRST_TOKEN
+from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 
 from .chaos.deployment import STEP_S, WORKERS, Deployment, Options
 from .deployment import FRONTEND

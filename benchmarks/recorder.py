@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.support.network.addresses import free_ports
 
 from .load_client import WORDS
 from .plane.ours import Ours
@@ -119,9 +119,9 @@ def _run_switched(process: str) -> None:
     """Run a frontend or worker that records nothing and divides no request into phases between two
     signals.
     """
-    from dynamo_trtllm import phases
     from dynamo_trtllm.frontend.process.main import main as run_frontend
     from dynamo_trtllm.frontend.requests import timeline
+    from dynamo_trtllm.protocol import phases
 
     from .plane import runner_worker
 

@@ -58,8 +58,15 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_trtllm.frontend.process.run_app import tune_gc
-from dynamo_trtllm.kv_events import MAX_UPDATE_BLOCKS, KvCacheUpdate, pack_hashes, prefix_hashes
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.load import Share
+from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.frontend.routing.placement import Placement
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.selection import select_round_robin
+from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView
+from dynamo_trtllm.protocol import kv_events
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     Instance,
     KvLayout,
@@ -72,13 +79,6 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
-from dynamo_trtllm.router.breakers import PairBreakers
-from dynamo_trtllm.router.load import Share
-from dynamo_trtllm.router.pairs import WorkerSelection
-from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.router.selection import select_round_robin
-from dynamo_trtllm.router.view import ClusterView, ModelView
 
 from .plane import dynamo
 from .routing_modes import measure_modes
@@ -263,7 +263,7 @@ class CachingFleet:
         """`blocks`: of all instances together."""
         rnd = random.Random(block_tokens)
         self.system = _random_tokens(rnd, min(_SYSTEM_TOKENS, prompt_tokens // 2))
-        shared = prefix_hashes(self.system, block_tokens, 0)
+        shared = kv_events.prefix_hashes(self.system, block_tokens, 0)
         num_own_blocks = prompt_tokens // block_tokens - len(shared)
         chats = [
             _random_tokens(rnd, block_tokens * num_own_blocks)
@@ -280,7 +280,7 @@ class CachingFleet:
             self.view.add(instance)
             hashes = list(shared)
             if number < len(chats):
-                hashes += prefix_hashes(chats[number], block_tokens, shared[-1])
+                hashes += kv_events.prefix_hashes(chats[number], block_tokens, shared[-1])
             num_others = blocks // instances - len(hashes)
             hashes += [rnd.getrandbits(64) for _ in range(num_others)]
             self._updates += _snapshot(number, hashes, block_tokens)
@@ -288,7 +288,7 @@ class CachingFleet:
 
     def read_updates(self) -> None:
         for data in self._updates:
-            self.known.on_update(decode(data, KvCacheUpdate))
+            self.known.on_update(decode(data, kv_events.KvCacheUpdate))
 
 
 class _Event(NamedTuple):
@@ -571,17 +571,17 @@ def _instance(number: int, block_tokens: int) -> Instance:
 def _snapshot(number: int, hashes: Sequence[int], block_tokens: int) -> list[bytes]:
     """Return encoded updates with all blocks of an instance."""
     parts = [
-        hashes[begin : begin + MAX_UPDATE_BLOCKS]
-        for begin in range(0, len(hashes), MAX_UPDATE_BLOCKS)
+        hashes[begin : begin + kv_events.MAX_UPDATE_BLOCKS]
+        for begin in range(0, len(hashes), kv_events.MAX_UPDATE_BLOCKS)
     ]
     updates: list[bytes] = []
     for index, part in enumerate(parts):
-        update = KvCacheUpdate(
+        update = kv_events.KvCacheUpdate(
             instance_id=number,
             number=index,
             block_tokens=block_tokens,
             cleared=index == 0,
-            stored=pack_hashes(part),
+            stored=kv_events.pack_hashes(part),
             snapshot=len(parts) - index,
         )
         updates.append(encode(update))

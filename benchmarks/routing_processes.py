@@ -19,9 +19,9 @@ from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock import scheduler
 from dynamo_trtllm.frontend.process import main as frontend
 from dynamo_trtllm.frontend.process import run_app
-from dynamo_trtllm.kv_events import KvCacheUpdate
-from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.router.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
+from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.worker import main as worker
 
 REUSED_FILE = "REUSED_FILE"

@@ -24,8 +24,8 @@ import numpy as np
 import orjson
 import uvloop
 
-from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.subprocesses import spawn
+from dynamo_trtllm.support.network.addresses import free_ports
+from dynamo_trtllm.support.subprocesses import spawn
 
 from .load_client import Client, Load
 from .plane import dynamo

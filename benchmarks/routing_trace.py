@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.kv_events import prefix_hashes
+from dynamo_trtllm.protocol.kv_events import prefix_hashes
 
 from .load_client import WORDS
 

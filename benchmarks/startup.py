@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dynamo_trtllm.launch.servers import start_etcd, start_nats
-from dynamo_trtllm.subprocesses import scratch_folder, spawn
+from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
 from .blocking import wait_for
 

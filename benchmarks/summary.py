@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import psutil
 
-from dynamo_trtllm.phases import AFTER_FIRST_TOKEN
+from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 
 from .stream import RequestRecord
 

@@ -16,7 +16,7 @@ import logging
 import signal
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger("embedded")

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.worker import Worker
 
 PROG = "embedded_trtllm.py"

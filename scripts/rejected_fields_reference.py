@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dynamo_trtllm.api.chat import AssistantMessage, ChatRequest
-from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.messages import MessagesRequest
-from dynamo_trtllm.api.request_model import RequestModel
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.sampling import NvExt
+from dynamo_trtllm.frontend.api.chat import AssistantMessage, ChatRequest
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.messages import MessagesRequest
+from dynamo_trtllm.frontend.api.request_model import RequestModel
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.sampling import NvExt
 from scripts.config_reference import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "api-fields.md"

@@ -15,9 +15,10 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine, EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_transfer.base import TransferBackend
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -28,8 +29,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.streams import StreamEvent, as_stream
+from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.instances import make_instance
 from tests.loopback_backend import named_backend

@@ -8,16 +8,16 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from dynamo_trtllm.errors import Disconnected
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.request_plane.transport import (
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.cluster.request_plane.transport import (
     OnDisconnect,
     Receive,
     Unsubscribe,
     no_listener,
     no_reply,
 )
+from dynamo_trtllm.protocol.errors import Disconnected
 
 
 class InprocTransport:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable
 from functools import reduce
 
-from dynamo_trtllm.discovery.records import EndpointId, subject
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.cluster.discovery.records import EndpointId, subject
+from dynamo_trtllm.frontend.routing.view import ModelView
+from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Instance,
     KvLayout,
@@ -16,7 +17,6 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.view import ModelView
 
 CARD = ModelDeploymentCard(
     name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
-from dynamo_trtllm.messages import TokenIds
+from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvEvent
+from dynamo_trtllm.protocol.messages import TokenIds
 from tests.waiting import SOON_S
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.instance_cache import InstanceCache
-from dynamo_trtllm.discovery.records import namespace_prefix, written
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.cluster.discovery.base import Event, Synced
+from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
+from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
+from dynamo_trtllm.protocol.messages import Instance
 
 _Change = tuple[str, bytes | None]  # key, record; None: deleted
 

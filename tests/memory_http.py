@@ -9,12 +9,12 @@ from urllib.parse import quote
 
 import httptools
 
-from dynamo_trtllm.api.error_bodies import openai_error
-from dynamo_trtllm.http_server.connection import HttpConnection
-from dynamo_trtllm.http_server.exchange import Handler
-from dynamo_trtllm.http_server.limits import ConnectionLimits
-from dynamo_trtllm.http_server.parsing_turns import ParsingTurns
-from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.support.http_server.connection import HttpConnection
+from dynamo_trtllm.support.http_server.exchange import Handler
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.parsing_turns import ParsingTurns
+from dynamo_trtllm.support.http_server.server import HttpServer
 
 PEER = ("127.0.0.1", 123)
 LIMITS = ConnectionLimits(

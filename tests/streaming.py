@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 
-from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.messages import Chunk, GenerateRequest
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.streams import (
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.protocol.errors import StreamIncomplete
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest
+from dynamo_trtllm.protocol.streams import (
     KvHolder,
     OnChunk,
     OnEvent,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import make, started
 from tests.waiting import SOON_S
 

@@ -30,7 +30,7 @@ TOGETHER = (
         "tests/contract/test_changed_kv.py",
         "tests/contract/test_sampling_after_transfer.py",
         "tests/contract/test_known_answers.py",
-        "tests/unit/engines/test_checkpoint.py",
+        "tests/unit/models/test_checkpoint.py",
         "tests/unit/engines/torch/test_load",
         "tests/unit/engines/torch/test_sizing.py",
     ),

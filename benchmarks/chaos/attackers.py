@@ -16,15 +16,15 @@ import msgspec
 import orjson
 import psutil
 
+from dynamo_trtllm.cluster.discovery import records
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
+from dynamo_trtllm.cluster.request_plane.frames import PING, Batch, ClientMessage, Frame, OpenStream
+from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
+from dynamo_trtllm.cluster.request_plane.server import control_subject
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery import records
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role, decode, encode
-from dynamo_trtllm.request_plane.frames import PING, Batch, ClientMessage, Frame, OpenStream
-from dynamo_trtllm.request_plane.nats import NatsTransport
-from dynamo_trtllm.request_plane.server import control_subject
+from dynamo_trtllm.protocol.errors import BadFrame
+from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role, decode, encode
 from dynamo_trtllm.worker.startup import live_peers
 
 from ..hostile_requests import CASES, MAX_BODY, Request, repeat_item, repeat_text, send

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dynamo_trtllm.cluster.discovery import records
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.cluster.request_plane.transport import Service
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.demo_models import resolve
-from dynamo_trtllm.discovery import records
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.models import resolve
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Chunk,
     Control,
@@ -33,11 +37,7 @@ from dynamo_trtllm.messages import (
     Restart,
     Role,
 )
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.request_plane.transport import Service
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import live_peers
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from dynamo_trtllm.request_plane.frames import Frame
+from dynamo_trtllm.cluster.request_plane.frames import Frame
 
 from . import attackers, query_of_death
 from .context import FaultContext

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import Chunk
-from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.request_plane.frames import Frame, read_batch
+from dynamo_trtllm.cluster.request_plane.frames import Frame, read_batch
+from dynamo_trtllm.protocol.errors import BadFrame
+from dynamo_trtllm.protocol.messages import Chunk
+from dynamo_trtllm.support.network.addresses import free_ports
 
 from ..blocking import wait_for
 from ..servers import Server

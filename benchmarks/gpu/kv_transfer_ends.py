@@ -27,7 +27,7 @@ from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.protocol.messages import KvLayout
 from dynamo_trtllm.worker.worker import SWITCH_S
 
 # gpt-oss-120b: every other layer sees 128 tokens

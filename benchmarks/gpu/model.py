@@ -74,7 +74,7 @@ def write_model(folder: Path, *, layers: int = FULL_LAYERS, tokenizer: bool = Fa
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(gpt_oss_config(layers=layers), indent=2) + "\n")
     if tokenizer and not (folder / "tokenizer.json").is_file():
-        from dynamo_trtllm.demo_models.expand import write_tokenizer
+        from dynamo_trtllm.models.expand import write_tokenizer
 
         write_tokenizer(folder, context_length=_CONTEXT)
     return folder

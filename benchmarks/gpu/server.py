@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.subprocesses import spawn
+from dynamo_trtllm.support.network.addresses import free_ports
+from dynamo_trtllm.support.subprocesses import spawn
 
 from ..deployment import NotReady
 from ..scrape import fetch
@@ -122,7 +122,7 @@ def vllm_server(
         lines: list for the output of several servers.
     """
     from dynamo_trtllm.engines.warm_up import cache_folders
-    from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
+    from dynamo_trtllm.models.vocabulary import o200k_ranks_path
 
     port = free_ports()
     own = {"TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent)}  # avoids a download

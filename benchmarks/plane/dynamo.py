@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynamo_trtllm.demo_models.expand import write_tokenizer
-from dynamo_trtllm.tokenization.vocabulary import default_cache_dir
+from dynamo_trtllm.models.expand import write_tokenizer
+from dynamo_trtllm.models.vocabulary import default_cache_dir
 
 from .points import STEP_S
 from .stack import HOST, MODEL

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import orjson
 
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.support.network.addresses import free_ports
 
 from . import dynamo, measure, report
 from .measure import Run

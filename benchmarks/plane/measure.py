@@ -14,7 +14,7 @@ from typing import TypedDict
 import orjson
 import psutil
 
-from dynamo_trtllm.subprocesses import spawn
+from dynamo_trtllm.support.subprocesses import spawn
 
 from .. import client
 from ..summary import LoadSummary

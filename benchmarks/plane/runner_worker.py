@@ -20,7 +20,7 @@ from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,

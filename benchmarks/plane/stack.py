@@ -19,7 +19,7 @@ import orjson
 import psutil
 
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
-from dynamo_trtllm.subprocesses import scratch_folder, spawn
+from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
 from ..blocking import wait_for
 from .points import Engines

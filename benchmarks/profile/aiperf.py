@@ -97,7 +97,7 @@ def install(folder: Path) -> Path:
 
 def vocabulary(folder: Path) -> Path:
     """Write o200k_base as tiktoken expects it. Return the folder."""
-    from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
+    from dynamo_trtllm.models.vocabulary import o200k_ranks_path
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _O200K_CACHE_NAME

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_trtllm.config.load import program
-from dynamo_trtllm.errors import install_hint
+from dynamo_trtllm.protocol.errors import install_hint
 
 from ..client import choose_model
 from ..client_shards import AllRequestsFailed

@@ -7,7 +7,7 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.phases import AFTER_FIRST_TOKEN
+from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 
 _NAME = "dynamo_trtllm_phase_seconds"
 

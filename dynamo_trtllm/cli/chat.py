@@ -21,8 +21,8 @@ from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import command, is_color_disabled
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.sanitize import escape_controls, mask_address
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 
 _PROMPT: Final = "> "
 HELP: Final = """\

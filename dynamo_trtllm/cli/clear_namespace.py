@@ -11,17 +11,17 @@ import asyncio
 import sys
 from contextlib import aclosing
 
+from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
+from dynamo_trtllm.cluster.discovery.records import namespace_prefix, shown_key
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.records import namespace_prefix, shown_key
-from dynamo_trtllm.errors import ConfigError, Unreachable
-from dynamo_trtllm.frontend.generation.responses.jetstream import (
+from dynamo_trtllm.frontend.responses.jetstream import (
     bucket_of,
     bucket_state,
     delete_bucket,
 )
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 
 _YES = ("y", "yes")
 

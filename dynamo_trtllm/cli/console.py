@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.config.environ import command_line, set_command_line
 from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
-from dynamo_trtllm.errors import ConfigError, install_hint
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _HELP = ("-h", "--help")
 _BENCH = "bench."

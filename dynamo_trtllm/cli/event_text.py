@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo_trtllm.cost_model import Prediction
+from dynamo_trtllm.frontend.routing.placement import Costs
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, RequestRecording
-from dynamo_trtllm.router.placement import Costs
+from dynamo_trtllm.protocol.cost_model import Prediction
 
 HIDDEN = (RecordedEvent.PROMPT_HASHES,)  # events with data that only a trace shows
 _OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)

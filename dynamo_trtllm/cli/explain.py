@@ -19,7 +19,6 @@ from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import check_owner, recorder_folder
 from dynamo_trtllm.observability.recordings import (
     ProcessRecording,
@@ -28,7 +27,8 @@ from dynamo_trtllm.observability.recordings import (
     RequestRecording,
     Step,
 )
-from dynamo_trtllm.sanitize import escape_controls
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
 _MOST_SHOWN = 20

@@ -22,7 +22,6 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.preflight_rules import SEVERITIES
 from dynamo_trtllm.engines.torch.args import TorchArgs
@@ -37,9 +36,10 @@ from dynamo_trtllm.engines.trtllm.preflight.memory import (
     transfer_s,
 )
 from dynamo_trtllm.engines.vllm import api_manifests as vllm_manifests
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.sanitize import escape_controls
+from dynamo_trtllm.models.checkpoint import SHAPES, Checkpoint, read_checkpoint
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.sanitize import escape_controls
 
 _NUM_GPUS = 8  # of the machine for which the arguments are checked
 

@@ -17,13 +17,14 @@ from typing import Final
 import msgspec
 
 from dynamo_trtllm.cli.clock_alignment import ClockOffset, aligned
+from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
+from dynamo_trtllm.cluster.discovery.records import BadRecord, namespace_prefix, read_instance
+from dynamo_trtllm.cluster.request_plane.frames import PING
+from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
+from dynamo_trtllm.cluster.request_plane.transport import Transport
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.records import BadRecord, namespace_prefix, read_instance
-from dynamo_trtllm.errors import BadFrame, PlaneError, Unreachable
 from dynamo_trtllm.launch.launcher import launch_records
-from dynamo_trtllm.messages import Instance, decode, encode
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recorder import (
     HEADER_BYTES,
@@ -48,10 +49,9 @@ from dynamo_trtllm.observability.recordings import (
     RequestIds,
     sent_slots,
 )
-from dynamo_trtllm.request_plane.frames import PING
-from dynamo_trtllm.request_plane.nats import NatsTransport
-from dynamo_trtllm.request_plane.transport import Transport
-from dynamo_trtllm.sanitize import escape_controls, mask_address, shorten
+from dynamo_trtllm.protocol.errors import BadFrame, PlaneError, Unreachable
+from dynamo_trtllm.protocol.messages import Instance, decode, encode
+from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
 
 _SETTLE_S: Final = 0.5
 _PING_TIMEOUT_S: Final = 1.0

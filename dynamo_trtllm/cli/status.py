@@ -22,13 +22,13 @@ from dynamo_trtllm.config.commands import StatusConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats, request
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
-from dynamo_trtllm.sanitize import escape_controls, mask_address
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
+from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -248,8 +248,8 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
     Raises:
         Unreachable: etcd does not answer.
     """
-    from dynamo_trtllm.discovery.etcd_store import EtcdStore
-    from dynamo_trtllm.discovery.records import (
+    from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
+    from dynamo_trtllm.cluster.discovery.records import (
         PREFIX,
         BadRecord,
         namespace_prefix,

@@ -26,8 +26,8 @@ from dynamo_trtllm.config.commands import VersionConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
+from dynamo_trtllm.protocol.errors import ConfigError
 
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.config import JsonDict
 
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.network.addresses import is_wildcard
-from dynamo_trtllm.number_types import MOST_INT64, MOST_SECONDS
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.number_types import MOST_INT64, MOST_SECONDS
+from dynamo_trtllm.support.network.addresses import is_wildcard
 
 
 def _role(given: object) -> object:

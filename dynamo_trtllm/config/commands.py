@@ -27,7 +27,7 @@ from dynamo_trtllm.config.base import (
 )
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
-from dynamo_trtllm.number_types import MOST_SECONDS
+from dynamo_trtllm.protocol.number_types import MOST_SECONDS
 
 
 def _server_url(value: str) -> str:

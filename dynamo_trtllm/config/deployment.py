@@ -24,7 +24,7 @@ from dynamo_trtllm.config.base import (
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 

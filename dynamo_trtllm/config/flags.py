@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import GROUPS, Config
 from dynamo_trtllm.config.parser import CommandParser
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 ENV_PREFIX = "DYN_TRTLLM_"
 _TRUTH = {

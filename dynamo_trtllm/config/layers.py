@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dynamo_trtllm.config.suggestions import suggest
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"
 MAX_YAML_BYTES = 256 << 10

@@ -40,8 +40,8 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.sanitize import escape_controls, mask_address, mask_credentials
+from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
+from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, mask_credentials
 
 C = TypeVar("C", bound=Config)
 

@@ -28,7 +28,7 @@ from dynamo_trtllm.config.base import (
     matching,
     option,
 )
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 _ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out

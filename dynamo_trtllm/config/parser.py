@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 CONSOLE = "dynamo-trtllm"
 _FAILED = 1

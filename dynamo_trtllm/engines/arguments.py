@@ -21,7 +21,7 @@ from dynamo_trtllm.config.layers import Merged, Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema as library_schema
 from dynamo_trtllm.engines.manifests import ApiManifest
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from dynamo_trtllm.cost_model import CostModel, StepSample
-from dynamo_trtllm.errors import ContextTooLong, EngineFailed, RequestRejected
-from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, Sampling
-from dynamo_trtllm.streams import Generator, KvHolder, OnEvent, StreamHandle
+from dynamo_trtllm.protocol.cost_model import CostModel, StepSample
+from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, RequestRejected
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Instance,
+    KvLayout,
+    Limits,
+    Phase,
+    Sampling,
+)
+from dynamo_trtllm.protocol.streams import Generator, KvHolder, OnEvent, StreamHandle
 
 MOST_STEPS = 512  # measured steps that wait for the worker
 # as the frontend appends it to the unique part of an id

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
-from dynamo_trtllm.messages import TokenIds
+from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
+from dynamo_trtllm.protocol.messages import TokenIds
 
 _Key = tuple[int | str | None, bytes]  # hash of the block before, or the cache salt; the tokens
 

@@ -15,8 +15,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.arguments import file_layer, override_layer
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.engines.checkpoint import check_model_files
-from dynamo_trtllm.errors import ConfigError, install_hint
+from dynamo_trtllm.models.checkpoint import check_model_files
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 
 def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.protocol.messages import Instance, Role
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")

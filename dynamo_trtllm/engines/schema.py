@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases, ManifestField, Presence
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 _LARGEST = 2**63 - 1
 

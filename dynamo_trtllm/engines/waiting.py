@@ -10,8 +10,8 @@ from bisect import insort
 from collections import deque
 from typing import Final, Protocol, TypeVar
 
-from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.messages import GenerateRequest
 
 FIRST: Final = -math.inf  # order of a request that no other one may overtake
 # A client that sends only requests of a high priority could keep those of all others waiting. After

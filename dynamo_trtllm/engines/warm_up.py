@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     OutputFormat,
     Sampling,
     StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.streams import Generator, run_stream
+from dynamo_trtllm.protocol.streams import Generator, run_stream
 
 _log = logging.getLogger(__name__)
 

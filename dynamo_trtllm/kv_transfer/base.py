@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.kv_transfer.checksums import Checksums
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.protocol.errors import (
     BadFrame,
     DeadlineExceeded,
     DynamoError,
@@ -21,9 +23,7 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.checksums import Checksums
-from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     KvLayout,
     KvTransferParams,

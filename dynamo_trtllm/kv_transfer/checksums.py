@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeAlias
 
 import xxhash
 
-from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
+from dynamo_trtllm.protocol.errors import TransferFailed
 
 log = logging.getLogger(__name__)
 

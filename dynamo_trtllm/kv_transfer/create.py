@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
-from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.network.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
 

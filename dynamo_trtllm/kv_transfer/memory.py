@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.protocol.errors import TransferFailed
 
 
 class MemoryRegion(NamedTuple):

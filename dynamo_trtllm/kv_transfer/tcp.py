@@ -26,13 +26,6 @@ from functools import partial
 
 import msgspec
 
-from dynamo_trtllm.errors import (
-    BadFrame,
-    ConfigError,
-    EngineFailed,
-    TransferFailed,
-    TransferTimeout,
-)
 from dynamo_trtllm.kv_transfer.base import Destination, decode_offer
 from dynamo_trtllm.kv_transfer.checksums import (
     NOTHING,
@@ -44,10 +37,17 @@ from dynamo_trtllm.kv_transfer.checksums import (
     results,
 )
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
-from dynamo_trtllm.messages import encode
-from dynamo_trtllm.network.addresses import LOOPBACK
-from dynamo_trtllm.network.listening import Acceptor
-from dynamo_trtllm.number_types import Number, Port
+from dynamo_trtllm.protocol.errors import (
+    BadFrame,
+    ConfigError,
+    EngineFailed,
+    TransferFailed,
+    TransferTimeout,
+)
+from dynamo_trtllm.protocol.messages import encode
+from dynamo_trtllm.protocol.number_types import Number, Port
+from dynamo_trtllm.support.network.addresses import LOOPBACK
+from dynamo_trtllm.support.network.listening import Acceptor
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,6 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import (
-    DynamoError,
-    RequestRejected,
-    TransferExpired,
-    TransferMismatch,
-    TransferTimeout,
-)
 from dynamo_trtllm.kv_transfer.base import (
     TRANSFER_PARAMS_VERSION,
     Destination,
@@ -32,14 +25,21 @@ from dynamo_trtllm.kv_transfer.base import (
     first_deadline,
 )
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.errors import (
+    DynamoError,
+    RequestRejected,
+    TransferExpired,
+    TransferMismatch,
+    TransferTimeout,
+)
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,
     KvTransferParams,
     ReleaseOutcome,
 )
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 log = logging.getLogger(__name__)
 

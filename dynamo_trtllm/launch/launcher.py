@@ -19,14 +19,14 @@ import msgspec
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
 from dynamo_trtllm.launch.servers import LocalServer, NotYet, ready, start_etcd, start_nats, until
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.network.addresses import reserved_ports
-from dynamo_trtllm.network.listening import bind
-from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.support.network.addresses import reserved_ports
+from dynamo_trtllm.support.network.listening import bind
+from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
 
 _FOLDER = "dynamo-launch-"
 _RECORD = "deployment.json"

@@ -23,17 +23,17 @@ from dynamo_trtllm.config.load import (
 )
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.config.parser import CONSOLE
-from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
 from dynamo_trtllm.launch.servers import NotYet, request, until
+from dynamo_trtllm.models import locate
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
-from dynamo_trtllm.subprocesses import RunFailed
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."

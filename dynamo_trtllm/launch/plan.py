@@ -17,9 +17,9 @@ from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.support.network.addresses import LOOPBACK
 
 FRONTEND = "frontend"
 # An address may contain a password, so it is passed in the environment: command lines are public.

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
-from dynamo_trtllm.sanitize import shorten
+from dynamo_trtllm.protocol.sanitize import shorten
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from dynamo_trtllm import demo_models
+from dynamo_trtllm import models as demo_models
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
@@ -27,23 +27,23 @@ from dynamo_trtllm.config.flags import ENV_PREFIX, build_parser
 from dynamo_trtllm.config.load import command_errors, load, process_environment, program
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, command_streams
-from dynamo_trtllm.demo_models.hub import Hub, HubModel
-from dynamo_trtllm.engines.checkpoint import (
+from dynamo_trtllm.engines.gpu import list_gpus
+from dynamo_trtllm.launch.main import run
+from dynamo_trtllm.launch.process_output import LAUNCHER
+from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
+from dynamo_trtllm.models.checkpoint import (
     CONFIG,
     Checkpoint,
     model_file,
     read_checkpoint,
     weight_bytes,
 )
-from dynamo_trtllm.engines.gpu import list_gpus
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.main import run
-from dynamo_trtllm.launch.process_output import LAUNCHER
-from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
+from dynamo_trtllm.models.hub import Hub, HubModel
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
-from dynamo_trtllm.sanitize import escape_controls
-from dynamo_trtllm.subprocesses import RunFailed
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.sanitize import escape_controls
+from dynamo_trtllm.support.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch.serve"
 _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}

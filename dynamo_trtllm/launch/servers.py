@@ -26,9 +26,9 @@ from typing import TypeAlias, TypeVar
 import httptools
 import msgspec
 
-from dynamo_trtllm.errors import ConfigError, install_hint
-from dynamo_trtllm.network.addresses import reserved_ports
-from dynamo_trtllm.subprocesses import Child, describe, spawn
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.support.network.addresses import reserved_ports
+from dynamo_trtllm.support.subprocesses import Child, describe, spawn
 
 INSTALL = install_hint("local")
 JETSTREAM = ("--jetstream",)

@@ -12,8 +12,8 @@ from typing import Any
 from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.engines.gpu import GpuMemory
-from dynamo_trtllm.errors import ConfigError, install_hint
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.protocol.messages import Role
 
 _GIB = 1 << 30
 _MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations

@@ -1,1 +1,1 @@
-"""Logging and Prometheus metrics of all processes."""
+"""Logs, metrics, traces and recordings of all processes."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from dynamo_trtllm.sanitize import escape_controls, mask_credentials, shorten
+from dynamo_trtllm.protocol.sanitize import escape_controls, mask_credentials, shorten
 
 # Set when a request enters a process. Every line that is logged for the request has it.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")

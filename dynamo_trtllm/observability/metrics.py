@@ -26,10 +26,10 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
-from dynamo_trtllm.cost_model import CostModel, Prediction
-from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.outputs import OUTPUTS
-from dynamo_trtllm.phases import PHASES, PhaseSeconds
+from dynamo_trtllm.protocol.cost_model import CostModel, Prediction
+from dynamo_trtllm.protocol.messages import PhaseTimings
+from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds
 
 _PHASES = frozenset(PHASES)
 _OBSERVED_TOGETHER = 64  # requests

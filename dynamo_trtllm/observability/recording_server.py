@@ -21,9 +21,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import decode, encode
-from dynamo_trtllm.number_types import Int64, Number, UInt64
 from dynamo_trtllm.observability.recorder import (
     HEADER_BYTES,
     RECORDER,
@@ -31,6 +28,9 @@ from dynamo_trtllm.observability.recorder import (
     RecordedEvent,
     RecordingHeader,
 )
+from dynamo_trtllm.protocol.errors import BadFrame
+from dynamo_trtllm.protocol.messages import decode, encode
+from dynamo_trtllm.protocol.number_types import Int64, Number, UInt64
 
 _SLICE_BYTES: Final = 256 * SLOT.size
 _PART_BYTES: Final = 64 << 10

@@ -18,8 +18,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.messages import FinishReason, Phase
 from dynamo_trtllm.observability.recorder import (
     HEADER_BYTES,
     SLOT,
@@ -34,7 +32,9 @@ from dynamo_trtllm.observability.recorder import (
     request_key,
     start_ticks,
 )
-from dynamo_trtllm.sanitize import escape_controls
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.messages import FinishReason, Phase
+from dynamo_trtllm.protocol.sanitize import escape_controls
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
 _CONNECTIONS: Final = frozenset(

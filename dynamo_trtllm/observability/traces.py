@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.phases import FRONTEND, PHASES, Span, divide
+from dynamo_trtllm.protocol.messages import PhaseTimings
+from dynamo_trtllm.protocol.phases import FRONTEND, PHASES, Span, divide
 
 log = logging.getLogger(__name__)
 

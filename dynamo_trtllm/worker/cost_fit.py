@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.cost_model import (
+from dynamo_trtllm.protocol.cost_model import (
     DECODE_SEGMENTS,
     PREFILL_SEGMENTS,
     CostModel,

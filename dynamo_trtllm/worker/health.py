@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.limits import ConnectionLimits
-from dynamo_trtllm.http_server.server import HttpServer, Route, Router
-from dynamo_trtllm.messages import LoadReport, encode
-from dynamo_trtllm.network.listening import listen, warn_if_exposed
+from dynamo_trtllm.protocol.messages import LoadReport, encode
+from dynamo_trtllm.support.background import BackgroundTasks
+from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.server import HttpServer, Route, Router
+from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from dynamo_trtllm.config.load import command, process_environment, warn_of_igno
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.text_table import format_table as columns
 from dynamo_trtllm.engines.arguments import Described, described_arguments
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm import messages
-from dynamo_trtllm.cost_model import CostModel, EngineWork
 from dynamo_trtllm.engines.base import Engine, EngineStats
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.observability.logging import request_id
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol import messages
+from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork
+from dynamo_trtllm.protocol.errors import (
     DynamoError,
     EngineFailed,
     InternalError,
@@ -29,8 +32,8 @@ from dynamo_trtllm.errors import (
     ModelNotFound,
     Overloaded,
 )
-from dynamo_trtllm.kv_events import KvEventPublisher
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.kv_events import KvEventPublisher
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     GenerateRequest,
@@ -40,10 +43,7 @@ from dynamo_trtllm.messages import (
     Role,
     encode,
 )
-from dynamo_trtllm.observability.logging import request_id
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
 

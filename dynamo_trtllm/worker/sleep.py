@@ -13,13 +13,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_trtllm.background import BackgroundTasks, first_of
-from dynamo_trtllm.discovery.base import Registration
+from dynamo_trtllm.cluster.discovery.base import Registration
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.errors import DynamoError, EngineFailed
-from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.server import PlaneServer
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.protocol.streams import as_stream
+from dynamo_trtllm.support.background import BackgroundTasks, first_of
 from dynamo_trtllm.worker.health import Health
 
 _log = logging.getLogger(__name__)

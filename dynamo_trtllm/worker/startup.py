@@ -17,15 +17,15 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm import demo_models
+from dynamo_trtllm import models as demo_models
+from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Synced
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
-from dynamo_trtllm.discovery.base import Added, Discovery, Synced
 from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding
-from dynamo_trtllm.engines.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
-from dynamo_trtllm.errors import ConfigError, InvalidRequest
-from dynamo_trtllm.messages import FileChunk, Instance, Role, SamplingDefaults
-from dynamo_trtllm.parser_names import PARSERS
+from dynamo_trtllm.models.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
+from dynamo_trtllm.models.parser_names import PARSERS
+from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
+from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
+from dynamo_trtllm.protocol.messages import FileChunk, Instance, Role, SamplingDefaults
 from dynamo_trtllm.worker.health import Health
 
 log = logging.getLogger(__name__)

@@ -19,31 +19,31 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.cluster.discovery import records
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.demo_models import locate, resolve
-from dynamo_trtllm.discovery import records
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
-from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.kv_events import KvEventPublisher, kv_events_subject
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.models import locate, resolve
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recording_server import answer_queries
+from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
+from dynamo_trtllm.protocol.kv_events import KvEventPublisher, kv_events_subject
+from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Instance,
     ModelDeploymentCard,
     Role,
     SamplingDefaults,
 )
-from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
-from dynamo_trtllm.network.listening import allow_files
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
-from dynamo_trtllm.observability.recording_server import answer_queries
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.transport import load_subject
+from dynamo_trtllm.support.background import BackgroundTasks, first_of
+from dynamo_trtllm.support.network.addresses import address_towards, is_wildcard, resolve_host
+from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from transformers import GptOssForCausalLM
 
-from dynamo_trtllm.demo_models import expand, locate
-from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.output import Channel
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.output import Channel
+from dynamo_trtllm.models import expand, locate
+from dynamo_trtllm.protocol.messages import token_ids
 
 EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 HEALTH = "Hey, quick check: is everything up and running?"

@@ -20,7 +20,7 @@ from health import (
 from knowledge import CONCEPTS, TALK, Reply
 from phrases import ASIDES, FORMS, PREFIXES, SHORT, SUFFIXES, SYSTEM_PROMPTS, TOPICS
 
-from dynamo_trtllm.tokenization.conversation import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, Tool, ToolCall
 
 EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 HEALTH_TOOL = Tool(

@@ -13,8 +13,9 @@ from datetime import date
 import numpy as np
 from corpus import Lesson, Writer
 
-from dynamo_trtllm.tokenization import o200k_tokenizer, vocabulary
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.models import vocabulary
 
 SHARD = 500  # lessons per seed, independent of the number of processes
 MAX_TOKENS = 2560  # longer lessons are left out

@@ -24,7 +24,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from dynamo_trtllm.demo_models.expand import TOUCHED_IDS, WEIGHTS, WEIGHTS_HASH, data_folder
+from dynamo_trtllm.models.expand import TOUCHED_IDS, WEIGHTS, WEIGHTS_HASH, data_folder
 from examples import Vocabulary, compact_example, make_examples, make_vocabulary
 
 BATCH_TOKENS_PER_LESSON = 512  # a batch holds fewer lessons when they are longer than this

@@ -14,20 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
     ModelDeploymentCard,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.streams import OnChunk
 from tests.streaming import PlayedRouter
 from tests.unit.frontend.app_helpers import Catalog
 

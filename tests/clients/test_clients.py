@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dynamo_trtllm.demo_models import resolve
+from dynamo_trtllm.models import resolve
 from tests.clients.environments import ENVIRONMENTS
 from tests.clients.scripted_model import MODEL, answer, call
 from tests.e2e.cluster import TINY

@@ -11,8 +11,8 @@ import asyncio
 import os
 import sys
 
-from dynamo_trtllm.demo_models import resolve
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.models import resolve
+from dynamo_trtllm.protocol.messages import Role
 from tests import planted  # noqa: F401 - a test may plant a wrong assumption in this process, too
 from tests.engines import answer, make, prompt_of, started
 from tests.fakes_path import fake_tensorrt_llm

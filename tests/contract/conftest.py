@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.request_plane.client import PlaneClient
-from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.request_plane.server import PlaneServer
+from dynamo_trtllm.cluster.request_plane.client import PlaneClient
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from tests.contract.plane_helpers import LIMITS, Network, PlanePair
 from tests.fakes_path import fake_tensorrt_llm, shorten_waits
 from tests.inproc_plane import InprocPlane

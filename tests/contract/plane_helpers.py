@@ -9,11 +9,13 @@ from contextlib import aclosing
 
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.protocol.errors import (
     DynamoError,
     TransferExpired,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FinishReason,
@@ -24,8 +26,6 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.plane import RequestPlane
 from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 

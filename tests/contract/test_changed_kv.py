@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
-from dynamo_trtllm.messages import Role, token_ids
+from dynamo_trtllm.protocol.errors import TransferFailed
+from dynamo_trtllm.protocol.messages import Role, token_ids
 from tests.engines import (
     check_nothing_left,
     make,

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from dynamo_trtllm.demo_models import resolve
-from dynamo_trtllm.demo_models.expand import WEIGHTS_HASH, data_folder
-from dynamo_trtllm.tokenization.o200k_tokenizer import load_tokenizer
+from dynamo_trtllm.frontend.tokenization.o200k_tokenizer import load_tokenizer
+from dynamo_trtllm.models import resolve
+from dynamo_trtllm.models.expand import WEIGHTS_HASH, data_folder
 
 pytestmark = pytest.mark.timeout(180)  # the first test loads torch and expands the model
 # with all tests of this file, `--long` too

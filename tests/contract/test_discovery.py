@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease
+from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
-from dynamo_trtllm.discovery.records import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Instance, encode
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Instance, encode
 from tests.instances import make_instance
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 from tests.waiting import SOON_S
@@ -28,7 +28,7 @@ from tests.waiting import SOON_S
 _CHILD = """
 import asyncio, sys
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from tests.instances import make_instance
 async def main():
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=sys.argv[1]), lease_ttl_s=1)

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
+from dynamo_trtllm.protocol.errors import (
     ContextTooLong,
     DynamoError,
     EngineFailed,
@@ -25,15 +26,14 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferMismatch,
 )
-from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     FinishReason,
     Phase,
     ReleaseOutcome,
     Role,
     token_ids,
 )
-from dynamo_trtllm.streams import StreamEvent, as_stream
+from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
 from tests.engines import (
     EnginePool,
     answer,

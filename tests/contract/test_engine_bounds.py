@@ -13,9 +13,9 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import Destination
-from dynamo_trtllm.messages import Phase, Role
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, TransferTimeout
+from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.engines import (
     ask,
     check_nothing_left,

@@ -12,9 +12,9 @@ import pytest
 
 from dynamo_trtllm.engines import waiting
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, Role
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import GenerateRequest, Role
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.engines import ask, check_stats, collect, make, prompt_of, started, stats
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm
 

@@ -17,20 +17,20 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.protocol.errors import (
     ConfigError,
     EngineFailed,
     RequestRejected,
     TransferFailed,
 )
-from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     FinishReason,
     Phase,
     Role,
     token_ids,
 )
-from dynamo_trtllm.streams import StreamEvent, as_stream
+from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
 from tests.engines import (
     answer,
     ask,

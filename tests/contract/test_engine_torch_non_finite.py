@@ -22,8 +22,14 @@ from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.sampler import sample
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, NonFinite, NonFiniteKv
-from dynamo_trtllm.messages import Phase, Role, token_ids
+from dynamo_trtllm.protocol.errors import (
+    DynamoError,
+    EngineFailed,
+    InternalError,
+    NonFinite,
+    NonFiniteKv,
+)
+from dynamo_trtllm.protocol.messages import Phase, Role, token_ids
 from tests.engines import (
     ask,
     check_nothing_left,

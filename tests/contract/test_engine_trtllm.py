@@ -17,9 +17,9 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dynamo_trtllm.demo_models import resolve
 from dynamo_trtllm.engines.external.runner import MAX_FAILED_REQUESTS
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.models import resolve
+from dynamo_trtllm.protocol.errors import (
     ContextTooLong,
     DeadlineExceeded,
     DynamoError,
@@ -29,8 +29,15 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, Role, StructuredOutput
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    OutputFormat,
+    Phase,
+    Role,
+    StructuredOutput,
+)
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.engines import (
     answer,
     ask,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import ConfigError, EngineFailed
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import answer, make, prompt_of, started
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
 

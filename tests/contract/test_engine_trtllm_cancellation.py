@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.messages import FinishReason, Phase, Role
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.messages import FinishReason, Phase, Role
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.engines import (
     TRTLLM_TTL_S,
     answer,

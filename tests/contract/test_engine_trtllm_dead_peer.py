@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm import transfers
-from dynamo_trtllm.errors import TransferFailed, TransferMismatch
-from dynamo_trtllm.messages import Phase, Role
+from dynamo_trtllm.protocol.errors import TransferFailed, TransferMismatch
+from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.engines import (
     answer,
     ask,

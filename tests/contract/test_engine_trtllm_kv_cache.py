@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm import library
-from dynamo_trtllm.errors import ConfigError, EngineFailed
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import (
     ask,
     check_stats,

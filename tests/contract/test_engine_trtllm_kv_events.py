@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import ask, collect, make, prompt_of, started, stats
 from tests.fakes_path import fake_tensorrt_llm, shorten_waits
 from tests.kv_index import KvIndex

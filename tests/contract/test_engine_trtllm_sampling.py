@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import FinishReason, Role
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import FinishReason, Role
 from tests.engines import (
     answer,
     ask,

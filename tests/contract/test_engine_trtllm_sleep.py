@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import EngineFailed
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import answer, make, prompt_of, started
 from tests.fakes_path import fake_tensorrt_llm
 

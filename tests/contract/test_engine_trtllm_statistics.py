@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import check_stats, make, prefill_params, prompt_of, started, stats
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.waiting import SOON_S

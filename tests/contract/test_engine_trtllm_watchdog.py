@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.watchdog import DEAD_S, EXIT_STATUS, THREAD
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import answer, make, prompt_of, started
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
 from tests.waiting import SOON_S

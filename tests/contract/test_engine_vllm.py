@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineFailed,
@@ -32,7 +32,7 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     OutputFormat,
@@ -41,7 +41,7 @@ from dynamo_trtllm.messages import (
     Role,
     StructuredOutput,
 )
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.contract.vllm_real import SPOILED, failed_reads
 from tests.engines import (
     answer,

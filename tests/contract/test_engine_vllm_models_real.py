@@ -24,8 +24,8 @@ from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.args import TRANSFER_BLOCK_TOKENS
 from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
 from dynamo_trtllm.engines.vllm.patches import failed_reads
-from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.messages import Phase, token_ids
+from dynamo_trtllm.protocol.errors import TransferFailed
+from dynamo_trtllm.protocol.messages import Phase, token_ids
 from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
 from tests.engines import (
     answer,

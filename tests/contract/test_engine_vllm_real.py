@@ -30,8 +30,8 @@ from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.engines.warm_up import WarmUp, variants
-from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import EngineFailed
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     Limits,
@@ -40,7 +40,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     StructuredOutput,
 )
-from dynamo_trtllm.streams import OnEvent, StreamEvent, as_stream
+from dynamo_trtllm.protocol.streams import OnEvent, StreamEvent, as_stream
 from tests.contract.vllm_real import (
     FIRST_BYTE,
     ROOT,

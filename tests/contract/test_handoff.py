@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import KvTransferError, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.protocol.errors import KvTransferError, TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import (
     KINDS,

@@ -15,17 +15,17 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
-from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.engines import ask, make
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits

@@ -21,13 +21,19 @@ from itertools import zip_longest
 
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.client import PlaneClient, PlaneLimits
+from dynamo_trtllm.cluster.request_plane.frames import PING, Batch, Frame
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     Instance,
     Role,
@@ -36,12 +42,6 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.client import PlaneClient, PlaneLimits
-from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
-from dynamo_trtllm.request_plane.server import PlaneServer
-from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers
-from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance

@@ -10,7 +10,8 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
@@ -20,7 +21,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     TransferExpired,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -32,7 +33,6 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
-from dynamo_trtllm.request_plane.transport import load_subject
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,

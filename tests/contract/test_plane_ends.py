@@ -10,10 +10,12 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.cluster.request_plane.frames import PING, ClientMessage, OpenStream
+from dynamo_trtllm.cluster.request_plane.server import control_subject
+from dynamo_trtllm.protocol.errors import (
     TransferExpired,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Chunk,
     FinishReason,
@@ -22,8 +24,6 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     encode,
 )
-from dynamo_trtllm.request_plane.frames import PING, ClientMessage, OpenStream
-from dynamo_trtllm.request_plane.server import control_subject
 from tests.contract.plane_helpers import (
     SUBJECT,
     PlanePair,

@@ -10,24 +10,7 @@ from contextlib import aclosing
 
 import pytest
 
-from dynamo_trtllm.errors import (
-    BadFrame,
-    DeadlineExceeded,
-    Disconnected,
-    DynamoError,
-    StreamIncomplete,
-    Unreachable,
-)
-from dynamo_trtllm.messages import (
-    Chunk,
-    FinishReason,
-    GenerateRequest,
-    GetFile,
-    decode,
-    encode,
-    token_ids,
-)
-from dynamo_trtllm.request_plane.frames import (
+from dynamo_trtllm.cluster.request_plane.frames import (
     PING,
     Ack,
     Batch,
@@ -38,7 +21,24 @@ from dynamo_trtllm.request_plane.frames import (
     Ping,
     StreamReport,
 )
-from dynamo_trtllm.request_plane.server import PlaneServer
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
+from dynamo_trtllm.protocol.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    Disconnected,
+    DynamoError,
+    StreamIncomplete,
+    Unreachable,
+)
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    GetFile,
+    decode,
+    encode,
+    token_ids,
+)
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,

@@ -9,8 +9,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.cluster.request_plane.frames import PING, Batch, CancelStream, ClientMessage
+from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
+from dynamo_trtllm.protocol.errors import StreamIncomplete
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -18,10 +21,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     decode,
 )
-from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
-from dynamo_trtllm.request_plane.receivers import StreamReceiver
-from dynamo_trtllm.request_plane.server import PlaneServer
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,

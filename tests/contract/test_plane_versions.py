@@ -10,8 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import BadFrame, InternalError, StreamIncomplete, VersionMismatch
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.cluster.request_plane.frames import (
+    PING,
+    Ack,
+    Batch,
+    CancelStream,
+    Frame,
+    OpenStream,
+)
+from dynamo_trtllm.cluster.request_plane.server import control_subject
+from dynamo_trtllm.cluster.request_plane.transport import Receive, Transport, Unsubscribe
+from dynamo_trtllm.protocol.errors import BadFrame, InternalError, StreamIncomplete, VersionMismatch
+from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Chunk,
     FinishReason,
@@ -23,9 +33,6 @@ from dynamo_trtllm.messages import (
     token_ids,
     wire_mismatch,
 )
-from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, CancelStream, Frame, OpenStream
-from dynamo_trtllm.request_plane.server import control_subject
-from dynamo_trtllm.request_plane.transport import Receive, Transport, Unsubscribe
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,

@@ -15,9 +15,16 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
-from dynamo_trtllm.messages import Chunk, KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvEvent
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    KvTransferParams,
+    Phase,
+    ReleaseOutcome,
+    Role,
+    token_ids,
+)
 from tests.engines import (
     answer,
     ask,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.torch import format_compiler, grammar
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import (
     FinishReason,
     OutputFormat,
     Phase,

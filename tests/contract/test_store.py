@@ -12,16 +12,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
-from dynamo_trtllm.frontend.generation.responses import jetstream
-from dynamo_trtllm.frontend.generation.responses.jetstream import JetStreamStore, bucket_of
-from dynamo_trtllm.frontend.generation.responses.key_value_store import (
+from dynamo_trtllm.frontend.responses import jetstream
+from dynamo_trtllm.frontend.responses.jetstream import JetStreamStore, bucket_of
+from dynamo_trtllm.frontend.responses.key_value_store import (
     KeyValueStore,
     MemoryStore,
     StoreLimits,
 )
 from dynamo_trtllm.launch.servers import nats_binary
-from dynamo_trtllm.subprocesses import spawn
+from dynamo_trtllm.protocol.errors import Disconnected, PayloadTooLarge, Unreachable
+from dynamo_trtllm.support.subprocesses import spawn
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

@@ -18,9 +18,9 @@ import pytest
 
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
-from dynamo_trtllm.errors import EngineError
-from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.errors import EngineError
+from dynamo_trtllm.protocol.messages import OutputFormat, Role, StructuredOutput
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.api_usage import Uses, record_usage
 from tests.engines import (
     answer,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker import startup
 from tests.engines import (
     answer,

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
-from dynamo_trtllm.kv_events import BlocksCleared, BlocksStored, KvEvent
+from dynamo_trtllm.protocol.kv_events import BlocksCleared, BlocksStored, KvEvent
 from tests.waiting import SOON_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

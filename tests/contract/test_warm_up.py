@@ -16,8 +16,8 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.vllm import compilation
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, variants
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import Role
 from tests.engines import check_nothing_left, make, started, vllm_args
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, fake_vllm
 

@@ -20,9 +20,9 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.vllm import transfers as wire
-from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.protocol.errors import TransferFailed
+from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, release, tokens
 from tests.tiny_models import save_tiny_llama
 

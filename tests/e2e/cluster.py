@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from dynamo_trtllm.subprocesses import spawn
+from dynamo_trtllm.support.subprocesses import spawn
 
 TINY = "tiny-gpt-oss"
 START_TIMEOUT_S = 100.0  # several processes import large packages at the same time

@@ -344,7 +344,7 @@ def test_hang_when_the_date_of_a_worker_is_wrong_then_it(hanging: Hanging) -> No
 
 _FAILING = """
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.protocol.errors import TransferFailed
 async def fail(*_):
     raise TransferFailed("no route")
 MockEngine.import_kv = fail

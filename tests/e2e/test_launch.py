@@ -22,7 +22,7 @@ import pytest
 
 from dynamo_trtllm.cli import status as status_command
 from dynamo_trtllm.launch.servers import nats_binary
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.e2e.cluster import PLAIN
 from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S

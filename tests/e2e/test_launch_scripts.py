@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.e2e.launcher_helpers import LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
 

@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
 MOST_FILES = 64  # files are cut by subject: this only notices a path that grows
 # Renews leases; broadcasts the load, with the times that the worker has learned.
-BESIDE = {"discovery/etcd_store.py", "worker/health.py", "worker/cost_fit.py", "cost_model.py"}
+BESIDE = {
+    "cluster/discovery/etcd_store.py",
+    "worker/health.py",
+    "worker/cost_fit.py",
+    "protocol/cost_model.py",
+}
 ASKED = {
     "model": "mock",
     "stream": True,

@@ -22,7 +22,7 @@ import pytest
 
 from dynamo_trtllm.cli import status
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.e2e.cluster import Cluster
 from tests.waiting import SOON_S
 

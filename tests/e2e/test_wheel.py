@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.support.network.addresses import free_ports
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from tests.e2e.cluster import TINY, Cluster
 # The worker's main, which also writes how many objects are frozen when it registers.
 COUNTING = """
 import gc, sys
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.worker import main
 
 register = EtcdDiscovery.register

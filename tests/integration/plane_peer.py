@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.protocol.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
 from tests.streaming import ChunkSource, call_stream
 
 

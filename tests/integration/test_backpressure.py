@@ -12,9 +12,15 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch, TransferTimeout
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    TransferMismatch,
+    TransferTimeout,
+)
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvTransferParams,
@@ -23,7 +29,6 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
-from dynamo_trtllm.request_plane.server import PlaneServer
 from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import WorkerAdmission
 from tests.engines import tokens

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.frames import Frame
+from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, KvTransferError
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
-from dynamo_trtllm.request_plane.frames import Frame
-from dynamo_trtllm.request_plane.server import PlaneServer
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, KvTransferError
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Role
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
     FrontendSide,

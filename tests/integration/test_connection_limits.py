@@ -16,8 +16,8 @@ import pytest
 
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.frontend.requests import output_budget
-from dynamo_trtllm.http_server import exchange
-from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.support.http_server import exchange
+from dynamo_trtllm.support.http_server.server import HttpServer
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 

@@ -15,12 +15,12 @@ import grpc.aio
 import pytest
 from etcd3aio.kv import KVService
 
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.messages import Chunk
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable
+from dynamo_trtllm.protocol.messages import Chunk
 from dynamo_trtllm.worker import worker
 from tests.engines import tokens
 from tests.integration.worker_helpers import (

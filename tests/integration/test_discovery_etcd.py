@@ -16,13 +16,13 @@ import pytest
 from etcd3aio.kv import KVService
 
 from benchmarks.chaos.relay import Relay
+from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed, Synced
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
+from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed, Synced
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.records import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.errors import Unreachable
-from dynamo_trtllm.messages import Instance, encode
+from dynamo_trtllm.protocol.errors import Unreachable
+from dynamo_trtllm.protocol.messages import Instance, encode
 from tests.instances import make_instance
 from tests.servers import TestServer
 from tests.waiting import SOON_S

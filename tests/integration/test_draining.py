@@ -12,9 +12,9 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.messages import KvTransferParams, Phase, Role
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
 from tests.integration.worker_helpers import (
     FrontendSide,

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dynamo_trtllm.cluster.discovery.base import Added, Synced
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery.base import Added, Synced
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.launch.servers import etcd_binary
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.protocol.errors import Unreachable
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.instances import make_instance
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
-from dynamo_trtllm.messages import Chunk
+from dynamo_trtllm.protocol.messages import Chunk
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S

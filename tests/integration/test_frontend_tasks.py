@@ -8,7 +8,7 @@ import uuid
 import httpx
 import pytest
 
-from dynamo_trtllm.errors import InternalError
+from dynamo_trtllm.protocol.errors import InternalError
 from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
 

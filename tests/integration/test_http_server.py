@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from dynamo_trtllm.api.error_bodies import openai_error
-from dynamo_trtllm.errors import PayloadTooLarge
-from dynamo_trtllm.http_server import connection, exchange
-from dynamo_trtllm.http_server.connection import HttpConnection
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.limits import ConnectionLimits
-from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.protocol.errors import PayloadTooLarge
+from dynamo_trtllm.support.http_server import connection, exchange
+from dynamo_trtllm.support.http_server.connection import HttpConnection
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.server import HttpServer
 from tests.waiting import SOON_S
 
 LIMITS = ConnectionLimits(

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.frames import Frame
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import Chunk, Role
-from dynamo_trtllm.request_plane.frames import Frame
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.messages import Chunk, Role
+from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.engines import trtllm_args
 from tests.fakes_path import fake_tensorrt_llm
 from tests.integration.worker_helpers import (

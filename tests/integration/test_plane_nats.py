@@ -20,12 +20,25 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable, WorkerDied
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, encode, token_ids
-from dynamo_trtllm.request_plane import nats as nats_plane
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
-from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
+from dynamo_trtllm.cluster.request_plane import nats as nats_plane
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.frames import ClientMessage, OpenStream
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane, NatsTransport
+from dynamo_trtllm.protocol.errors import (
+    Disconnected,
+    PlaneError,
+    StreamIncomplete,
+    Unreachable,
+    WorkerDied,
+)
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    encode,
+    token_ids,
+)
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer
 from tests.streaming import ChunkSource, call_stream

@@ -13,8 +13,8 @@ import httpx
 import msgspec
 from etcd3aio.kv import KVService
 
-from dynamo_trtllm.discovery.records import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role, decode, encode
+from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, decode, encode
 from tests.instances import make_instance
 from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S

@@ -9,16 +9,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.kv_events import KvCacheUpdate
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.placement import Placement
+from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
+from dynamo_trtllm.protocol.messages import Role
 from tests.integration.worker_helpers import (
     FrontendSide,
     RunningWorkers,

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import servers
-from dynamo_trtllm.network import addresses
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.network import addresses
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

@@ -15,20 +15,20 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.cluster.discovery import records
+from dynamo_trtllm.cluster.discovery.base import Added, Removed
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.discovery import records
-from dynamo_trtllm.discovery.base import Added, Removed
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
-from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
-from dynamo_trtllm.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import EngineFailed, InternalError, Unreachable
+from dynamo_trtllm.protocol.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
+from dynamo_trtllm.protocol.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.discovery.base import Added
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.discovery.base import Added
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import ModelDeploymentCard
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import ModelDeploymentCard
 from dynamo_trtllm.worker import Worker
 from tests.waiting import SOON_S
 

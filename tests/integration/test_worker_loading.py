@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import ConfigError, Unreachable
-from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
+from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.worker import Worker, worker
 from tests.instances import make_instance
 from tests.waiting import SOON_S

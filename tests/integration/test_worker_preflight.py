@@ -15,8 +15,8 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker import Worker
 from tests.fakes_path import fake_tensorrt_llm
 from tests.tiny_models import save_tiny_gpt_oss

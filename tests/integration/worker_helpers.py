@@ -9,20 +9,20 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.process.main import serve
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
-from dynamo_trtllm.network.listening import listen
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.worker import Worker
 from tests.streaming import routed_stream
 from tests.waiting import SOON_S

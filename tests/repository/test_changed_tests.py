@@ -10,7 +10,7 @@ import pytest
 
 from scripts.changed_tests import changed_files, import_graph, touched_tests
 
-UNTOUCHED = "tests/unit/http_server/test_request_head.py"
+UNTOUCHED = "tests/unit/support/http_server/test_request_head.py"
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +21,22 @@ def graph() -> grimp.ImportGraph:
 @pytest.mark.parametrize(
     ("changed", "test"),
     [
-        ("tests/unit/test_streams.py", "tests/unit/test_streams.py"),
-        ("dynamo_trtllm/router/prefix_index.py", "tests/unit/router/test_prefix_index.py"),
+        ("tests/unit/protocol/test_streams.py", "tests/unit/protocol/test_streams.py"),
+        (
+            "dynamo_trtllm/frontend/routing/prefix_index.py",
+            "tests/unit/frontend/routing/test_prefix_index.py",
+        ),
         # through modules between them
-        ("dynamo_trtllm/router/prefix_index.py", "tests/unit/frontend/test_request_router.py"),
+        (
+            "dynamo_trtllm/frontend/routing/prefix_index.py",
+            "tests/unit/frontend/test_request_router.py",
+        ),
         # a helper that no test is
         ("tests/contract/plane_helpers.py", "tests/contract/test_plane_ends.py"),
         # which pytest reads without an import
         ("tests/contract/conftest.py", "tests/contract/test_discovery.py"),
         ("dynamo_trtllm/frontend/docs.html", "tests/unit/frontend/test_openapi.py"),
-        ("tests/data/wire_format.json", "tests/unit/test_wire_format.py"),
+        ("tests/data/wire_format.json", "tests/unit/protocol/test_wire_format.py"),
         ("docs/api.md", "tests/repository/test_docs.py"),
     ],
 )

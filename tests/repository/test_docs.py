@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
+from dynamo_trtllm.protocol.errors import DynamoError
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

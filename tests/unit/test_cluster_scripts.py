@@ -16,7 +16,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 FOLDER = Path(__file__).parents[2] / "scripts/launch"
 # Writes its own line and lives until SIGTERM, as a server does; `python3` plays the frontend. It

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker
 from scripts.config_reference import PROGRAMS
 

@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 DATA = Path(__file__).parents[1] / "data" / "guide_commands.txt"
 

@@ -15,12 +15,21 @@ import msgspec
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.messages import MessagesRequest
-from dynamo_trtllm.api.request_model import RequestModel, parse
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.cluster.discovery.base import Added, Rejected
+from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
+from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.frames import (
+    Ack,
+    Batch,
+    ClientMessage,
+    ControlRequest,
+    Frame,
+    StreamReport,
+    _FrameHeader,
+)
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.cluster.request_plane.server import control_subject
 from dynamo_trtllm.config.commands import (
     ChatConfig,
     ClearNamespaceConfig,
@@ -32,9 +41,6 @@ from dynamo_trtllm.config.commands import (
 from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.discovery.base import Added, Rejected
-from dynamo_trtllm.discovery.instance_cache import InstanceCache
-from dynamo_trtllm.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.external.pending_transfers import EngineState
 from dynamo_trtllm.engines.mock.args import MockArgs
@@ -42,12 +48,21 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv_connector import TorchState
 from dynamo_trtllm.engines.trtllm.transfers import _TrtllmState
 from dynamo_trtllm.engines.vllm.transfers import RequiredParams, _VllmState
-from dynamo_trtllm.errors import BadFrame, ConfigError, InvalidRequest, StreamIncomplete
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.messages import MessagesRequest
+from dynamo_trtllm.frontend.api.request_model import RequestModel, parse
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.frontend.process.control_pipe import _Message
-from dynamo_trtllm.kv_events import KvCacheUpdate
+from dynamo_trtllm.frontend.routing.load import FleetLoad, instance_cost, predicted_first_token_s
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
 from dynamo_trtllm.kv_transfer.nixl.bindings import NixlOffer
 from dynamo_trtllm.kv_transfer.tcp import _TcpOffer
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery
+from dynamo_trtllm.protocol.errors import BadFrame, ConfigError, InvalidRequest, StreamIncomplete
+from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
+from dynamo_trtllm.protocol.messages import (
     FileChunk,
     Instance,
     KvTransferParams,
@@ -56,22 +71,7 @@ from dynamo_trtllm.messages import (
     decode,
     encode,
 )
-from dynamo_trtllm.number_types import MOST_INT64
-from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.frames import (
-    Ack,
-    Batch,
-    ClientMessage,
-    ControlRequest,
-    Frame,
-    StreamReport,
-    _FrameHeader,
-)
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.request_plane.server import control_subject
-from dynamo_trtllm.router.load import FleetLoad, instance_cost, predicted_first_token_s
-from dynamo_trtllm.router.prefix_index import KnownPrefixes
+from dynamo_trtllm.protocol.number_types import MOST_INT64
 from tests.inproc_plane import InprocTransport
 from tests.instances import make_instance
 from tests.number_fields import BAD_NUMBERS, bad_messages, good_message

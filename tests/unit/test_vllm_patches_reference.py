@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
-from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.protocol.errors import EngineFailed
 from scripts import vllm_patches_reference
 from tests.fakes_path import fake_vllm
 

@@ -19,10 +19,10 @@ import signal
 import socket
 from typing import Any
 
-from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
-from dynamo_trtllm.messages import Chunk, GenerateRequest
-from dynamo_trtllm.streams import OnEvent, StreamEvent, StreamHandle
+from dynamo_trtllm.protocol.errors import EngineFailed
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest
+from dynamo_trtllm.protocol.streams import OnEvent, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerService
 
 TRIGGER = "stand-in-query-of-death"

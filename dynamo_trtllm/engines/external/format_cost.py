@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from dynamo_trtllm.errors import FormatTooComplex
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+from dynamo_trtllm.protocol.errors import FormatTooComplex
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 
 COMPILE_TIME: Final = "estimated milliseconds to compile"
 LENGTHS: Final = "characters of different bounded lengths"

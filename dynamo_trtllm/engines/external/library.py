@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.format_cost import check_cost
-from dynamo_trtllm.errors import ConfigError, DynamoError, RequestRejected
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.models.checkpoint import Checkpoint
+from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, RequestRejected
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,

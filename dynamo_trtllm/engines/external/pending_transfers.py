@@ -17,10 +17,11 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from dynamo_trtllm.engines.external.library import LibraryCall
-from dynamo_trtllm.errors import BadFrame, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.kv_transfer.transfers import PendingTransfers
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.errors import BadFrame, TransferMismatch
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,
@@ -28,8 +29,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     decode,
 )
-from dynamo_trtllm.number_types import Count
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.number_types import Count
 
 # NVFP4 has 4 bits per value and a scale of 8 bits for every 16 values.
 KV_ITEM_BYTES = {"fp8": 1.0, "fp8_ds_mla": 1.0, "int8": 1.0, "nvfp4": 0.5625, "float32": 4.0}

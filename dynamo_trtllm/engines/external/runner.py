@@ -17,7 +17,9 @@ from msgspec.structs import replace
 from dynamo_trtllm.engines.base import NO_STATS, EngineStats, client_request
 from dynamo_trtllm.engines.external.library import ENDS, Library, LibraryCall
 from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.kv_transfer.base import TransferIdentity, collecting_call, first_deadline
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineFailed,
@@ -25,8 +27,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import TransferIdentity, collecting_call, first_deadline
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -34,9 +35,8 @@ from dynamo_trtllm.messages import (
     PhaseTimings,
     ReleaseOutcome,
 )
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.phases import phase_timings
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, unexpected_error
+from dynamo_trtllm.protocol.phases import phase_timings
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, unexpected_error
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_trtllm.config.base import NonNegativeFloat
-from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
-from dynamo_trtllm.messages import KvLayout, Limits
-from dynamo_trtllm.number_types import MOST_COUNT
+from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
+from dynamo_trtllm.protocol.messages import KvLayout, Limits
+from dynamo_trtllm.protocol.number_types import MOST_COUNT
 
 _UNSUPPORTED_FEATURES = (
     "guided",

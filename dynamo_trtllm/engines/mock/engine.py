@@ -18,23 +18,23 @@ from array import array
 from collections import deque
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockTable
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.mock.scheduler import MAX_SEED, MockScheduler, MockStream
-from dynamo_trtllm.errors import (
-    DynamoError,
-    EngineFailed,
-    RequestRejected,
-)
-from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.errors import (
+    DynamoError,
+    EngineFailed,
+    RequestRejected,
+)
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -42,7 +42,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     token_ids,
 )
-from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 
 
 class MockEngine(Engine):

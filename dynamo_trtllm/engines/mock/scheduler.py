@@ -8,17 +8,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue, record_wait
-from dynamo_trtllm.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
-from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, token_ids
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.phases import CallPhases, QueueWaits
-from dynamo_trtllm.streams import KvHolder, OnEvent, TaskStream
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GenerateRequest, Phase, token_ids
+from dynamo_trtllm.protocol.phases import CallPhases, QueueWaits
+from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, TaskStream
 
 MAX_SEED = 0xFFFF
 # <|channel|>final<|message|> of the Harmony format; tokens after it are content

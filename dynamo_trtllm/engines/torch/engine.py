@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import (
     NO_STATS,
@@ -40,7 +39,10 @@ from dynamo_trtllm.engines.torch.scheduler import Delivery, Scheduler
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.errors import (
     ContextTooLong,
     DynamoError,
     EngineFailed,
@@ -48,11 +50,15 @@ from dynamo_trtllm.errors import (
     NonFinite,
     RequestRejected,
 )
-from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.kv_transfer.base import TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseOutcome, Role, StructuredOutput
-from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Phase,
+    ReleaseOutcome,
+    Role,
+    StructuredOutput,
+)
+from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.byte_level import BYTE_OF
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+from dynamo_trtllm.models.byte_level import BYTE_OF
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -18,7 +18,7 @@ from typing import Final
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, Triggered
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.engines.torch.trial_process import STARTED, TrialResult, encode_request
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.protocol.errors import (
     BadFrame,
     EngineNotReady,
     FormatTooComplex,
@@ -26,8 +26,8 @@ from dynamo_trtllm.errors import (
     RequestRejected,
     from_code,
 )
-from dynamo_trtllm.messages import StructuredOutput, decode
-from dynamo_trtllm.subprocesses import Child, spawn
+from dynamo_trtllm.protocol.messages import StructuredOutput, decode
+from dynamo_trtllm.support.subprocesses import Child, spawn
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.cost_model import StepSample
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.messages import KvLayout
 
 NAME = "dynamo_paged"
 # Elements of one attention matrix, to bound the memory of a long prompt: in float32 8 MB on CPU and

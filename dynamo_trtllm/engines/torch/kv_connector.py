@@ -17,12 +17,19 @@ import msgspec
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
-from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, KvLayout, decode, encode
-from dynamo_trtllm.number_types import Number, UInt64
+from dynamo_trtllm.protocol.errors import BadFrame, TransferFailed, TransferMismatch
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    KvLayout,
+    decode,
+    encode,
+)
+from dynamo_trtllm.protocol.number_types import Number, UInt64
 
 if TYPE_CHECKING:
     import torch

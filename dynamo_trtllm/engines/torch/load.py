@@ -28,18 +28,18 @@ from transformers.utils import logging as vendor_logging
 
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.checkpoint import (
+from dynamo_trtllm.engines.gpu import VISIBLE
+from dynamo_trtllm.engines.torch.args import TorchArgs
+from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention
+from dynamo_trtllm.models.checkpoint import (
     TOKENIZER,
     model_file,
     read_eos_token_ids,
     renderer_of,
     served_files,
 )
-from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention
-from dynamo_trtllm.errors import ConfigError, EngineFailed
-from dynamo_trtllm.messages import KvLayout, Limits
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.messages import KvLayout, Limits
 
 log = logging.getLogger(__name__)
 _CONVERSION_S = 600.0  # wait for another process; converting 90 MB takes 25 s on two cores

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
-from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds
 
 
 class LogitsProcessor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, prompt_chunk, sample
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.messages import Chunk
+from dynamo_trtllm.protocol.messages import Chunk
 
 
 class PrefillChunk(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.random_numbers import uniform
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.messages import Chunk, TokenLogprob
+from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob
 
 
 class SampledToken(NamedTuple):

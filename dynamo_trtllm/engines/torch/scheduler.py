@@ -33,10 +33,16 @@ from dynamo_trtllm.engines.torch.scheduler_load import SchedulerLoad
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
 from dynamo_trtllm.engines.waiting import enqueue, promote_overdue, record_wait
-from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
-from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.phases import QueueWaits
+from dynamo_trtllm.protocol.errors import (
+    EngineFailed,
+    NonFinite,
+    NonFiniteKv,
+    Overloaded,
+    RequestRejected,
+)
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_ids
+from dynamo_trtllm.protocol.phases import QueueWaits
 
 log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine

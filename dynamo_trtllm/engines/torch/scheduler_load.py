@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
 from dynamo_trtllm.engines.torch.kv import ForwardBatch
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
+from dynamo_trtllm.protocol.cost_model import StepSample
 
 
 class _Submitted(NamedTuple):

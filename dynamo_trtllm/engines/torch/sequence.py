@@ -12,7 +12,7 @@ from dynamo_trtllm.engines.block_manager import BlockTable
 from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.engines.waiting import FIRST
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -20,8 +20,8 @@ from dynamo_trtllm.messages import (
     TokenIds,
     token_ids,
 )
-from dynamo_trtllm.phases import CallPhases
-from dynamo_trtllm.streams import KvHolder, OnEvent, TaskStream
+from dynamo_trtllm.protocol.phases import CallPhases
+from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, TaskStream
 
 
 class TorchSequence(TaskStream):

@@ -32,8 +32,13 @@ from typing import Final, NoReturn
 import msgspec
 
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, LarkFormat, Triggered
-from dynamo_trtllm.errors import DynamoError, FormatTooComplex, InternalError, RequestRejected
-from dynamo_trtllm.messages import StructuredOutput, decode, encode
+from dynamo_trtllm.protocol.errors import (
+    DynamoError,
+    FormatTooComplex,
+    InternalError,
+    RequestRejected,
+)
+from dynamo_trtllm.protocol.messages import StructuredOutput, decode, encode
 
 # This is CPU time, so that a busy machine accepts the same formats as an idle one. The slowest
 # format that real clients send within the limits of the API (512 strict tools with 400 kB of

@@ -22,13 +22,13 @@ from dynamo_trtllm.config import environ, layers
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import arguments, schema
-from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.warm_up import cache_folders
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.models.checkpoint import read_checkpoint
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 _log = logging.getLogger(__name__)
 

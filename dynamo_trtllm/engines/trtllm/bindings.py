@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.external.library import LibraryPackage, construct
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -24,10 +24,8 @@ import msgspec
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, Finding
-from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
@@ -57,9 +55,11 @@ from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.transfers import check_retries
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
-from dynamo_trtllm.errors import ConfigError, EngineFailed
-from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, Limits, Phase, Role
+from dynamo_trtllm.models.checkpoint import read_checkpoint
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import Instance, Limits, Phase, Role
 
 _log = logging.getLogger(__name__)
 

@@ -30,15 +30,21 @@ from dynamo_trtllm.engines.trtllm.requests import (
 )
 from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
 from dynamo_trtllm.engines.trtllm.watchdog import BlockingCalls
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.observability.logging import log_thread_stacks
+from dynamo_trtllm.protocol.errors import (
     DynamoError,
     EngineFailed,
     MigrationFailed,
     RequestRejected,
     TransferFailed,
 )
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
-from dynamo_trtllm.observability.logging import log_thread_stacks
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    KvTransferParams,
+    TokenLogprob,
+    token_ids,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Phase
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Phase
 
 # The first candidate of 1.3 that surely has penalties; the changes were merged one to three
 # candidates before.

@@ -11,8 +11,8 @@ from typing import Any
 from dynamo_trtllm.engines.base import check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params, is_plain
 from dynamo_trtllm.engines.trtllm.model_limits import TrtllmModelLimits
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
 NO_END = -1  # TensorRT-LLM's own value for "no end token"
 

@@ -11,9 +11,14 @@ import msgspec
 from msgspec import Meta
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
-from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferFailed, TransferMismatch
-from dynamo_trtllm.messages import KvTransferParams, encode
-from dynamo_trtllm.number_types import MAX_DP_RANKS, Count, Number, TokenId
+from dynamo_trtllm.protocol.errors import (
+    ConfigError,
+    RequestRejected,
+    TransferFailed,
+    TransferMismatch,
+)
+from dynamo_trtllm.protocol.messages import KvTransferParams, encode
+from dynamo_trtllm.protocol.number_types import MAX_DP_RANKS, Count, Number, TokenId
 
 ENGINE_STATE_VERSION = 1
 

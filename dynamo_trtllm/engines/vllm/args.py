@@ -18,8 +18,8 @@ from dynamo_trtllm.engines import arguments
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"

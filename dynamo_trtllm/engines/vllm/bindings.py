@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.external.library import construct
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
-from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 
 # What vLLM raises for invalid arguments and for a failed start. These errors have no common base
 # class.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.engines import warm_up
-from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.models.checkpoint import Checkpoint
 
 _TRITON = "TRITON_CACHE_DIR"
 

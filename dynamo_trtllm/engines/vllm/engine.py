@@ -15,10 +15,8 @@ from typing import Any
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
-from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, releases, transfers
@@ -31,9 +29,11 @@ from dynamo_trtllm.engines.vllm.preflight import VllmFacts, findings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.engines.vllm.start_progress import StartProgress
 from dynamo_trtllm.engines.vllm.steps import step_of
-from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, KvLayout, Limits, Role
-from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.models.checkpoint import TOKENIZER, Checkpoint, read_checkpoint
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import Instance, KvLayout, Limits, Role
+from dynamo_trtllm.support.network.addresses import LOOPBACK
 
 
 class StepStats:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynamo_trtllm.kv_events import (
+from dynamo_trtllm.protocol.kv_events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -26,7 +26,7 @@ from dynamo_trtllm.kv_events import (
     KvEvent,
     OnKvEvents,
 )
-from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.protocol.messages import token_ids
 
 _log = logging.getLogger(__name__)
 

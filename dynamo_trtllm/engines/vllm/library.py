@@ -21,8 +21,19 @@ from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, read_parts, unpack
 from dynamo_trtllm.engines.warm_up import WarmUpStep
-from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
+from dynamo_trtllm.protocol.errors import (
+    DynamoError,
+    EngineFailed,
+    MigrationFailed,
+    RequestRejected,
+)
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    KvTransferParams,
+    TokenLogprob,
+    token_ids,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.engines import arguments
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.preflight_rules import PeerFacts, RuleSection, Violation, evaluate
 from dynamo_trtllm.engines.vllm.args import TRANSFER_BLOCK_TOKENS
-from dynamo_trtllm.messages import Instance, KvLayout, Role
+from dynamo_trtllm.models.checkpoint import Checkpoint
+from dynamo_trtllm.protocol.messages import Instance, KvLayout, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
-from dynamo_trtllm.errors import ConfigError, install_hint
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from dynamo_trtllm.engines.base import EngineInfo, PromptLimit, check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
 READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
 # in the kv_transfer_params of a decode call: seconds since the epoch

@@ -10,8 +10,8 @@ import functools
 import time
 from typing import Any, Final, NamedTuple
 
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
+from dynamo_trtllm.protocol.cost_model import StepSample
 
 _KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
 _SCHED = "vllm.v1.core.sched"

@@ -15,10 +15,10 @@ import msgspec
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedKv
-from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
-from dynamo_trtllm.messages import KvTransferParams, encode
-from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.number_types import Count, Int64, Port, PositiveCount
+from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
+from dynamo_trtllm.protocol.messages import KvTransferParams, encode
+from dynamo_trtllm.protocol.number_types import Count, Int64, Port, PositiveCount
+from dynamo_trtllm.support.network.addresses import free_ports
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 import orjson
 
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
 PAGE_MAY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"

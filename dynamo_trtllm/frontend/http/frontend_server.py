@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.http_server.exchange import Handler
-from dynamo_trtllm.http_server.limits import ConnectionLimits
-from dynamo_trtllm.http_server.server import HttpServer
-from dynamo_trtllm.network.listening import allow_files
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.support.http_server.exchange import Handler
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.server import HttpServer
+from dynamo_trtllm.support.network.listening import allow_files
 
 # beyond those that run requests: four times ACCEPTS_PER_TURN
 RESERVED_CONNECTIONS = 256

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import dynamo_trtllm
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.messages import CountTokensRequest, MessagesRequest
-from dynamo_trtllm.api.request_model import REF, request_schemas
-from dynamo_trtllm.api.response_schemas import Schema, response_schemas
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
-from dynamo_trtllm.http_status import RETRY_LATER, STATUS
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.messages import CountTokensRequest, MessagesRequest
+from dynamo_trtllm.frontend.api.request_model import REF, request_schemas
+from dynamo_trtllm.frontend.api.response_schemas import Schema, response_schemas
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.protocol.http_status import RETRY_LATER, STATUS
 
 TEXT: Final[Schema] = {"type": "string"}
 JSON: Final = "application/json"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.protocol.errors import InvalidRequest
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 
 def last_value(request: HttpRequest, name: str, default: str) -> str:

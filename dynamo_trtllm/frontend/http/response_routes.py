@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dynamo_trtllm.api.responses import LOGPROBS
-from dynamo_trtllm.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
-from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
-from dynamo_trtllm.frontend.generation.responses.response_store import (
+from dynamo_trtllm.frontend.api.responses import LOGPROBS
+from dynamo_trtllm.frontend.http.query import last_value, read_limit
+from dynamo_trtllm.frontend.requests.answer import RunningAnswers
+from dynamo_trtllm.frontend.responses.response_builder import ResponseBuilder
+from dynamo_trtllm.frontend.responses.response_store import (
     ResponseStore,
     StoredResponse,
 )
-from dynamo_trtllm.frontend.http.query import last_value, read_limit
-from dynamo_trtllm.frontend.requests.answer import RunningAnswers
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.protocol.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100

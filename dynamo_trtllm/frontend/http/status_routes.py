@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import dynamo_trtllm
-from dynamo_trtllm.api.response_schemas import model_object
-from dynamo_trtllm.discovery.records import endpoint_of
-from dynamo_trtllm.errors import EngineNotReady
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
+from dynamo_trtllm.cluster.discovery.records import endpoint_of
+from dynamo_trtllm.frontend.api.response_schemas import model_object
 from dynamo_trtllm.frontend.http.query import read_limit
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_status import retry_headers
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
+from dynamo_trtllm.protocol.errors import EngineNotReady
+from dynamo_trtllm.protocol.http_status import retry_headers
+from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
 NO_WORKER = "no worker has registered yet"
 LISTED: Final = 100  # most entries of a list in /health, unless the query has another limit

@@ -7,25 +7,23 @@ from functools import partial
 
 import msgspec
 
-from dynamo_trtllm.api.messages import CountTokensRequest
-from dynamo_trtllm.api.response_schemas import (
+from dynamo_trtllm.frontend.api.messages import CountTokensRequest
+from dynamo_trtllm.frontend.api.response_schemas import (
     DetokenizationObject,
     InputTokensObject,
     MessageTokensObject,
     TokenizationObject,
 )
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
-from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
-from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options
-from dynamo_trtllm.frontend.generation.messages.message_builder import messages_prompt
-from dynamo_trtllm.frontend.generation.preprocess import (
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.frontend.messages.message_builder import messages_prompt
+from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.conversation import chat_conversation, chat_options
+from dynamo_trtllm.frontend.requests.preprocess import (
     MAX_PROMPT_TOKENS,
     checked_ids,
     conversation_prompt,
 )
-from dynamo_trtllm.frontend.generation.responses.response_builder import ResponsesAdapter
-from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.serve_request import handle_request
 from dynamo_trtllm.frontend.requests.serve_tokenization import (
     R,
@@ -33,9 +31,11 @@ from dynamo_trtllm.frontend.requests.serve_tokenization import (
     TokenizationApi,
     serve_tokenization,
 )
-from dynamo_trtllm.http_server.server import Route
-from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.responses.response_builder import ResponsesAdapter
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
+from dynamo_trtllm.protocol.messages import TokenIds
+from dynamo_trtllm.support.http_server.server import Route
 
 
 def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> list[Route]:

@@ -16,9 +16,9 @@ from typing import Final
 
 import msgspec
 
-from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
-from dynamo_trtllm.messages import decode, encode
-from dynamo_trtllm.number_types import Number
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, Disconnected
+from dynamo_trtllm.protocol.messages import decode, encode
+from dynamo_trtllm.protocol.number_types import Number
 
 _LENGTH: Final = struct.Struct("<I")
 

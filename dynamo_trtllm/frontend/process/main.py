@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from dynamo_trtllm.background import cancel_all
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import Draining
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
-from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.server import set_request_id
-from dynamo_trtllm.http_status import retry_headers
-from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
+from dynamo_trtllm.protocol.errors import Draining
+from dynamo_trtllm.protocol.http_status import retry_headers
+from dynamo_trtllm.support.background import cancel_all
+from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.server import set_request_id
+from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe

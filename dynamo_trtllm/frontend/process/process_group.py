@@ -22,12 +22,12 @@ from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import to_argv
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
-from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
 from dynamo_trtllm.observability.outputs import OUTPUTS
-from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, describe, spawn
+from dynamo_trtllm.protocol.errors import ConfigError, DeadlineExceeded, Disconnected
+from dynamo_trtllm.support.network.listening import bind, listen
+from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.process.main"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests

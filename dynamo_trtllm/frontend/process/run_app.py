@@ -11,33 +11,33 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
-from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.frontend.generation.responses.jetstream import JetStreamStore
-from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
-from dynamo_trtllm.frontend.generation.suspects import Suspects
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
-from dynamo_trtllm.http_server.exchange import Handler
-from dynamo_trtllm.messages import LoadReport
+from dynamo_trtllm.frontend.responses.jetstream import JetStreamStore
+from dynamo_trtllm.frontend.responses.response_store import store_limits
+from dynamo_trtllm.frontend.routing.breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.load import FleetLoad
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
+from dynamo_trtllm.frontend.routing.placement import Placement
+from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.suspects import Suspects
+from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.router.breakers import PairBreakers
-from dynamo_trtllm.router.load import FleetLoad
-from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.prefix_index import KnownPrefixes
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import LoadReport
+from dynamo_trtllm.support.background import BackgroundTasks, first_of
+from dynamo_trtllm.support.http_server.exchange import Handler
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple, Self, TypeVar
 
-from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DeadlineExceeded, InvalidRequest
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody, read_body
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.exchange import HttpRequest
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, InvalidRequest
+from dynamo_trtllm.support.background import MAX_THREADS
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 T = TypeVar("T")
 

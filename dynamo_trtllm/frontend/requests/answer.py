@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from dynamo_trtllm.api.nvext import Extras
-from dynamo_trtllm.api.response_schemas import ResponseMeta
-from dynamo_trtllm.errors import Cancelled, DynamoError
-from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta, Usage, share_suspicions
-from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
-from dynamo_trtllm.http_server.exchange import HttpResponse
-from dynamo_trtllm.messages import GenerateRequest
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.nvext import Extras
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
+from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, Usage, share_suspicions
+from dynamo_trtllm.frontend.requests.preprocess import B, GenerationPlan
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import Cancelled, DynamoError
+from dynamo_trtllm.protocol.messages import GenerateRequest
+from dynamo_trtllm.support.http_server.exchange import HttpResponse
 
 
 class AnswerBuilder(Protocol):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits, LoopTurns
 from dynamo_trtllm.frontend.requests.answer import RunningAnswers
 from dynamo_trtllm.frontend.requests.output_budget import OutputBudget
@@ -16,6 +14,8 @@ from dynamo_trtllm.frontend.requests.request_reports import (
     RequestTraces,
 )
 from dynamo_trtllm.frontend.requests.timeline import TimelineSubscribers
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.traces import TraceExporter
 

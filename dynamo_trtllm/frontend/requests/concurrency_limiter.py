@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.network.by_network import ByNetwork
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.support.network.by_network import ByNetwork
 
 _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
 _LONGEST_RETRY_S = 60

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from dynamo_trtllm.errors import DynamoError, Overloaded, PayloadTooLarge
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
+from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLarge
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # of all requests

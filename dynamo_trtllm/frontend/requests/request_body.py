@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.api.request_model import RequestModel, parse
-from dynamo_trtllm.api.unknown_fields import IgnoredFields
-from dynamo_trtllm.background import in_thread
-from dynamo_trtllm.freed_memory import return_freed_memory
+from dynamo_trtllm.frontend.api.request_model import RequestModel, parse
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.exchange import HttpRequest
-from dynamo_trtllm.tokenization.renderer import INLINE_BYTES
+from dynamo_trtllm.frontend.tokenization.renderer import INLINE_BYTES
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.support.background import in_thread
+from dynamo_trtllm.support.freed_memory import return_freed_memory
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 M = TypeVar("M", bound=RequestModel)
 

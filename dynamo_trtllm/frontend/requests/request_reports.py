@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats, WorkerIds
-from dynamo_trtllm.api.unknown_fields import IgnoredFields, collector
-from dynamo_trtllm.errors import DynamoError, RequestError
-from dynamo_trtllm.frontend.generation.choice import Choice
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.api.nvext import Extras, NvTiming, Stats, WorkerIds
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields, collector
 from dynamo_trtllm.frontend.requests.answer import Answer, joined_ids, tokens_per_s
+from dynamo_trtllm.frontend.requests.choice import Choice
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.timeline import (
     RequestEnd,
     RequestTimeline,
@@ -21,11 +20,12 @@ from dynamo_trtllm.frontend.requests.timeline import (
     last_of,
     seconds_by_phase,
 )
-from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
-from dynamo_trtllm.sanitize import shorten
+from dynamo_trtllm.protocol.errors import DynamoError, RequestError
+from dynamo_trtllm.protocol.sanitize import shorten
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,10 @@ from typing import Final, Self, TypeAlias
 
 import orjson
 
-from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.requests.output_budget import (
     COUNTED_TOKENS,
     TOKEN_BYTES,
@@ -24,7 +22,9 @@ from dynamo_trtllm.frontend.requests.output_budget import (
 )
 from dynamo_trtllm.frontend.requests.request_reports import extras_of
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.exchange import HttpResponse
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.support.background import in_thread
+from dynamo_trtllm.support.http_server.exchange import HttpResponse
 
 COMMENT: Final = b": keep-alive\n\n"  # clients ignore lines that begin with a colon
 _INLINE_OUTPUT_BYTES = 256 << 10  # larger answers are encoded in a thread

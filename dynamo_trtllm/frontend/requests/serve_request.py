@@ -20,14 +20,12 @@ from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.api.response_schemas import ResponseMeta
-from dynamo_trtllm.background import in_thread
-from dynamo_trtllm.errors import DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.requests.admission import FEW_CHOICES, RequestAdmission
 from dynamo_trtllm.frontend.requests.answer import Answer, ApiAdapter
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.output_budget import check_answer
+from dynamo_trtllm.frontend.requests.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.requests.request_body import TURN_BYTES, RequestBody, check_json
 from dynamo_trtllm.frontend.requests.send_answer import (
     RunningChoices,
@@ -36,15 +34,17 @@ from dynamo_trtllm.frontend.requests.send_answer import (
     stream_answer,
 )
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.exchange import (
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S
+from dynamo_trtllm.protocol.streams import unexpected_error
+from dynamo_trtllm.support.background import in_thread
+from dynamo_trtllm.support.http_server.exchange import (
     ClientDisconnected,
     Exchange,
     HttpRequest,
     HttpResponse,
 )
-from dynamo_trtllm.http_status import RETRY_AFTER_S
-from dynamo_trtllm.streams import unexpected_error
-from dynamo_trtllm.tokenization.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 

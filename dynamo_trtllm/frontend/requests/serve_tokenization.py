@@ -8,16 +8,16 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import orjson
 
-from dynamo_trtllm.api.messages import CountTokensRequest
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.frontend.api.messages import CountTokensRequest
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.frontend.requests.admission import RequestAdmission
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.request_body import check_json
 from dynamo_trtllm.frontend.requests.serve_request import tokenize
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.http_server.exchange import Exchange
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.support.http_server.exchange import Exchange
 
 R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
 

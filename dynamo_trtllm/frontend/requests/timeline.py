@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.answer import Answer
-from dynamo_trtllm.http_server.exchange import HttpRequest
-from dynamo_trtllm.network.addresses import network_of
+from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, Usage
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.observability.traces import valid_traceparent
-from dynamo_trtllm.phases import PHASES, PhaseSeconds, Span, divide
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds, Span, divide
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
+from dynamo_trtllm.support.network.addresses import network_of
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from dynamo_trtllm.config.environ import export
-from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
-from dynamo_trtllm.number_types import Count, Number, UInt64
+from dynamo_trtllm.protocol.errors import ConfigError, TransferFailed, install_hint
+from dynamo_trtllm.protocol.number_types import Count, Number, UInt64
 
 _VARIABLES = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
 _BACKENDS = ["UCX"]

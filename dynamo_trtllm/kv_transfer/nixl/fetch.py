@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.errors import TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, hashes_of
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
@@ -37,6 +36,7 @@ from dynamo_trtllm.kv_transfer.nixl.validity import (
     ValiditySlots,
     part,
 )
+from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 
 PEER_LOADS = 1024  # NIXL frees the metadata of a peer's memory only with the whole peer
 

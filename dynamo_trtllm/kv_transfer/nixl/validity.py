@@ -17,8 +17,8 @@ import mmap
 import secrets
 from typing import NamedTuple
 
-from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.memory import address_of
+from dynamo_trtllm.protocol.errors import TransferFailed
 
 NONCE_BYTES = 16
 COUNT_BYTES = 8

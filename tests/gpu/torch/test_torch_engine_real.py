@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.messages import Phase, Role
+from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.engines import (
     answer,
     ask,

@@ -23,8 +23,8 @@ from benchmarks.gpu.plan import (
     topology,
 )
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.vllm.args import EXTENSION
+from dynamo_trtllm.models.checkpoint import read_checkpoint
 
 LAUNCHER_FILES = Path(__file__).parents[3] / "deploy" / "local"
 

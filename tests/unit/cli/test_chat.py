@@ -26,7 +26,7 @@ from dynamo_trtllm.cli.chat import (
 )
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import is_color_disabled, load
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 def chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:

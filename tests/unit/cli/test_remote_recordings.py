@@ -16,7 +16,7 @@ import pytest
 
 from dynamo_trtllm.cli.clock_alignment import ClockOffset, aligned
 from dynamo_trtllm.cli.remote_recordings import RecordingQueries, latest_keys
-from dynamo_trtllm.messages import decode, encode
+from dynamo_trtllm.cluster.request_plane.frames import PING
 from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, boot_id, id_hash
 from dynamo_trtllm.observability.recording_server import (
@@ -27,7 +27,7 @@ from dynamo_trtllm.observability.recording_server import (
     recordings_subject,
 )
 from dynamo_trtllm.observability.recordings import ProcessRecording, Recordings
-from dynamo_trtllm.request_plane.frames import PING
+from dynamo_trtllm.protocol.messages import decode, encode
 from tests.inproc_plane import InprocPlane, InprocTransport
 from tests.instances import make_instance
 from tests.unit.cli.test_explain import DECODE, DECODING, FETCHING, KEY, PREFILL, process

@@ -1,8 +1,8 @@
 import pytest
 
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 GOOD = """\
 services: {etcd: start, nats: "nats://n:4222"}

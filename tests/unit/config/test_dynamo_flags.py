@@ -18,8 +18,8 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 # Flags that ai-dynamo 1.7.0.dev20261026 has besides ours, without those for images and videos
 # (dynamo/trtllm/backend_args.py and args.py, dynamo/common/configuration/groups/runtime_args.py).

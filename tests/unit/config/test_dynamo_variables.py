@@ -16,8 +16,8 @@ from dynamo_trtllm.config.dynamo_variables import FRONTEND, VARIABLES, VLLM, WOR
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.load import ignored_variables, load, warn_of_ignored_variables
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 ROOT = Path(__file__).parents[3]
 MODELS = (FrontendConfig, WorkerConfig)

@@ -3,7 +3,7 @@ import pytest
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 REQUIRED = {WorkerConfig: ["--model", "m"], ServeConfig: ["m"], FrontendConfig: []}
 ALIASES = [

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 def config(*words: str) -> FrontendConfig:

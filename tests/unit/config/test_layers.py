@@ -7,7 +7,7 @@ import pytest
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.layers import Source, check_keys, merge, nested, read_yaml
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 def bomb(line: str) -> str:

@@ -7,8 +7,8 @@ import pytest
 from dynamo_trtllm.config.commands import LaunchConfig, VersionConfig
 from dynamo_trtllm.config.load import config_table, exit_with, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 # Launch lines of the guides, after the module name.
 GUIDE_PREFILL = """--model-path /model --served-model-name openai/gpt-oss-120b
@@ -383,7 +383,7 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
         ("nats://user:secret@n:1", "nats://***@n:1"),
         ("nats://secret@n:1", "nats://***@n:1"),
         ("user:secret@n:1", "***@n:1"),
-        ("nats://user:secret@@n:1", "nats://***@n:1"),
+        ("nats://user:secretn:1", "nats://***@n:1"),
         ("nats://user:a secret/with 'all@n:1/path", "nats://***@n:1/path"),
         ("nats://user:secret", "nats://user:***"),
     ],

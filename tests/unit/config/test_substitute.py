@@ -1,7 +1,7 @@
 import pytest
 
 from dynamo_trtllm.config.deployment import expand_env
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dynamo_trtllm.cluster.discovery.etcd_store import channel_credentials
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.discovery.etcd_store import channel_credentials
 from tests.unit.deploy.recipes import ROOT, deployed, frontends
 from tests.unit.deploy.test_recipe_schemas import check
 

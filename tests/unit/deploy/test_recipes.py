@@ -17,7 +17,7 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.main import described
 from tests.unit.deploy.kustomize import Doc, documents

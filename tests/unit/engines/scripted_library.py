@@ -12,10 +12,10 @@ from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.external.runner import ExternalCall
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.protocol.errors import (
     RequestRejected,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,
@@ -26,7 +26,7 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)

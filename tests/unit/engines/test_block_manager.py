@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
-from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
-from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvEvent
+from dynamo_trtllm.protocol.messages import token_ids
 
 SIZE = 4
 

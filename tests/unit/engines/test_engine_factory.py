@@ -13,7 +13,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.main import described
 from tests.fakes_path import fake_tensorrt_llm
 

@@ -15,8 +15,8 @@ import pytest
 
 from dynamo_trtllm.engines.external.format_cost import COMPILE_TIME, LENGTHS, LIMITS, check_cost
 from dynamo_trtllm.engines.external.library import guided_params
-from dynamo_trtllm.errors import FormatTooComplex
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+from dynamo_trtllm.protocol.errors import FormatTooComplex
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 from tests.unit.engines.real_formats import (
     REAL_GRAMMARS,
     REAL_PATTERNS,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.engines.external.library import LibraryPackage
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 PACKAGE = LibraryPackage(
     engine="some",

@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external import engine as external
 from dynamo_trtllm.engines.external.engine import LoadProgress, run_in_daemon_thread
-from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.protocol.errors import EngineFailed
 from tests.waiting import SOON_S
 
 GIB = 1 << 30

@@ -18,9 +18,9 @@ from dynamo_trtllm.engines.external.pending_transfers import (
     ExternalTransfers,
     decode_state,
 )
-from dynamo_trtllm.errors import RequestRejected, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import TransferIdentity
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import RequestRejected, TransferExpired, TransferMismatch
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,

@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Severity, Violation, evaluate
 from dynamo_trtllm.engines.trtllm.preflight import checks
 from dynamo_trtllm.engines.vllm import preflight as vllm
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.factory import check_prerequisites
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.models import locate
+from dynamo_trtllm.protocol.errors import ConfigError
 
 Makes = Callable[..., str]
 

@@ -8,7 +8,7 @@ from dynamo_trtllm.config.layers import read_yaml
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.external.library import LibraryPackage
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main
 from dynamo_trtllm.worker import main as worker_main
 

@@ -13,7 +13,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.args import load_profile
 from dynamo_trtllm.engines.warm_up import cache_folders
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker_main
 from dynamo_trtllm.worker.main import exports
 

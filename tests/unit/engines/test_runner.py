@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.runner import MAX_FAILED_REQUESTS
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineFailed,
@@ -19,14 +19,14 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     Phase,
     ReleaseOutcome,
     TokenLogprob,
 )
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.unit.engines.scripted_library import (
     STOP_ID,
     Call,

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.external import runner as runner_module
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     MigrationFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Phase,
 )
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.unit.engines.scripted_library import ask, event, make, some_transfer_params, started
 from tests.waiting import SOON_S
 

@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.engines import schema, value_types
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY as TRTLLM
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 RELEASE = next(release for release in TRTLLM.releases if release.name == "1.2.1")
 

@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.api.response_schemas import ReadinessReport
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.api.response_schemas import ReadinessReport
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.http_server.server import Router
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Tool
+from dynamo_trtllm.frontend.tokenization.output import Channel, DeltaBuilder, StepOutput
+from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.text_parsers import text_output
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.protocol.errors import ModelNotFound
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -29,14 +34,9 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.phases import Span
-from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.conversation import Conversation, Tool
-from dynamo_trtllm.tokenization.output import Channel, DeltaBuilder, StepOutput
-from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
-from dynamo_trtllm.tokenization.served_model import ServedModel
-from dynamo_trtllm.tokenization.text_parsers import text_output
+from dynamo_trtllm.protocol.phases import Span
+from dynamo_trtllm.protocol.streams import OnChunk
+from dynamo_trtllm.support.http_server.server import Router
 from tests.streaming import PlayedRouter
 
 # markers; every other id is a character's code point

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
 
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES
 from tests.unit.frontend.plan_helpers import TemplateModels, harmony_model
 from tests.unit.frontend.registry_helpers import TEMPLATE, Frontend

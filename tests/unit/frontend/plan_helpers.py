@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat, prepare_text
-from dynamo_trtllm.messages import ModelDeploymentCard
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
-from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan, prepare_chat, prepare_text
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.template import ChatTemplateRenderer
+from dynamo_trtllm.protocol.messages import ModelDeploymentCard
 from tests.small_tokenizer import CONTROL, write_tokenizer
 
 CARD = ModelDeploymentCard(

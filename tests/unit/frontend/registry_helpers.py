@@ -11,10 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm.discovery.base import Registration
+from dynamo_trtllm.cluster.discovery.base import Registration
+from dynamo_trtllm.cluster.request_plane.transport import Service
 from dynamo_trtllm.engines.base import Engine, EngineInfo
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FileChunk,
@@ -25,10 +28,7 @@ from dynamo_trtllm.messages import (
     decode,
     encode,
 )
-from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.transport import Service
-from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import digest
 from tests.inproc_plane import InprocPlane

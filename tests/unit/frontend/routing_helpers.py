@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FinishReason,
@@ -27,8 +28,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource, routed_stream

@@ -11,27 +11,32 @@ from typing import Any
 
 import orjson
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.messages import MessagesRequest
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.response_schemas import ResponseMeta
-from dynamo_trtllm.api.responses import LOGPROBS, ResponseRequest
-from dynamo_trtllm.frontend.generation.choice import Choice, ChoiceDelta
-from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
-from dynamo_trtllm.frontend.generation.messages.message_builder import (
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.messages import MessagesRequest
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
+from dynamo_trtllm.frontend.api.responses import LOGPROBS, ResponseRequest
+from dynamo_trtllm.frontend.messages.message_builder import (
     MessageBuilder,
     prepare_messages,
 )
-from dynamo_trtllm.frontend.generation.preprocess import (
+from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta
+from dynamo_trtllm.frontend.requests.completions import CHAT, TEXT
+from dynamo_trtllm.frontend.requests.preprocess import (
     GenerationPlan,
     prepare_chat,
     prepare_conversation,
     prepare_text,
 )
-from dynamo_trtllm.frontend.generation.responses import response_builder
-from dynamo_trtllm.frontend.generation.responses.items import normalized
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.responses import response_builder
+from dynamo_trtllm.frontend.responses.items import normalized
+from dynamo_trtllm.frontend.tokenization.chat_output_parser import ChatOutputParser
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.output import OutputParser
+from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     ModelDeploymentCard,
@@ -39,14 +44,9 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.output import OutputParser
-from dynamo_trtllm.tokenization.renderer import NO_FORCED_IDS
-from dynamo_trtllm.tokenization.served_model import ServedModel
 from tests.unit.frontend import messages_client
 from tests.unit.frontend.responses_client import EVENT
-from tests.unit.tokenization.parser_helpers import cut
+from tests.unit.frontend.tokenization.parser_helpers import cut
 
 CARD = ModelDeploymentCard(
     name="m", context_length=1 << 20, vocab_size=201088, eos_token_ids=(200002,), renderer="harmony"

@@ -7,7 +7,6 @@ from itertools import chain
 
 import pytest
 
-from dynamo_trtllm.errors import Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.requests import request_body
 from dynamo_trtllm.frontend.requests.admission import (
     CHOICES_PER_ITERATION,
@@ -21,6 +20,7 @@ from dynamo_trtllm.frontend.requests.request_body import (
     TINY_BODY_BYTES,
     BodyBudget,
 )
+from dynamo_trtllm.protocol.errors import Overloaded, RequestTimeout
 from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
 
 

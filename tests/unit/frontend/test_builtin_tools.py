@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.messages import OutputFormat
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.messages import OutputFormat
 from tests.unit.frontend import split_helpers, test_chat_tools, test_response_tools
 from tests.unit.frontend.plan_helpers import CITY, WEATHER
 from tests.unit.frontend.split_helpers import Case, served_by

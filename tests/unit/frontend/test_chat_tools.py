@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.unknown_fields import IgnoredFields
-from dynamo_trtllm.errors import UnsupportedParameter
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat
-from dynamo_trtllm.tokenization import o200k_tokenizer
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan, prepare_chat
+from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import UnsupportedParameter
 from tests.unit.frontend.split_helpers import CHAT, RESPONSE, Case, deltas_of, served_by
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -11,15 +11,21 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.admission import CHOICES_PER_ITERATION
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.tokenization.output import Channel, Delta
+from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, pick_best_of
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    TokenLogprob,
+    token_ids,
+)
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedRouter, chunk, stop
 

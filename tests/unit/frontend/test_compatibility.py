@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.unknown_fields import IgnoredFields
-from dynamo_trtllm.errors import RequestRejected, UnsupportedParameter
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import RequestRejected, UnsupportedParameter
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 from tests.memory_http import asgi
 from tests.unit.frontend import plan_helpers
 from tests.unit.frontend.app_helpers import (

@@ -8,8 +8,8 @@ import asyncio
 
 import pytest
 
-from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, Overloaded
 from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
 
 CLIENT = "192.0.2.1"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from dynamo_trtllm.tokenization.conversation import Tool
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.conversation import Tool
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 from tests.unit.frontend.plan_helpers import (
     CITY,
     FORMAT,

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, Disconnected
 
 NUMBERS = b'requests_total{model="m"} 3.0\n'
 

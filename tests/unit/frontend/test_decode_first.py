@@ -9,7 +9,8 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     Disconnected,
     Overloaded,
@@ -18,8 +19,7 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     Unreachable,
 )
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     Phase,

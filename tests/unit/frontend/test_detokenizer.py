@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.generation.choice import Choice, StopStrings
-from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.requests.choice import Choice, StopStrings
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.messages import PhaseTimings
 from tests.unit.frontend.plan_helpers import chat
 
 

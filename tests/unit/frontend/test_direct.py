@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.api.error_bodies import openai_error
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.frontend.requests import output_budget, send_answer
 from dynamo_trtllm.frontend.requests.admission import WORK_S
-from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.request_head import Headers
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
-from dynamo_trtllm.streams import OnChunk, run_stream
-from dynamo_trtllm.tokenization.conversation import Conversation
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
+from dynamo_trtllm.protocol.streams import OnChunk, run_stream
+from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.request_head import Headers
 from tests.memory_http import MemoryTransport
 from tests.unit.frontend.app_helpers import (
     CALL,

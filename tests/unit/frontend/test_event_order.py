@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.generation.responses import response_builder
-from dynamo_trtllm.frontend.generation.responses.items import named, normalized
-from dynamo_trtllm.tokenization import o200k_tokenizer
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.responses import response_builder
+from dynamo_trtllm.frontend.responses.items import named, normalized
+from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import InvalidRequest
 from tests.unit.frontend.split_helpers import (
     RESPONSE,
     Case,

@@ -9,7 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow import GenerationFlow, State
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions, Signal
+from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
     DynamoError,
@@ -23,10 +27,7 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
     WorkerDied,
 )
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow import GenerationFlow, State
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions, Signal
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     Phase,
@@ -36,7 +37,6 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.pairs import WorkerSelection
 from tests.instances import make_instance
 from tests.unit.frontend.routing_helpers import FINISHED, kv_chunk, request
 

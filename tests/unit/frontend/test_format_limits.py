@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.generation.format_limits import LIMITS, check_formats
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.requests.format_limits import LIMITS, check_formats
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import InvalidRequest
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 from tests.unit.frontend.plan_helpers import WEATHER, chat
 
 WRITTEN_OUT = "symbols with repetitions and rules written out"

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.requests.request_body import is_large_body
-from dynamo_trtllm.messages import FinishReason
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.messages import FinishReason
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,

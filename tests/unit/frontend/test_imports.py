@@ -14,8 +14,8 @@ ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "sa
 OF_MODELS = {"openai_harmony", "fastokens", "tokenizers", "jinja2"}
 LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
 OURS_LATER = {
-    "dynamo_trtllm.api.chat",
-    "dynamo_trtllm.frontend.generation.request_router",
+    "dynamo_trtllm.frontend.api.chat",
+    "dynamo_trtllm.frontend.routing.request_router",
     "dynamo_trtllm.frontend.process.run_app",
 }
 

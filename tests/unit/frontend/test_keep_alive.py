@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.frontend.generation.messages.message_builder import PING
+from dynamo_trtllm.frontend.messages.message_builder import PING
 from dynamo_trtllm.frontend.requests.send_answer import COMMENT
+from dynamo_trtllm.protocol import errors
 from tests.memory_http import MemoryClient
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS, KnownAnswers
-from dynamo_trtllm.messages import Role, TokenIds
-from dynamo_trtllm.router.pairs import WorkerSelection
-from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.frontend.routing.known_answers import ANSWER_TOKENS, KnownAnswers
+from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.frontend.routing.view import ModelView
+from dynamo_trtllm.protocol.messages import Role, TokenIds
 from tests.instances import make_instance
 
 

@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import Draining, DynamoError, MigrationFailed, Overloaded, TransferFailed
-from dynamo_trtllm.frontend.generation import kv_collection
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.cluster.request_plane.frames import Frame
+from dynamo_trtllm.frontend.routing import kv_collection
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import (
+    Draining,
+    DynamoError,
+    MigrationFailed,
+    Overloaded,
+    TransferFailed,
+)
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     Phase,
@@ -23,8 +30,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.request_plane.frames import Frame
-from dynamo_trtllm.streams import StreamEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import StreamEvent, StreamHandle
 from tests.unit.frontend.routing_helpers import (
     FINISHED,
     HANG,

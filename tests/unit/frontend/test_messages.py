@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.messages.message_builder import arguments_object
-from dynamo_trtllm.messages import Chunk, FinishReason
+from dynamo_trtllm.frontend.messages.message_builder import arguments_object
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason
 from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, chunk, front, stop
 from tests.unit.frontend.messages_client import (
     COUNT,

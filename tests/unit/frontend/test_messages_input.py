@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.api.messages import MessagesRequest
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.frontend.generation.messages.message_builder import prepare_messages
-from dynamo_trtllm.tokenization.conversation import Conversation, Message, ToolCall
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.messages import MessagesRequest
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.messages.message_builder import prepare_messages
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, ToolCall
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from tests.unit.frontend import plan_helpers
 from tests.unit.frontend.app_helpers import CALL, FakeFrontend, front, stop
 from tests.unit.frontend.messages_client import COUNT, HI, PATH, TOOL, check_error, made, post

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.discovery.records import endpoint_of, instance_key
-from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
-from dynamo_trtllm.frontend.fleet import model_registry as models_module
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.messages import Role, encode
-from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.tokenization.conversation import Conversation, Message
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
+from dynamo_trtllm.frontend.routing import model_registry as models_module
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.protocol.errors import EngineNotReady, ModelNotFound
+from dynamo_trtllm.protocol.messages import Role, encode
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance

@@ -12,10 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import EngineNotReady
-from dynamo_trtllm.frontend.fleet import model_registry as models_module
-from dynamo_trtllm.frontend.fleet.model_registry import MOST_FILES_BYTES
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing import model_registry as models_module
+from dynamo_trtllm.frontend.routing.model_registry import MOST_FILES_BYTES
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.renderer import Renderer
+from dynamo_trtllm.protocol.errors import EngineNotReady
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FileChunk,
@@ -25,8 +27,6 @@ from dynamo_trtllm.messages import (
     Role,
     encode,
 )
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.renderer import Renderer
 from tests.streaming import ChunkSource
 from tests.unit.frontend.registry_helpers import (
     HARMONY,

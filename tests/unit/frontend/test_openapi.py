@@ -14,10 +14,10 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.http_status import STATUS
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.http_status import STATUS
+from dynamo_trtllm.protocol.messages import Role
 from tests.instances import make_instance
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests import output_budget, send_answer
+from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
-from dynamo_trtllm.messages import Chunk, TokenLogprob, token_ids
-from dynamo_trtllm.tokenization.output import Channel, Delta
+from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob, token_ids
 from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedRouter, chunk, stop
 from tests.unit.frontend.test_choices import CHAT, TEXT, post
 

@@ -14,7 +14,13 @@ from functools import partial
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.known_answers import ANSWER_TOKENS
+from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.protocol.errors import (
     Disconnected,
     DynamoError,
     EngineFailed,
@@ -22,11 +28,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     Unreachable,
 )
-from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
-from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FinishReason,
@@ -38,8 +40,6 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance, make_transfer_params
 from tests.streaming import ChunkSource, routed_stream

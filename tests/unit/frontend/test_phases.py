@@ -17,11 +17,12 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
-from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import Disconnected, Draining, EngineFailed
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     GenerateRequest,
@@ -30,9 +31,8 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.phases import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from tests.instances import make_instance
 from tests.loopback_backend import LoopbackBackend
 from tests.memory_http import asgi

@@ -11,14 +11,19 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from dynamo_trtllm import kv_events
-from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
-from dynamo_trtllm.kv_events import BlocksStored, KvBlock, KvEventPublisher, kv_events_subject
-from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
-from dynamo_trtllm.request_plane.plane import RequestPlane
-from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.protocol import kv_events
+from dynamo_trtllm.protocol.kv_events import (
+    BlocksStored,
+    KvBlock,
+    KvEventPublisher,
+    kv_events_subject,
+)
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance

@@ -7,14 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.api.sampling import SamplingFields
-from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
-from dynamo_trtllm.frontend.generation import preprocess
-from dynamo_trtllm.frontend.generation.conversation import GenerationOptions
-from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
-from dynamo_trtllm.messages import Sampling, SamplingDefaults
-from dynamo_trtllm.tokenization.conversation import Conversation, Message
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.sampling import SamplingFields
+from dynamo_trtllm.frontend.requests import preprocess
+from dynamo_trtllm.frontend.requests.conversation import GenerationOptions
+from dynamo_trtllm.frontend.requests.preprocess import prepare_conversation
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    RequestError,
+    UnsupportedParameter,
+)
+from dynamo_trtllm.protocol.messages import Sampling, SamplingDefaults
 from tests.unit.frontend.plan_helpers import (
     TIME,
     WEATHER,

@@ -11,14 +11,14 @@ import pytest
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.frontend.process.process_group import (
     combined_exit_status,
     process_argv,
     process_environ,
     reserve_port,
 )
-from dynamo_trtllm.network.listening import bind, listen
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.network.listening import bind, listen
 
 HOST = "127.0.0.1"
 

@@ -4,9 +4,9 @@ once each.
 
 from __future__ import annotations
 
-from dynamo_trtllm.errors import Disconnected
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import Chunk, Role, TokenLogprob
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import Disconnected
+from dynamo_trtllm.protocol.messages import Chunk, Role, TokenLogprob
 from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
 
 SCORED = [TokenLogprob(token, -float(token)) for token in (1, 2, 3)]

@@ -13,13 +13,15 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import EngineFailed, QueryOfDeath, TransferFailed
-from dynamo_trtllm.frontend.generation import suspects
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.frontend.generation.suspects import Suspicion
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.frontend.routing import suspects
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.suspects import Suspicion
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.protocol.errors import EngineFailed, QueryOfDeath, TransferFailed
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FinishReason,
@@ -28,8 +30,6 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
 from tests.streaming import ChunkSource, routed_stream

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.errors import NoInstances
 from dynamo_trtllm.frontend.requests import admission
 from dynamo_trtllm.observability.metrics import PREFIX
+from dynamo_trtllm.protocol.errors import NoInstances
 from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S

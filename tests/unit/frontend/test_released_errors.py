@@ -13,10 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.requests import serve_request
 from dynamo_trtllm.frontend.requests.admission import (
     AdmissionLimits,
@@ -24,8 +21,11 @@ from dynamo_trtllm.frontend.requests.admission import (
     RequestAdmission,
 )
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
-from dynamo_trtllm.messages import GenerateRequest
-from dynamo_trtllm.streams import OnChunk
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.protocol.errors import InvalidRequest
+from dynamo_trtllm.protocol.messages import GenerateRequest
+from dynamo_trtllm.protocol.streams import OnChunk
+from dynamo_trtllm.support.background import in_thread
 from tests.memory_http import MemoryClient
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, ScriptedRouter
 

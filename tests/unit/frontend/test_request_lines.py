@@ -10,11 +10,11 @@ import httpx
 import msgspec
 import pytest
 
-from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.observability.logging import TextFormatter
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.responses_client import ask, check_error
 from tests.unit.frontend.routing_helpers import FINISHED, Cluster

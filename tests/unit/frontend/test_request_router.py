@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
     DynamoError,
@@ -23,10 +27,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     TransferFailed,
 )
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     OutputFormat,
@@ -37,7 +38,6 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
 from tests.streaming import routed_stream
 from tests.unit.frontend.routing_helpers import (
     DECODE_STATS,

@@ -14,8 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.cost_model import CostModel, Fit, linear_prefill_fit
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.frontend.routing.breakers import COOLDOWN_S, Cooldown
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.frontend.routing.placement import Placement
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ModelView
+from dynamo_trtllm.protocol.cost_model import CostModel, Fit, linear_prefill_fit
+from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
     InternalError,
@@ -23,10 +30,7 @@ from dynamo_trtllm.errors import (
     Unreachable,
     UnsupportedParameter,
 )
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.generation.flow_events import RouterOptions
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     LoadReport,
     Phase,
@@ -34,11 +38,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
-from dynamo_trtllm.router.breakers import COOLDOWN_S, Cooldown
-from dynamo_trtllm.router.pairs import WorkerSelection
-from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.view import ModelView
-from dynamo_trtllm.streams import run_stream
+from dynamo_trtllm.protocol.streams import run_stream
 from tests.instances import make_instance
 from tests.streaming import routed_stream
 from tests.unit.frontend.routing_helpers import FINISHED, HANG, Cluster, kv_chunk, request

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.error_bodies import openai_error
-from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import Overloaded
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.generation.completions import TEXT
-from dynamo_trtllm.frontend.generation.preprocess import prepare_text
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits, RequestAdmission
 from dynamo_trtllm.frontend.requests.answer import Answer, RunningAnswers
 from dynamo_trtllm.frontend.requests.app_state import AppState
+from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
+from dynamo_trtllm.frontend.requests.completions import TEXT
+from dynamo_trtllm.frontend.requests.preprocess import prepare_text
 from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
-from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.request_head import Headers
 from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.protocol.errors import Overloaded
+from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.request_head import Headers
 from tests.unit.frontend.app_helpers import MODEL, Catalog, ScriptedRouter, chunk
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.unknown_fields import IgnoredFields
-from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
-from dynamo_trtllm.frontend.generation.responses import response_builder
-from dynamo_trtllm.frontend.generation.responses.items import named, normalized
-from dynamo_trtllm.tokenization import o200k_tokenizer
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
+from dynamo_trtllm.frontend.requests.preprocess import prepare_conversation
+from dynamo_trtllm.frontend.responses import response_builder
+from dynamo_trtllm.frontend.responses.items import named, normalized
+from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 from tests.unit.frontend.responses_client import EVENT, ITEM
 from tests.unit.frontend.split_helpers import RESPONSE, Case, deltas_of, served_by
 

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.generation.responses.items import OutputBuilder, TextDelta, messages_of
-from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.output import Channel, Delta
+from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
+from dynamo_trtllm.frontend.responses.items import OutputBuilder, TextDelta, messages_of
+from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
+from dynamo_trtllm.protocol.messages import TokenLogprob
 from tests.unit.frontend.app_helpers import CharacterRenderer
 from tests.unit.frontend.responses_client import EVENT
 

@@ -18,9 +18,9 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
-from dynamo_trtllm import errors
-from dynamo_trtllm.messages import Chunk, FinishReason, SamplingDefaults
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason, SamplingDefaults
 from tests.unit.frontend.app_helpers import (
     CALL,
     CARD,

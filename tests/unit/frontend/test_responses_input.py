@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from dynamo_trtllm.frontend.generation.responses import response_builder, response_store
-from dynamo_trtllm.frontend.generation.responses.key_value_store import MemoryStore
-from dynamo_trtllm.messages import FinishReason
-from dynamo_trtllm.tokenization.conversation import Message, ToolCall
+from dynamo_trtllm.frontend.responses import response_builder, response_store
+from dynamo_trtllm.frontend.responses.key_value_store import MemoryStore
+from dynamo_trtllm.frontend.tokenization.conversation import Message, ToolCall
+from dynamo_trtllm.protocol.messages import FinishReason
 from tests.unit.frontend.app_helpers import (
     CALL,
     REASONING,

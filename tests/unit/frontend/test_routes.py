@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from dynamo_trtllm.api.response_schemas import RejectedRecord
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.frontend.api.response_schemas import RejectedRecord
+from dynamo_trtllm.protocol.messages import Role
 from tests.instances import make_instance
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, front

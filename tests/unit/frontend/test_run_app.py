@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.fleet import pair_probe
-from dynamo_trtllm.frontend.generation.request_router import RequestRouter
 from dynamo_trtllm.frontend.process.run_app import (
     follow_loads,
     placement_of,
     prune_breakers,
     routing_work,
 )
-from dynamo_trtllm.messages import LoadReport, Role, encode
+from dynamo_trtllm.frontend.routing import pair_probe
+from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.frontend.routing.load import FleetLoad
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.transport import load_subject
-from dynamo_trtllm.router.breakers import BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.load import FleetLoad
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.protocol.messages import LoadReport, Role, encode
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
 from tests.unit.frontend.test_pair_probe import HANDOFF, Bench, answer

@@ -20,14 +20,14 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.messages import FinishReason, GenerateRequest, TokenIds
-from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.conversation import Conversation
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import ModelNotFound
+from dynamo_trtllm.protocol.messages import FinishReason, GenerateRequest, TokenIds
+from dynamo_trtllm.protocol.streams import OnChunk
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,

@@ -15,7 +15,7 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from dynamo_trtllm.messages import Chunk, FinishReason
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.frontend.process import main, run_app
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+from dynamo_trtllm.protocol.errors import Unreachable
 from tests.waiting import SOON_S
 
 

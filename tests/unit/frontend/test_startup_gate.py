@@ -7,7 +7,7 @@ import asyncio
 import httpx
 
 from dynamo_trtllm.frontend.process.main import StartupGate
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import front
 

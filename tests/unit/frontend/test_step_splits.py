@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import parser as benchmark
-from dynamo_trtllm.messages import FinishReason
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.messages import FinishReason
 from tests.unit.frontend.split_helpers import (
     Case,
     OtherFormat,
@@ -27,7 +27,7 @@ from tests.unit.frontend.split_helpers import (
     text,
 )
 from tests.unit.frontend.test_event_order import harmony
-from tests.unit.tokenization.test_harmony_parser import STREAMS
+from tests.unit.frontend.tokenization.test_harmony_parser import STREAMS
 
 LONGEST = 800  # characters of a recorded text
 RECORDED = [*(recorded for recorded, _ in STREAMS.values()), *benchmark.HARMONY.values()]

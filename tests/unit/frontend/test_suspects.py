@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import QueryOfDeath
-from dynamo_trtllm.frontend.generation import suspects
-from dynamo_trtllm.frontend.generation.choice import Choice, share_suspicions
-from dynamo_trtllm.frontend.generation.suspects import (
+from dynamo_trtllm.frontend.requests.choice import Choice, share_suspicions
+from dynamo_trtllm.frontend.routing import suspects
+from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.frontend.routing.suspects import (
     MOST_UNSETTLED_TOKENS,
     REFUSED_S,
     SETTLED_TOKENS,
@@ -22,8 +22,14 @@ from dynamo_trtllm.frontend.generation.suspects import (
     Suspects,
     Suspicion,
 )
-from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Role, StructuredOutput, token_ids
-from dynamo_trtllm.router.pairs import WorkerSelection
+from dynamo_trtllm.protocol.errors import QueryOfDeath
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    OutputFormat,
+    Role,
+    StructuredOutput,
+    token_ids,
+)
 from tests.instances import make_instance
 from tests.unit.frontend.plan_helpers import harmony_model, text
 from tests.unit.frontend.routing_helpers import request

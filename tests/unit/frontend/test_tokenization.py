@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 
 import dynamo_trtllm
-from dynamo_trtllm.frontend.generation import preprocess
 from dynamo_trtllm.frontend.http import tokenization
+from dynamo_trtllm.frontend.requests import preprocess
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,

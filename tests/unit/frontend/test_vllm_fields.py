@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.messages import Chunk, FinishReason, token_ids
-from dynamo_trtllm.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason, token_ids
 from tests.small_tokenizer import CONTROL
 from tests.unit.frontend import app_helpers, plan_helpers
 from tests.unit.frontend.app_helpers import CALL, chunk, front, stop
@@ -25,7 +25,7 @@ from tests.unit.frontend.test_generate_endpoint import (
     post,
     text,
 )
-from tests.unit.tokenization.parser_helpers import content_of
+from tests.unit.frontend.tokenization.parser_helpers import content_of
 
 # --- usage of each event --------------------------------------------------------------------------
 

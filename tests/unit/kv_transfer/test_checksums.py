@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import pytest
 
-from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.checksums import (
     BLOCK_BYTES,
     NOTHING,
@@ -20,6 +19,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     combined,
 )
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, address_of
+from dynamo_trtllm.protocol.errors import TransferFailed
 
 
 @pytest.fixture

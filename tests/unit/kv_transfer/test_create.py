@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(("choice", "name"), [("tcp", "tcp"), ("nixl", "nixl/ucx")])

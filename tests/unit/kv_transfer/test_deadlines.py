@@ -12,17 +12,17 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.kv_transfer.base import Destination, first_deadline
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
     TransferExpired,
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import Destination, first_deadline
-from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
+from dynamo_trtllm.protocol.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
 from tests.instances import make_transfer_params
 
 

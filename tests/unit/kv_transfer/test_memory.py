@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.memory import (
     MemoryRegion,
     address_of,
@@ -10,6 +9,7 @@ from dynamo_trtllm.kv_transfer.memory import (
     require_sizes,
     view,
 )
+from dynamo_trtllm.protocol.errors import TransferFailed
 
 
 def test_view_when_written_then_the_memory_itself_changes() -> None:

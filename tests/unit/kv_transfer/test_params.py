@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import (
     EQUAL_LAYOUT,
     TRANSFER_PARAMS_VERSION,
     TransferIdentity,
     check_params,
 )
-from dynamo_trtllm.messages import KvLayout, KvTransferParams, token_ids
+from dynamo_trtllm.protocol.errors import TransferExpired, TransferMismatch
+from dynamo_trtllm.protocol.messages import KvLayout, KvTransferParams, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
 TRANSFER_PARAMS = KvTransferParams(

@@ -13,7 +13,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.launch import main
 from dynamo_trtllm.launch.launcher import LaunchRecord
 from dynamo_trtllm.launch.plan import processes
-from dynamo_trtllm.subprocesses import RunFailed
+from dynamo_trtllm.support.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import answering, http
 
 STATS = {

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.launch.launcher import dependents_of
 from dynamo_trtllm.launch.plan import processes
-from dynamo_trtllm.subprocesses import RunFailed
+from dynamo_trtllm.support.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import (
     ALL,
     KILLED,

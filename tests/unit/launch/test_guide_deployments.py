@@ -11,7 +11,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.test_guide_commands import Command, commands
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "local"

@@ -13,12 +13,12 @@ import pytest
 
 from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import ServicesConfig
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
 from dynamo_trtllm.launch.servers import NotYet
-from dynamo_trtllm.network.listening import bind, listen
-from dynamo_trtllm.subprocesses import BAD_CONFIG, RunFailed
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.network.listening import bind, listen
+from dynamo_trtllm.support.subprocesses import BAD_CONFIG, RunFailed
 from tests.unit.launch.launcher_helpers import (
     ALL,
     HOST,

@@ -6,9 +6,9 @@ from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.plan import processes, reachable, with_settings
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 
 def deployment(**changes):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
-from dynamo_trtllm.subprocesses import RunFailed
+from dynamo_trtllm.support.subprocesses import RunFailed
 
 
 class Terminal(io.StringIO):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.subprocesses import scratch_folder
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.subprocesses import scratch_folder
 from tests.waiting import SOON_S
 
 _HOLDER = """
 import sys
-from dynamo_trtllm.subprocesses import scratch_folder
+from dynamo_trtllm.support.subprocesses import scratch_folder
 with scratch_folder("scratch-test-") as folder:
     (folder / "deep").mkdir()
     (folder / "deep" / "file").write_text("x")

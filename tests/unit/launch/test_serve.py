@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.demo_models.hub import Hub
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.launch.topology import MachineFacts
+from dynamo_trtllm.models.hub import Hub
 from tests.hub_server import COMMIT, NAME, HubServer
 
 CONFIG = {

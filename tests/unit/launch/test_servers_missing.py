@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm import subprocesses as spawning
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import servers
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support import subprocesses as spawning
 
 
 def test_spawn_when_program_is_missing_then_config_error_names_it() -> None:

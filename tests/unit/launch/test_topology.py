@@ -9,7 +9,6 @@ import pytest
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.engines.gpu import GpuMemory
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.launch.topology import (
     MachineFacts,
@@ -18,7 +17,8 @@ from dynamo_trtllm.launch.topology import (
     choose,
     deployment_data,
 )
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 
 GIB = 1 << 30
 LAPTOP = MachineFacts(

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.observability import recorder as module
 from dynamo_trtllm.observability import recordings
 from dynamo_trtllm.observability.recorder import (
@@ -31,6 +30,7 @@ from dynamo_trtllm.observability.recorder import (
     request_key,
 )
 from dynamo_trtllm.observability.recordings import ProcessState, Recordings, read_process
+from dynamo_trtllm.protocol.messages import token_ids
 
 UNIQUE = "0123456789abcdef"
 KEY = 0x0123456789ABCDEF

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.messages import PhaseTimings, Role
-from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability import traces as module
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, phase_intervals
-from dynamo_trtllm.phases import Span
+from dynamo_trtllm.protocol.messages import PhaseTimings, Role
+from dynamo_trtllm.protocol.phases import Span
+from dynamo_trtllm.support.network.addresses import free_ports
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 

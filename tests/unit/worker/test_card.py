@@ -11,8 +11,8 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Limits, SamplingDefaults
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Limits, SamplingDefaults
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.startup import (
     check_flags,

@@ -11,8 +11,8 @@ from statistics import median
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import CostModel, EngineWork, Fit, StepSample
 from dynamo_trtllm.engines.mock.args import MockArgs, mock_info
+from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, Fit, StepSample
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
 from dynamo_trtllm.worker.startup import cost_prior
 

@@ -11,7 +11,7 @@ from tests.waiting import SOON_S
 
 HANGING = """
 import threading
-from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.worker import main as worker_main
 
 class Worker:

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.http_server import server
-from dynamo_trtllm.http_server.connection import HttpConnection
-from dynamo_trtllm.messages import LoadReport, decode
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import LoadReport, decode
+from dynamo_trtllm.support.background import BackgroundTasks
+from dynamo_trtllm.support.http_server import server
+from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from tests.memory_http import asgi

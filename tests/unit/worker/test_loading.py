@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.base import EngineInfo, Finding
-from dynamo_trtllm.errors import ConfigError, EngineFailed
-from dynamo_trtllm.messages import Instance, Limits, Role
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.messages import Instance, Limits, Role
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health
 from tests.instances import LAYOUT, make_instance

@@ -16,9 +16,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.cost_model import StepSample, decode_features
 from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
+from dynamo_trtllm.protocol.cost_model import StepSample, decode_features
+from dynamo_trtllm.protocol.errors import (
     DynamoError,
     EngineFailed,
     InternalError,
@@ -27,7 +28,7 @@ from dynamo_trtllm.errors import (
     Overloaded,
     TransferFailed,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FileChunk,
     FinishReason,
@@ -48,8 +49,7 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest

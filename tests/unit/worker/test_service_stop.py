@@ -8,10 +8,10 @@ import time
 import pytest
 
 from dynamo_trtllm.engines.base import Engine, EngineInfo
-from dynamo_trtllm.errors import MigrationFailed
-from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent
+from dynamo_trtllm.protocol.errors import MigrationFailed
+from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.instances import make_instance
 

@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.errors import Draining, EngineFailed, InternalError
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import Draining, EngineFailed, InternalError
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     Control,
     FinishReason,
@@ -24,6 +23,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
+from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker import sleep
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import Sleeper

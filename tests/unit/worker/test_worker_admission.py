@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.errors import Overloaded
-from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.protocol.errors import Overloaded
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission
 
 

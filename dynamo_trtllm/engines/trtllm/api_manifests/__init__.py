@@ -8,7 +8,7 @@ import logging
 import re
 
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from dynamo_trtllm.engines.trtllm.preflight.rules import (
     transfer,
     values,
 )
-from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.protocol.messages import Instance, Role
 
 # In the order of docs/preflight.md.
 WORKER_SECTIONS: tuple[RuleSection[RoleFacts], ...] = (

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.args import ADAPTER, TrtllmArgs
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import KvLayout, Role
+from dynamo_trtllm.models.checkpoint import Checkpoint
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import KvLayout, Role
 
 PCIE5_BYTES_S = 64e9  # 16 lanes, one direction
 NETWORK_BYTES_S = 50e9  # one 400 Gb/s adapter per GPU

@@ -7,10 +7,10 @@ depends on the release and the settings, so the possible saving is reported sepa
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.pending_transfers import KV_ITEM_BYTES
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts, links_of
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.models.checkpoint import Checkpoint, weight_bytes
+from dynamo_trtllm.protocol.messages import Role
 
 WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, activations, CUDA graphs: an unverified estimate
 KV_FRACTION = 0.9  # default of free_gpu_memory_fraction

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, RoleFacts
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.polling import Poller
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_events import (
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.kv_events import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -29,7 +29,7 @@ from dynamo_trtllm.kv_events import (
     KvEvent,
     OnKvEvents,
 )
-from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.protocol.messages import token_ids
 
 _log = logging.getLogger(__name__)
 

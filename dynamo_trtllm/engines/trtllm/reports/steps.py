@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import MOST_STEPS
+from dynamo_trtllm.protocol.cost_model import StepSample
 
 
 class _Iteration:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
+from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, EngineFailed
 
 # What an access to a missing or changed part of vLLM raises.
 MISFITS = (

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.messages import ReleaseOutcome
+from dynamo_trtllm.protocol.messages import ReleaseOutcome
 from tensorrt_llm.executor.kv_events import EventBuffer
 from tensorrt_llm.executor.request import LONG_TOKENS, Served
 from tensorrt_llm.executor.result import GenerationResult, Response

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -23,7 +23,7 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.streams import as_stream
 from tensorrt_llm.executor.result import (
     GenerationResult,
     Logprob,

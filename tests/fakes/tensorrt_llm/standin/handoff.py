@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import KvTransferParams, decode, encode, token_ids
+from dynamo_trtllm.protocol.errors import BadFrame
+from dynamo_trtllm.protocol.messages import KvTransferParams, decode, encode, token_ids
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.release import LINE, VERSION

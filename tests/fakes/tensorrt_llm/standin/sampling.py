@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.messages import OutputFormat, Sampling, StructuredOutput
+from dynamo_trtllm.protocol.messages import OutputFormat, Sampling, StructuredOutput
 from tensorrt_llm.standin import traps
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.messages import GenerateRequest
+from dynamo_trtllm.protocol.messages import GenerateRequest
 
 
 def sequence_of(request: GenerateRequest, **fields: Any) -> TorchSequence:

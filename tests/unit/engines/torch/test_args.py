@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 def config(**values: Any) -> WorkerConfig:

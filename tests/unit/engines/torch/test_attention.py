@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice, paged_attention
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.protocol.messages import KvLayout
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=1, num_kv_heads=2, head_dim=8)
 HEADS = 4

@@ -27,8 +27,13 @@ from dynamo_trtllm.engines.torch.grammar_compiler import (
     TrialProcess,
 )
 from dynamo_trtllm.engines.torch.trial_process import TrialResult, encode_request
-from dynamo_trtllm.errors import EngineNotReady, FormatTooComplex, InternalError, RequestRejected
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput, decode
+from dynamo_trtllm.protocol.errors import (
+    EngineNotReady,
+    FormatTooComplex,
+    InternalError,
+    RequestRejected,
+)
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput, decode
 from tests.small_tokenizer import CONTROL, write_tokenizer
 
 SIZE = 304

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
-from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
 
 END = CONTROL["<|end|>"]

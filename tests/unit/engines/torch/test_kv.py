@@ -8,7 +8,7 @@ import torch
 from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch
 from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.messages import KvLayout, token_ids
+from dynamo_trtllm.protocol.messages import KvLayout, token_ids
 from tests.engines import ask
 from tests.unit.engines.torch.sequence_helpers import sequence_of
 

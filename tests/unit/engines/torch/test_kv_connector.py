@@ -18,9 +18,16 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
-from dynamo_trtllm.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
+from dynamo_trtllm.protocol.errors import TransferFailed, TransferMismatch
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    KvLayout,
+    Phase,
+    Sampling,
+    token_ids,
+)
 from tests.loopback_backend import LoopbackBackend
 from tests.unit.engines.torch.sequence_helpers import sequence_of
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize("requested", ["0", "0, 1", "GPU-8f2e"])

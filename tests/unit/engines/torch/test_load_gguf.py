@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 
 _WAIT_S = 30.0
 

@@ -9,7 +9,7 @@ import torch
 
 from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor, logits_processor_for
 from dynamo_trtllm.engines.torch.sampler import sample
-from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from tests.unit.engines.torch.test_sampler import row
 
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.0]

@@ -11,7 +11,7 @@ import torch
 from dynamo_trtllm.engines.torch.random_numbers import uniform
 from dynamo_trtllm.engines.torch.sampler import sample
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
-from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from tests.unit.engines.torch.sequence_helpers import sequence_of
 
 

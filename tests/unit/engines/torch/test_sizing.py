@@ -12,8 +12,8 @@ import torch
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import block_bytes, most_bytes
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import KvLayout, Limits
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import KvLayout, Limits
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel

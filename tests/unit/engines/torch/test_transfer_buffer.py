@@ -12,7 +12,7 @@ import torch
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer, checksum
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.protocol.messages import KvLayout
 
 WINDOWS = (8, None)
 

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.engines.external import runner
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm import args
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import Llm, make
 
 

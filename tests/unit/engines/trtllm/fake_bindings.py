@@ -13,7 +13,7 @@ from dynamo_trtllm.engines.base import PromptLimit
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,
@@ -23,7 +23,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.unit.engines.scripted_library import info_of, serve
 from tests.waiting import SOON_S
 

@@ -15,8 +15,8 @@ import yaml
 
 from dynamo_trtllm.cli.preflight import Report, evaluate
 from dynamo_trtllm.config.commands import PreflightConfig
-from dynamo_trtllm.engines.checkpoint import SHAPES
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.models.checkpoint import SHAPES
+from dynamo_trtllm.protocol.messages import Role
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 CORPUS = DATA / "preflight_corpus"

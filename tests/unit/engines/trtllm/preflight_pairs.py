@@ -7,12 +7,12 @@ from typing import Any
 
 from dynamo_trtllm.config.layers import SourcedValue, nested
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.checkpoint import SHAPES
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, known_gpu
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.models.checkpoint import SHAPES
+from dynamo_trtllm.protocol.messages import Role
 
 GPT_OSS = SHAPES["gpt-oss-120b"]
 LLAMA = replace(

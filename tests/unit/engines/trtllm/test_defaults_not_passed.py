@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.engines.trtllm.args import ADAPTER, BY_GPU, FALLBACK, TrtllmArgs, trtllm_args
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests import unverified_names
 
 RELEASES = [*(release.name for release in LIBRARY.releases), "1.4.0rc1"]

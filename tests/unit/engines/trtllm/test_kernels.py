@@ -12,7 +12,7 @@ from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.trtllm import args
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import KernelProfile, choose_profile
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 SHIPPED = (*args.BY_GPU, args.FALLBACK)
 

@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import make
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from dynamo_trtllm.engines.trtllm.library import TrtllmCall
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import TokenLogprob
+from dynamo_trtllm.protocol.errors import RequestRejected
+from dynamo_trtllm.protocol.messages import TokenLogprob
 
 STOPS = frozenset({90, 91})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.cli import preflight
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from tests.unit.engines.trtllm.preflight_corpus import (
     CORPUS,
     MODELS,

@@ -13,7 +13,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_role
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import facts, gpu
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once")

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.engines.external.pending_transfers import kv_bytes
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_role
 from dynamo_trtllm.engines.trtllm.preflight.memory import memory_table
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import LLAMA, facts
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.checkpoint import SHAPES, weight_bytes
 from dynamo_trtllm.engines.trtllm.preflight.facts import GPUS, Load, known_gpu, links_of
 from dynamo_trtllm.engines.trtllm.preflight.memory import (
     WORKSPACE_BYTES,
@@ -15,8 +14,9 @@ from dynamo_trtllm.engines.trtllm.preflight.memory import (
     memory_table,
     transfer_s,
 )
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.models.checkpoint import SHAPES, weight_bytes
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts
 
 GIB = 1 << 30

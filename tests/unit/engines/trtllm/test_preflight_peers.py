@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_SECTIONS, check_peers
-from dynamo_trtllm.messages import Instance, KvLayout, Role
+from dynamo_trtllm.protocol.messages import Instance, KvLayout, Role
 from tests.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts
 

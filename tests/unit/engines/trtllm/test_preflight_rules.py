@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.trtllm.preflight.checks import (
     check_role,
 )
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.planted_errors import ERRORS, PLANTED, PYTHON, V2, K, Planted, T
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts
 

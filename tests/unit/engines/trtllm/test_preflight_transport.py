@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_role
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import facts
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once")

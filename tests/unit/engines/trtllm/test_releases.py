@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm import api_manifests
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 SHA256 = {
     "1.1.0.json": "16dcdfd5f8229f4dc0592f428f887bf3aa45d8cbd696c115ee5b61f4cd754806",

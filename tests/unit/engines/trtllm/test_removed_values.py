@@ -7,7 +7,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 def check(release: str, backend: str) -> None:

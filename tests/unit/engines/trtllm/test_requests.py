@@ -13,8 +13,8 @@ import pytest
 
 from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest, reported_phases
-from dynamo_trtllm.errors import ContextTooLong, RequestRejected
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import ContextTooLong, RequestRejected
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     OutputFormat,
     Phase,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm import engine, model_limits
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Phase, Role
+from dynamo_trtllm.models.checkpoint import Checkpoint
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.unit.engines.scripted_library import info_of
 
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.cost_model import CostModel, StepSample
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
+from dynamo_trtllm.protocol.cost_model import CostModel, StepSample
 from dynamo_trtllm.worker.cost_fit import CostFit
 
 _START = datetime(2026, 11, 23, 23, 59, 58)  # as the executor's

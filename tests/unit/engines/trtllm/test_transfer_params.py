@@ -11,8 +11,8 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
-from dynamo_trtllm.messages import KvTransferParams, decode, encode
+from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
+from dynamo_trtllm.protocol.messages import KvTransferParams, decode, encode
 from tests.instances import make_transfer_params
 
 OLD = frozenset(

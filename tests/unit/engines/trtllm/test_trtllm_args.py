@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 
 RELEASES = {release.name: release for release in LIBRARY.releases}
 HOPPER = [Gpu(name="H100", sm=90, memory_bytes=80 << 30)]

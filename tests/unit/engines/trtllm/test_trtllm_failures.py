@@ -12,16 +12,16 @@ import pytest
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
-from dynamo_trtllm.errors import (
+from dynamo_trtllm.protocol.errors import (
     EngineFailed,
     MigrationFailed,
     RequestRejected,
 )
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.messages import (
     Phase,
     Role,
 )
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.protocol.streams import as_stream
 from tests.unit.engines.trtllm.fake_bindings import (
     Llm,
     Refusal,

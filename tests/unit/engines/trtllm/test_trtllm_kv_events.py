@@ -16,9 +16,15 @@ from dynamo_trtllm.engines.trtllm.reports.kv_events import (
     KvEventPoller,
     check_kv_events,
 )
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
-from dynamo_trtllm.messages import Role, token_ids
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvBlock,
+    KvEvent,
+)
+from dynamo_trtllm.protocol.messages import Role, token_ids
 from tests.unit.engines.trtllm.preflight_pairs import facts
 from tests.waiting import SOON_S
 

@@ -13,7 +13,7 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.arguments import LibraryArgs
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.main import table
 
 CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"

@@ -15,7 +15,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.vllm.compilation import cache_folders
 from dynamo_trtllm.engines.vllm.compile_lock import CompileLock
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError
 from tests.waiting import SOON_S
 
 

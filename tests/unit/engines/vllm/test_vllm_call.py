@@ -11,9 +11,9 @@ import pytest
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
-from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import Chunk, Role
-from dynamo_trtllm.streams import StreamEvent
+from dynamo_trtllm.protocol.errors import EngineFailed
+from dynamo_trtllm.protocol.messages import Chunk, Role
+from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.unit.engines.scripted_library import ask, info_of, serve
 from tests.waiting import SOON_S
 

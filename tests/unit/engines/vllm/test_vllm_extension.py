@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.vllm import steps
+from dynamo_trtllm.protocol.cost_model import StepSample
 
 # This process stands for the worker, its child for the engine process, its grandchild for a rank.
 SCRIPT = """

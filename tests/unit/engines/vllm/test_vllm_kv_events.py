@@ -15,8 +15,14 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
-from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
-from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.protocol.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvBlock,
+    KvEvent,
+)
+from dynamo_trtllm.protocol.messages import token_ids
 
 BLOCK = 32
 Batches = Sequence[tuple[int, bytes]]

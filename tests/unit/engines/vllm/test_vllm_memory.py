@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, explain_oom
-from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.protocol.errors import EngineFailed
 from tests.fakes_path import fake_vllm
 
 GIB = 1 << 30

@@ -17,7 +17,6 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
-from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.vllm import bindings, compilation, releases, transfers
@@ -28,8 +27,9 @@ from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 from dynamo_trtllm.engines.vllm.library import VllmCall
 from dynamo_trtllm.engines.vllm.preflight import PEERS, WORKER, VllmFacts, findings
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser
-from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.models.checkpoint import SHAPES, Checkpoint
+from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
+from dynamo_trtllm.protocol.messages import (
     Instance,
     KvLayout,
     KvTransferParams,

@@ -19,8 +19,8 @@ from dynamo_trtllm.engines.vllm.requests import (
     VllmRequest,
     resamples_first_token,
 )
-from dynamo_trtllm.errors import ContextTooLong, RequestRejected
-from dynamo_trtllm.messages import (
+from dynamo_trtllm.protocol.errors import ContextTooLong, RequestRejected
+from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     OutputFormat,
     Phase,

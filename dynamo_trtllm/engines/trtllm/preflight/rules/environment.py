@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.transfers import NO_RETRY, forbids_retries
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Environment")
 _DISAGGREGATED = (Role.PREFILL, Role.DECODE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Features beside KV transfer")
 _DISAGGREGATED = (Role.PREFILL, Role.DECODE)

@@ -6,7 +6,7 @@ import math
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Parallelism")
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")

@@ -10,7 +10,7 @@ from dynamo_trtllm.engines.trtllm.preflight.facts import (
     TIMEOUT,
     RoleFacts,
 )
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("KV transfer")
 _DISAGGREGATED = (Role.PREFILL, Role.DECODE)

@@ -1,0 +1,1 @@
+"""Connect the processes: discovery over etcd, and requests and token streams over NATS."""

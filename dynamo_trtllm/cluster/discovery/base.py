@@ -1,0 +1,75 @@
+"""Define the discovery interface.
+
+`etcd` implements it, and tests have an implementation within one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_trtllm.protocol.messages import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """An instance registered, or its record changed."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """An instance deregistered, or its lease expired."""
+
+    instance_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """All records that existed at the start of the watch were reported. A watch yields it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A record was rejected, or the reason changed, or the rejected record is gone or valid."""
+
+    key: str  # escaped and shortened by `keys.shown_key`
+    reason: str | None  # None: it is gone or valid
+
+
+Event = Added | Removed | Rejected | Synced
+
+
+class Registration(Protocol):
+    """The registration of one instance.
+
+    A background task renews its lease. It writes the record again when the store has lost its data,
+    and also, within the time of a lease, when another client has deleted or overwritten the record.
+    """
+
+    async def aclose(self) -> None:
+        """Deregister. If the store is unavailable, the lease expires instead. Idempotent."""
+
+
+class Discovery(Protocol):
+    """A connection to the store of registered instances."""
+
+    async def register(self, instance: Instance) -> Registration:
+        """Register an instance. Return once the record is visible to watchers.
+
+        Raises:
+            ConfigError: watchers would reject the record.
+            Unreachable: the store does not answer.
+        """
+
+    def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
+        """Yield Added or Rejected for each existing record, then Synced, then all changes.
+
+        While the store is unreachable, the generator yields nothing. Afterwards it yields the
+        differences, and missing instances get some time to register again. Consume with `aclosing`.
+        """
+
+    async def aclose(self) -> None:
+        """Deregister all instances, end the watches and close the connection."""

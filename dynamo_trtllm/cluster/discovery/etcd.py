@@ -1,0 +1,194 @@
+"""Implement discovery on etcd, with instance records on leases.
+
+A watch lists all records after each interruption.
+
+A new list, instead of a resume at a revision, is correct in every case (compaction, data loss,
+another etcd member). It takes one range read per watcher and reconnect. New instances of a list are
+reported at once. An instance that is missing in it has left, or etcd lost its data; etcd does not
+show which. So missing instances get the time of a lease to register again before they are removed.
+Meanwhile a request to an instance that has left is retried on another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from dynamo_trtllm.cluster.discovery.base import Event, Synced
+from dynamo_trtllm.cluster.discovery.etcd_store import (
+    Change,
+    EtcdStore,
+    LeaseKeeper,
+    Snapshot,
+    backoff,
+)
+from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
+from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
+from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.errors import Unreachable
+from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.support.background import BackgroundTasks
+
+log = logging.getLogger(__name__)
+
+# enough for an etcd that starts at the same moment; a wrong address is reported soon
+START_TIMEOUT_S = 5.0
+# if etcd has answered before: a restart of this worker would reload its model for minutes
+AWAY_TIMEOUT_S = 120.0
+LOG_EVERY_S = 5.0
+_ETCD = "etcd"  # in the flight recorder
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class EtcdDiscovery:
+    """A `Discovery` in etcd. Create it on a running event loop.
+
+    Raises:
+        ConfigError: the endpoints or certificate files are invalid.
+    """
+
+    config: ConnectionConfig  # addresses of etcd, and certificate files for https:// ones
+    lease_ttl_s: float = 10.0  # after which an instance that does not renew its lease is removed
+    start_timeout_s: float = START_TIMEOUT_S  # longest wait for an etcd that has not answered yet
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+
+    def __post_init__(self) -> None:
+        self._store = EtcdStore(self.config)
+        self._registrations: list[LeaseKeeper] = []
+
+    async def register(self, instance: Instance) -> LeaseKeeper:
+        key, record = written(instance)
+        replaced = [registration for registration in self._registrations if registration.key == key]
+        for earlier in replaced:
+            self._registrations.remove(earlier)
+            await earlier.replace()
+        registration = LeaseKeeper(
+            self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks
+        )
+        # It is kept before the call, because a cancel may arrive after the record is put.
+        self._registrations.append(registration)
+        try:
+            await self._retry_at_start(registration.start)
+        except Unreachable:
+            self._registrations.remove(registration)
+            raise
+        return registration
+
+    async def _retry_at_start(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Retry `call` for `start_timeout_s`, or AWAY_TIMEOUT_S if etcd has answered before.
+
+        Raises:
+            Unreachable: the last error.
+        """
+        delays = backoff()
+        loop = asyncio.get_running_loop()
+        limit_s = AWAY_TIMEOUT_S if self._store.answered else self.start_timeout_s
+        begun_s = loop.time()
+        log_at_s = 0.0
+        RECORDER.record_process(RecordedEvent.CONNECTION_AWAITED, _ETCD)
+        while True:
+            try:
+                answer = await call()
+            except Unreachable as exc:
+                delay_s = next(delays)
+                waited_s = loop.time() - begun_s
+                if self._store.closed or waited_s + delay_s >= limit_s:
+                    raise
+                if waited_s >= log_at_s:
+                    log_at_s += LOG_EVERY_S
+                    text = "waiting for etcd for %.0f s (up to %.0f s): %s"
+                    log.warning(text, waited_s, limit_s, exc.message)
+                await asyncio.sleep(delay_s)
+            else:
+                RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
+                return answer
+
+    async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
+        """Yield events like `Discovery.watch`. End when this object is closed.
+
+        Raises:
+            Unreachable: etcd does not answer the first list.
+        """
+        prefix = namespace_prefix(namespace)
+        cache = InstanceCache(grace_s=self.lease_ttl_s)
+        delays = backoff()
+        loop = asyncio.get_running_loop()
+        snapshot = await self._retry_at_start(partial(self._store.read_all, prefix))
+        for event in cache.relist(snapshot.records):
+            yield event
+        yield Synced()
+        while not self._store.closed:
+            async with aclosing(self._changes(prefix, snapshot, cache)) as batches:
+                async for batch in batches:
+                    delays = backoff()  # the watch runs
+                    for key, record in batch:
+                        events = cache.delete(key) if record is None else cache.put(key, record)
+                        for event in events:
+                            yield event
+            again = await self._list_again(prefix, cache, delays)
+            if again is None:
+                return
+            snapshot = again
+            for event in cache.relist(snapshot.records, loop.time()):
+                yield event
+            # 0.0: a list is needed at once, for another reason.
+            if cache.next_list_s:
+                text = (
+                    "etcd no longer lists some workers; keeping them for %g s in case they register"
+                    " again"
+                )
+                log.warning(text, self.lease_ttl_s)
+
+    async def _changes(
+        self, prefix: str, snapshot: Snapshot, cache: InstanceCache
+    ) -> AsyncGenerator[list[Change], None]:
+        """Yield the changes after a list.
+
+        The generator ends when the watch is interrupted or missing instances need a new list.
+        """
+        try:
+            async with aclosing(self._store.changes(prefix, snapshot.revision + 1)) as batches:
+                while True:
+                    async with asyncio.timeout_at(cache.next_list_s):
+                        batch = await anext(batches, None)
+                    if batch is None:
+                        break
+                    yield batch
+            reason = "etcd ended the stream"
+        except TimeoutError:
+            return
+        except Unreachable as exc:
+            reason = exc.message
+        if not self._store.closed:
+            RECORDER.record_process(RecordedEvent.CONNECTION_LOST, _ETCD)
+            log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
+
+    async def _list_again(
+        self, prefix: str, cache: InstanceCache, delays: Iterator[float]
+    ) -> Snapshot | None:
+        """Retry until the list is read. Return None if this object is closed first."""
+        while not self._store.closed:
+            await asyncio.sleep(next(delays))
+            try:
+                snapshot = await self._store.read_all(prefix)
+            except Unreachable as exc:
+                log.debug("etcd watch of %s: %s", prefix, exc.message)
+                cache.restart_grace()
+            else:
+                RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
+                log.info("etcd watch of %s resumed", prefix)
+                return snapshot
+        return None
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(registration.aclose() for registration in self._registrations))
+        self._registrations.clear()
+        await self._store.aclose()

@@ -1,0 +1,467 @@
+"""Implement the request plane over NATS, and translate errors of nats-py.
+
+The module works around these traps of nats-py 2.16: an oversized message closes the client for
+good; only pings detect a frozen server; a slow consumer loses messages silently; a `flush` that is
+cancelled or times out stops the read loop when its reply arrives, so it is never called; its
+`request` may return the reply to a caller that was cancelled (and takes twice the CPU time of an
+inbox for all replies), so it is not called either; its `publish` waits while `pending_size` bytes
+are unsent, and drops cancels meanwhile, so `pending_size` is set to more than is ever unsent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from nats import errors as nats_errors
+from nats.aio.client import NO_RESPONDERS_STATUS, Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+from nats.js.api import Header
+
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.cluster.request_plane.transport import (
+    OnDisconnect,
+    Receive,
+    Unsubscribe,
+    no_listener,
+    no_reply,
+)
+from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
+from dynamo_trtllm.protocol.sanitize import mask_address
+from dynamo_trtllm.support.background import BackgroundTasks
+
+log = logging.getLogger(__name__)
+
+_PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
+_PENDING_BYTES = 512 << 20
+_UNSENT_BYTES = 64 << 20  # waiting to be written; beyond, messages are dropped
+# Time for which one subscription receives messages that arrived together, before it lets the event
+# loop do other work. nats-py makes no pause.
+RECEIVING_S = 0.003
+_CLOSE_TIMEOUT_S = 2
+_CANCEL_AGAIN_S = 0.1
+_CONNECT_OPTIONS: Final[dict[str, Any]] = {
+    "reconnect_time_wait": 0.1,
+    "max_reconnect_attempts": -1,
+    "ping_interval": 2,
+    "max_outstanding_pings": 2,
+    "pending_size": 1 << 40,
+}
+# A server closes the connection of a client that sends a line of more than 4096 bytes.
+_LONGEST_SUBJECT = 1024
+
+
+async def connect_client(client: Client, url: str, timeout_s: float, **callbacks: Any) -> None:
+    """Connect a client. If this fails or is cancelled, close all that the client opened.
+
+    Without a limit, the client retries for ever. It connects in a task of its own, so that
+    `_end_task` can end it. Its `close` does not help: a client that is cancelled while it closes a
+    failed connection assumes that it is closed, and leaves the connection open.
+
+    Raises:
+        TimeoutError: the client did not connect in time.
+    """
+    connecting = asyncio.get_running_loop().create_task(
+        client.connect(url, **callbacks, **_CONNECT_OPTIONS)
+    )
+    try:
+        await asyncio.wait({connecting}, timeout=timeout_s)
+        if not connecting.done():
+            raise TimeoutError
+        connecting.result()
+    except BaseException:
+        # A second cancel does not interrupt this.
+        await asyncio.shield(_abort_connecting(client, connecting))
+        raise
+
+
+async def _abort_connecting(client: Client, connecting: asyncio.Task[None]) -> None:
+    await _end_task(connecting)
+    abort_client(client)
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    """Cancel a task of the client until it ends.
+
+    `wait_for` of Python 3.11, which the client uses, drops a cancel that arrives together with a
+    result or an error, and the client then goes on to retry; so the cancel is repeated.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
+    # This marks its error as retrieved, so asyncio does not log it.
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def abort_client(client: Client) -> None:
+    """Close the client and its connection without awaiting: a cancel can't interrupt this."""
+    tasks = [
+        client._reading_task,
+        client._ping_interval_task,
+        client._flusher_task,
+        client._reconnection_task,
+    ]
+    tasks += [subscription._wait_for_msgs_task for subscription in client._subs.values()]
+    for task in tasks:
+        if task is not None:
+            task.cancel()
+    transport = client._transport
+    if isinstance(transport, TcpTransport) and transport._io_writer is not None:
+        transport._io_writer.transport.abort()
+    client._status = Client.CLOSED
+
+
+async def close_client(client: Client) -> None:
+    """Close the client and its connection.
+
+    It takes a few seconds if the server is frozen. Idempotent.
+    """
+    try:
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            if client._reconnection_task is not None:
+                await _end_task(client._reconnection_task)  # the client cancels it only once
+            await client.close()
+    except (OSError, TimeoutError) as exc:
+        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops
+        # there halfway.
+        log.warning("connection to NATS closed, messages may be unsent: %r", exc)
+        abort_client(client)
+
+
+class Burst:
+    """Messages of one subscription that arrived together, and the time since their first one."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun_s: float | None = None
+
+    def needs_pause(self, num_pending: int) -> bool:
+        """Return whether other work of the event loop has its turn. Called after each message.
+
+        After the pause, the next message is the first of another burst.
+
+        Args:
+            num_pending: further messages that have arrived.
+        """
+        if not num_pending:
+            self._begun_s = None
+            return False
+        now_s = self._clock()
+        if self._begun_s is None:
+            self._begun_s = now_s
+        if now_s - self._begun_s < RECEIVING_S:
+            return False
+        self._begun_s = None
+        return True
+
+
+def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
+    if not reply.done():
+        reply.set_result(message)
+
+
+class NatsTransport:
+    """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`.
+
+    A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a
+    protocol error.
+    """
+
+    _replies_subscription: Subscription  # set by `connect`
+
+    def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
+        self._tasks = tasks or BackgroundTasks()
+        self._url = url
+        self._address = mask_address(url)
+        self._lacking = f"no connection to NATS at {self._address}; check that NATS runs"
+        self._client = Client()
+        self._up = asyncio.Event()  # set while the client is connected
+        self._on_disconnect: list[OnDisconnect] = []
+        self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
+        self._num_published_by_report = 0  # of the first messages of `_outgoing`
+        self._is_waiting_logged = False
+        # replies to requests, by the subject of the reply; None: it did not come in time
+        self._replies: dict[str, asyncio.Future[Msg | None]] = {}
+        self._reply_numbers = itertools.count()
+        self._replies_to = f"{self._client.new_inbox()}."
+        self._reply_burst = Burst()
+        self._is_open = False  # connected, and not closed by `aclose`
+
+    async def connect(self, timeout_s: float) -> None:
+        """Connect to the server.
+
+        Raises:
+            Unreachable: no server answers at the address in time.
+        """
+        try:
+            await connect_client(
+                self._client,
+                self._url,
+                timeout_s,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                closed_cb=self._on_closed,
+            )
+            # It does not wait.
+            self._replies_subscription = await self._client.subscribe(
+                f"{self._replies_to}*", cb=self._on_reply
+            )
+        except (nats_errors.Error, OSError, TimeoutError) as exc:
+            raise Unreachable(
+                f"no NATS server at {self._address}; start one, or check --nats-server"
+            ) from exc
+        self._is_open = True
+        self._up.set()
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self._client.max_payload  # headers would count too, but none are sent
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._outgoing) or self._client.pending_data_size > 0
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    def on_disconnect(self, callback: OnDisconnect) -> None:
+        self._on_disconnect.append(callback)
+
+    def unavailable_reason(self) -> str | None:
+        return None if self._up.is_set() else self._lacking
+
+    async def subscribe(
+        self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
+    ) -> Unsubscribe:
+        burst = Burst()
+
+        async def take(message: Msg) -> None:
+            needs_pause = False
+            try:
+                receive(message.data, message.reply)
+            finally:
+                num_pending = subscription.pending_msgs
+                needs_pause = burst.needs_pause(num_pending)
+                if needs_pause or not num_pending:
+                    caught_up()
+            if needs_pause:
+                await asyncio.sleep(0)
+
+        try:
+            subscription = await self._client.subscribe(
+                subject,
+                cb=take,
+                pending_msgs_limit=_PENDING_MESSAGES,
+                pending_bytes_limit=_PENDING_BYTES,
+            )
+        except (nats_errors.Error, OSError) as exc:
+            raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
+
+        async def unsubscribe() -> None:
+            try:
+                await subscription.unsubscribe()
+            except (nats_errors.Error, OSError) as exc:
+                # The subscription ended with the connection.
+                log.debug("unsubscribing failed: %r", exc)
+
+        return unsubscribe
+
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        """Send a request and return the reply.
+
+        Without a connection, wait up to `timeout_s` for one first.
+        """
+        if len(subject) > _LONGEST_SUBJECT:
+            raise Unreachable(
+                f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}"
+            )
+        if not self._up.is_set():
+            await self._connected(timeout_s)
+        if self._client.pending_data_size >= _UNSENT_BYTES:
+            raise self._has_too_much_unsent()
+        loop = asyncio.get_running_loop()
+        reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
+        reply: asyncio.Future[Msg | None] = loop.create_future()
+        self._replies[reply_to] = reply
+        expiry = loop.call_later(timeout_s, _set_reply, reply, None)
+        try:
+            self._send(subject, data, reply_to)
+            message = await reply
+        except (nats_errors.Error, OSError) as exc:
+            raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
+        finally:
+            expiry.cancel()
+            del self._replies[reply_to]
+        if message is None:
+            if self._client.is_connected:
+                raise no_reply(subject, timeout_s)
+            raise Disconnected(self._lacking)
+        if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
+            raise no_listener(subject)
+        return message.data
+
+    async def _on_reply(self, message: Msg) -> None:
+        reply = self._replies.get(message.subject)
+        if reply is not None:
+            _set_reply(reply, message)
+        if self._reply_burst.needs_pause(self._replies_subscription.pending_msgs):
+            await asyncio.sleep(0)
+
+    async def _connected(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(0 if self._client.is_closed else timeout_s):
+                await self._up.wait()
+        except TimeoutError as exc:
+            raise Disconnected(self._lacking) from exc
+
+    def publish(self, subject: str, data: bytes) -> None:
+        if not self._is_open:
+            return
+        if len(subject) > _LONGEST_SUBJECT:
+            log.debug("message dropped: its subject has %d characters", len(subject))
+            return
+        # Not sent within this call: an error ends all streams, which publish cancels.
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._send_outgoing)
+        self._outgoing.append((subject, data))
+
+    def _send_outgoing(self) -> None:
+        outgoing = self._outgoing
+        self._outgoing = []
+        num_reported = self._num_published_by_report
+        self._num_published_by_report = 0
+        lost: Disconnected | None = None
+        for number, (subject, data) in enumerate(outgoing):
+            if self._client.pending_data_size >= _UNSENT_BYTES:
+                if number >= num_reported:
+                    lost = self._has_too_much_unsent()
+                continue
+            try:
+                self._send(subject, data)
+            except nats_errors.BadSubjectError:
+                # A caller sent this subject. Other callers lose no message.
+                log.debug("message dropped: invalid subject %r", subject)
+            except (nats_errors.Error, OSError) as exc:
+                lost = Disconnected(f"sending to {subject} failed: {exc!r}")
+        # It is reported once, and after all messages: a callback that raises must not lose them.
+        if lost is not None:
+            self._report_disconnect(lost)
+            self._num_published_by_report = len(self._outgoing)
+
+    def _has_too_much_unsent(self) -> Disconnected:
+        size_mib = self._client.pending_data_size >> 20
+        return Disconnected(
+            f"message dropped: {size_mib} MiB to NATS at {self._address} are unsent; check its load"
+        )
+
+    def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
+        """Pass a message to the client.
+
+        Its `publish` does not wait with so large a `pending_size`.
+        """
+        # The coroutine runs here until it would wait: a task would run an iteration later.
+        sending = self._client.publish(subject, data, reply_to)
+        try:
+            sending.send(None)
+        except StopIteration:
+            return
+        sending.close()  # the client has the message, and would only wait until it is written
+
+    def try_publish(self, subject: str, data: bytes) -> bool:
+        if not self._up.is_set() or 2 * self._client.pending_data_size > _UNSENT_BYTES:
+            return False
+        if len(data) > self.max_message_bytes:
+            log.warning(
+                "message to %s dropped: %d bytes are more than NATS allows", subject, len(data)
+            )
+        else:
+            self.publish(subject, data)
+        return True
+
+    async def aclose(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._send_outgoing()
+        await close_client(self._client)
+
+    def _report_disconnect(self, error: DynamoError) -> None:
+        log.warning("NATS at %s: %s", self._address, error)
+        for callback in self._on_disconnect:
+            callback(error)
+
+    # nats-py accepts real coroutine functions only.
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats_errors.SlowConsumerError):
+            lost = StreamIncomplete(
+                f"messages to {error.subject} were dropped because this process is overloaded"
+            )
+            self._report_disconnect(lost)
+        elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
+            # The receiver of a message has failed: a bug.
+            log.error("NATS at %s: unexpected error", self._address, exc_info=error)
+        elif not self._is_open and not self._is_waiting_logged:
+            self._is_waiting_logged = True
+            reason = str(error) or type(error).__name__
+            log.warning("waiting for NATS at %s: %s", self._address, reason)
+        else:
+            log.debug("NATS at %s: %r", self._address, error)
+
+    async def _on_disconnected(self) -> None:
+        self._up.clear()
+        if self._is_open:
+            self._report_disconnect(Disconnected(f"connection to NATS at {self._address} lost"))
+
+    async def _on_reconnected(self) -> None:
+        self._up.set()
+        log.info("reconnected to NATS at %s", self._address)
+
+    async def _on_closed(self) -> None:
+        if self._is_open:
+            log.error("NATS client at %s stopped reconnecting; restart this process", self._address)
+            self._tasks.start(self._fail(), "nats-watch")
+
+    async def _fail(self) -> None:
+        raise Disconnected(
+            f"NATS client at {self._address} stopped reconnecting; restart this process"
+        )
+
+
+class NatsPlane(RequestPlane):
+    """A request plane over NATS. Create it with `connect`."""
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        limits: PlaneLimits | None = None,
+        tasks: BackgroundTasks | None = None,
+        on_unreadable: Callable[[], None] = lambda: None,
+        *,
+        connect_timeout_s: float = 5.0,
+    ) -> NatsPlane:
+        """Connect to a NATS server.
+
+        Args:
+            url: address of the server.
+            limits: time-outs and buffer limits of the plane.
+            tasks: owner of the plane's background tasks.
+            on_unreadable: called for each message that can't be read.
+            connect_timeout_s: time-out in seconds.
+
+        Raises:
+            Unreachable: no server answers in time.
+        """
+        tasks = tasks or BackgroundTasks()
+        transport = NatsTransport(url, tasks)
+        await transport.connect(connect_timeout_s)
+        return cls(transport, limits or PlaneLimits(), tasks, on_unreadable)

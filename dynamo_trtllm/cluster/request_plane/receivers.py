@@ -1,0 +1,283 @@
+"""Pass received frames to the streams of a caller.
+
+Their numbers are checked, and tokens that arrive together are merged.
+
+The module does no I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from dynamo_trtllm.cluster.request_plane.frames import Frame
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import Chunk, token_ids
+from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
+
+# Time for which an iteration of the event loop passes frames on. In a frontend, a frame takes 5 to
+# 10 µs, and 100 to 300 µs if it is the first or the last one of its stream.
+PASSING_S = 0.004
+FRAMES_PER_CHECK = 8  # of the time
+# At least so many must arrive together; fewer are passed on in half a millisecond.
+MERGED_FRAMES = 64
+# The same per open stream; fewer also arrive together if this process was briefly busy.
+MERGED_PER_STREAM = 4
+
+
+def _nothing() -> None: ...
+
+
+class StreamReceiver(TaskStream):
+    """The caller's side of one stream: checks frame numbers and passes the chunks on as events.
+
+    Args:
+        on_event: receives the events.
+        tasks: running tasks of the owner; the task that opens the stream is one.
+        on_end: called once.
+        send_cancel: tells the worker that this caller did not receive the terminal chunk. True: it
+            still awaits it.
+    """
+
+    __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
+
+    def __init__(
+        self,
+        on_event: OnEvent,
+        tasks: set[asyncio.Task[None]],
+        on_end: Callable[[], None],
+        send_cancel: Callable[[bool], None],
+    ) -> None:
+        super().__init__(on_event, tasks)
+        self._on_end = on_end
+        self._send_cancel = send_cancel
+        self._next_number = 0
+        # number of the last ping, to any worker, that was sent before the worker acknowledged the
+        # stream
+        self.last_ping_before_ack: int | None = None
+        self.waiting: list[Frame] = []  # received, not yet fed
+
+    @property
+    def received(self) -> int:
+        """Return the number of frames received, including waiting ones."""
+        return self._next_number + len(self.waiting)
+
+    def catch_up(self) -> None:
+        """Feed the waiting frames, with consecutive frames that have only tokens merged."""
+        frames = self.waiting
+        self.waiting = []
+        run = list[Chunk]()
+        for frame in frames:
+            chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
+            is_next = frame.number == self._next_number + len(run)
+            if is_next and chunk is not None and chunk.is_plain:
+                run.append(chunk)
+                continue
+            self._feed_merged(run)
+            run = []
+            self.feed(frame)
+        self._feed_merged(run)
+
+    def _feed_merged(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            return
+        chunk = chunks[0] if len(chunks) == 1 else _merged(chunks)
+        # The merged chunk has the number of its last frame, so the next one follows it.
+        self._next_number += len(chunks) - 1
+        self.feed(Frame(0, self._next_number, chunk))
+
+    def feed(self, frame: Frame) -> None:
+        """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
+        chunk = frame.chunk
+        number = frame.number
+        if self._on_event is None or number < self._next_number:
+            return
+        if number > self._next_number:
+            self.emit(
+                errors.StreamIncomplete(
+                    f"frame {number} arrived instead of frame {self._next_number}"
+                )
+            )
+        elif frame.failure is None and chunk is not None:
+            self._next_number = number + 1
+            if isinstance(chunk, int):
+                self._on_event(TOKEN_CHUNKS[chunk])
+            elif chunk.finish_reason is None:  # `emit` would do the same, one call later
+                self._on_event(chunk)
+            else:
+                self.emit(chunk)
+        elif frame.failure is not None:
+            self.emit(frame.failure.error())
+        else:
+            self.emit(errors.StreamIncomplete(f"frame {frame.number} is empty"))
+
+    def compare_with_worker(self, ping: int, sent: int | None) -> None:
+        """End with StreamIncomplete if the worker's reply to a ping shows that frames were lost.
+
+        Args:
+            ping: number of the ping.
+            sent: number of frames that the worker has sent. None: it does not run the stream, or it
+                has sent the last frame.
+        """
+        if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
+            return  # the worker may have replied before it received the OpenStream
+        if self.waiting:
+            # They are not fed here, because thousands of streams may wait. The next reply is
+            # compared again, and a gap in the numbers is noticed earlier.
+            return
+        if sent is None:
+            self.fail(
+                errors.StreamIncomplete(
+                    "the worker no longer runs this stream and its last frame never arrived"
+                )
+            )
+        elif sent != self._next_number:
+            self.fail(
+                errors.StreamIncomplete(
+                    f"the worker sent {sent} frames and {self._next_number} arrived"
+                )
+            )
+
+    def fail(self, error: DynamoError) -> None:
+        """End the stream with a copy of `error`, after the frames that were received."""
+        self.catch_up()
+        # A copy: several streams may share the error, whose traceback would reference the frames of
+        # each.
+        self.emit(type(error)(error.message, field=error.field))
+
+    def _close(self, last: StreamEvent | None) -> None:
+        super()._close(last)
+        on_end = self._on_end
+        self._on_end = _nothing  # it refers to this stream's timer: a cycle
+        on_end()
+        if not isinstance(last, Chunk):
+            self._send_cancel(False)
+
+    def _shutdown_error(self) -> DynamoError:
+        return errors.Disconnected("the request plane is closed")
+
+    def cancel(self) -> None:
+        """See `StreamHandle.cancel`."""
+        if self.has_ended and self._transfer_id:
+            self._transfer_id = ""
+            self._send_cancel(False)
+        super().cancel()
+
+    def stop(self) -> bool:
+        """See `StreamHandle.stop`.
+
+        False before the worker has acknowledged the call: it may not have it yet.
+        """
+        if self.has_ended or self.last_ping_before_ack is None:
+            return False
+        self._send_cancel(True)
+        return True
+
+
+def _merged(chunks: Sequence[Chunk]) -> Chunk:
+    ids = token_ids()
+    for chunk in chunks:
+        ids.extend(chunk.token_ids)
+    logprobs = chain.from_iterable(chunk.logprobs for chunk in chunks)
+    return Chunk(token_ids=ids, logprobs=tuple(logprobs))
+
+
+class StreamDemux(dict[int, StreamReceiver]):
+    """The open streams of one caller, by number. It passes received frames to them.
+
+    When several frames per stream have arrived together, and many in all, the tokens of each stream
+    become one chunk. No token is later, because all would be sent in one write anyway. In one
+    iteration of the event loop, frames are passed on for PASSING_S seconds, and further ones wait.
+    Waiting streams are fed one by one, in the order in which they began to wait. Streams that wait
+    for their first frame take turns with the others, because it decides the time to first token.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        # of those that arrived together, not passed on yet
+        self._messages: deque[list[Frame]] = deque()
+        # streams with waiting frames, each once
+        self._new: deque[StreamReceiver] = deque()  # the first of their frames waits
+        self._backlog: deque[StreamReceiver] = deque()
+        self._until_s: float | None = None  # the end of this iteration's time; None: no limit
+        self._is_scheduled = False
+
+    def add(self, frames: list[Frame]) -> None:
+        """Take the frames of one message, until `pass_on`."""
+        self._messages.append(frames)
+
+    def pass_on(self) -> None:
+        """Pass the frames of the added messages to their streams, now or in the next iterations.
+
+        Called when no further message has arrived.
+        """
+        messages = self._messages
+        num_frames = sum(map(len, messages))
+        is_behind = num_frames >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
+        self._until_s = None
+        if num_frames > FRAMES_PER_CHECK:
+            self._until_s = self._clock() + PASSING_S
+        try:
+            while messages:
+                frames = messages.popleft()
+                if is_behind:
+                    self._defer(frames)
+                else:
+                    self._feed(frames)
+        finally:
+            if messages:  # a bug in one stream's receiver must not lose other streams' messages
+                asyncio.get_running_loop().call_soon(self.pass_on)
+            if is_behind and not self._is_scheduled:
+                self._run_once()
+
+    def _feed(self, frames: list[Frame]) -> None:
+        """Pass the frames of one message on while there is time, and let the rest wait."""
+        for first in range(0, len(frames), FRAMES_PER_CHECK):
+            if self._is_scheduled or (self._until_s is not None and self._clock() >= self._until_s):
+                self._defer(frames[first:])
+                self._schedule()
+                return
+            for frame in frames[first : first + FRAMES_PER_CHECK]:
+                receiver = self.get(frame.stream)
+                if receiver is not None:
+                    receiver.feed(frame)
+
+    def _defer(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            receiver = self.get(frame.stream)
+            if receiver is None:
+                continue
+            if not receiver.waiting:
+                queue = self._new if frame.number == 0 else self._backlog
+                queue.append(receiver)
+            receiver.waiting.append(frame)
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_once)
+
+    def _run_once(self) -> None:
+        """Feed the streams that wait while there is time."""
+        self._is_scheduled = False
+        until_s = self._clock() + PASSING_S
+        try:
+            while self._new or self._backlog:
+                for queue in (self._new, self._backlog):
+                    if queue:
+                        queue.popleft().catch_up()
+                if self._clock() >= until_s:
+                    break
+        finally:  # a bug in one stream's receiver must not stop all streams
+            if self._new or self._backlog:
+                self._schedule()
+
+    def fail_all(self, error: DynamoError) -> None:
+        """End all streams with `error`."""
+        self.pass_on()
+        for receiver in list(self.values()):
+            receiver.fail(error)

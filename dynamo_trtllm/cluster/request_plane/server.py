@@ -1,0 +1,455 @@
+"""Run a service's streams for its callers: the worker's side of the request plane.
+
+It works over any `Transport`.
+
+An exception of a service that is not a `DynamoError` is logged here, and the caller gets
+InternalError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from dynamo_trtllm.cluster.request_plane.frames import (
+    PING,
+    Ack,
+    Batch,
+    CancelStream,
+    ClientMessage,
+    ControlRequest,
+    ErrorPayload,
+    Frame,
+    OpenStream,
+    Ping,
+    StreamReport,
+    encode_frames,
+)
+from dynamo_trtllm.cluster.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import Chunk, LoadReport, decode, encode, wire_mismatch
+from dynamo_trtllm.protocol.streams import StreamEvent, StreamHandle
+from dynamo_trtllm.support.background import BackgroundTasks
+
+log = logging.getLogger(__name__)
+
+_LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
+_TOKENS_SINCE = 3  # wire version
+_LOAD_EVERY_S = 0.05
+_WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
+_REMEMBERED = 16_384  # enough to detect repeated messages, which arrive soon after the first
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def control_subject(subject: str) -> str:
+    """Return the control subject of the instance with this generate subject."""
+    return f"{subject}.control"
+
+
+def remember(latest: dict[K, V], key: K, value: V) -> None:
+    """Put the key last. Drop the first key if there are more than _REMEMBERED."""
+    latest.pop(key, None)
+    latest[key] = value
+    if len(latest) > _REMEMBERED:
+        del latest[next(iter(latest))]
+
+
+def _ignore(_error: errors.BadFrame) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A caller with streams that run or hold KV."""
+
+    inbox: str
+    num_messages: int = 1  # received from it
+    reads_tokens: bool = False  # its wire version is 3 or later
+    streams: dict[int, ServerStream] = field(default_factory=dict)  # by number
+    frames: list[Frame] = field(default_factory=list)  # for the next flush
+
+
+@dataclass(slots=True, eq=False)
+class ServerStream:
+    """One stream, until it has ended and the next report finds that it holds no KV."""
+
+    caller: _Caller
+    number: int
+    num_sent: int = 0  # frames
+    has_ended: bool = False
+    deadline_timer: asyncio.TimerHandle = field(init=False)
+    # It is set after `generate`, which calls back only in later iterations.
+    handle: StreamHandle = field(init=False)
+
+
+@dataclass(eq=False)
+class PlaneServer:
+    """Server of one service at one subject. It serves after `start`.
+
+    `load` returns what it reports to its callers. `on_unreadable` is called for each message that
+    can't be read.
+    """
+
+    transport: Transport
+    service: Service
+    ping_interval_s: float
+    tasks: BackgroundTasks
+    load: Callable[[], LoadReport] | None = None
+    on_unreadable: Callable[[errors.BadFrame], None] = _ignore
+
+    def __post_init__(self) -> None:
+        self._callers: dict[str, _Caller] = {}  # by inbox
+        self.running = 0  # number of streams that have not ended
+        self._idle = asyncio.Event()  # set while no stream runs
+        self._idle.set()
+        self._unsent: list[_Caller] = []  # callers with frames for the next flush
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscriptions: list[Unsubscribe] = []
+        self._heartbeat = Heartbeat(
+            transport=self.transport,
+            interval_s=self.ping_interval_s,
+            peers=self._callers.keys,
+            message=self._heartbeat_message,
+            heard=self._num_received,
+            on_peer_lost=self._caller_lost,
+            tasks=self.tasks,
+        )
+        # callers since _LOAD_EVERY_S; True: a message without one followed
+        self._load_reported: dict[str, bool] = {}
+        # inbox and stream, including ended ones
+        self._latest_openings: dict[tuple[str, int], None] = {}
+        self._subject = ""
+        # False: new requests get `Draining`; running streams and control verbs continue
+        self.is_accepting = True
+        self._is_closed = False
+        self.transport.on_disconnect(self.on_disconnect)
+
+    async def start(self, subject: str, timeout_s: float) -> None:
+        """Subscribe to the subject and return once requests of every client arrive.
+
+        Raise PlaneError on failure.
+        """
+        self._subject = subject
+        subscribe = self.transport.subscribe
+        self._subscriptions.append(await subscribe(control_subject(subject), self._on_control))
+        self._subscriptions.append(await subscribe(subject, self._on_message))
+        # The reply shows that the subject is routed.
+        await self.transport.request(subject, PING, timeout_s=timeout_s)
+        self._heartbeat.start()
+
+    async def finished(self) -> None:
+        """Wait until no stream runs."""
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Stop serving and end running streams; their callers get `Draining`. Idempotent."""
+        self.is_accepting = False
+        self._is_closed = True
+        for unsubscribe in self._subscriptions:
+            await unsubscribe()
+        for stream in self._streams():
+            if not stream.has_ended:
+                self._end(stream, errors.Draining("the worker is shutting down"))
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # runs the tasks' done callbacks
+        self._flush()
+        await self._heartbeat.aclose()
+
+    # --- what arrives -----------------------------------------------------------------------------
+
+    def _on_message(self, data: bytes, reply: str) -> None:
+        if data == PING:
+            self.transport.publish(reply, PING)
+            return
+        try:
+            body = decode(data, ClientMessage).body
+            if len(body.inbox) > _LONGEST_INBOX:
+                raise errors.BadFrame(
+                    f"the inbox name has {len(body.inbox)} characters; the limit is"
+                    f" {_LONGEST_INBOX}"
+                )
+            caller = self._callers.get(body.inbox)
+            if caller is not None:
+                caller.num_messages += 1
+            if isinstance(body, CancelStream):
+                stream = None if caller is None else caller.streams.get(body.stream)
+                if stream is not None:
+                    self._on_cancel(stream, awaits_kv=body.awaits_kv)
+                return
+            if isinstance(body, Ping):
+                self._answer(reply, Ack())
+                self._flush()  # the report follows all frames sent so far
+                report = self._report(body.inbox, body.number)
+                if report != PING:
+                    self.transport.publish(body.inbox, report)
+                return
+            is_open = caller is not None and body.stream in caller.streams
+            is_new = not is_open and (body.inbox, body.stream) not in self._latest_openings
+            if is_new and not self.is_accepting:
+                raise errors.Draining("the worker is shutting down and accepts no new requests")
+            mismatch = wire_mismatch(body.wire)
+            if mismatch:
+                raise errors.VersionMismatch(mismatch)
+        except DynamoError as exc:
+            if isinstance(exc, errors.BadFrame):
+                self.on_unreadable(exc)
+            self._answer(reply, Ack(ErrorPayload.of(exc)))
+            return
+        self._answer(reply, Ack())
+        if is_new:  # else the transport repeated the message
+            self._open(body)
+
+    def _on_control(self, data: bytes, reply: str) -> None:
+        task = asyncio.create_task(self._control(data, reply), name="plane-control")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _control(self, data: bytes, reply: str) -> None:
+        try:
+            verb = decode(data, ControlRequest).verb
+        except errors.BadFrame as exc:
+            self.on_unreadable(exc)
+            self._answer(reply, Ack(ErrorPayload.of(exc)))
+            return
+        try:
+            answer = Ack(data=await self.service.control(verb))
+        except DynamoError as exc:
+            answer = Ack(ErrorPayload.of(exc))
+        except Exception:
+            log.exception("control verb failed")
+            error = errors.InternalError("the control verb failed in the worker; see its log")
+            answer = Ack(ErrorPayload.of(error))
+        self._answer(reply, answer)
+
+    def _answer(self, reply: str, answer: Ack) -> None:
+        if not reply:
+            return
+        data = encode(answer)
+        if len(data) > self.transport.max_message_bytes:
+            error = errors.PayloadTooLarge(
+                f"the reply of {len(data)} bytes exceeds the limit of the request plane"
+            )
+            data = encode(Ack(ErrorPayload.of(error)))
+        self.transport.publish(reply, data)
+
+    # --- liveness ---------------------------------------------------------------------------------
+
+    def _heartbeat_message(self, inbox: str) -> bytes:
+        return self._report(inbox, 0)
+
+    def _num_received(self, inbox: str) -> int:
+        """Return the number of messages received from a caller; 0 if it is not known any more."""
+        caller = self._callers.get(inbox)
+        return 0 if caller is None else caller.num_messages
+
+    def _report(self, inbox: str, ping: int) -> bytes:
+        """Return the message that reports a caller's streams.
+
+        It is PING if that is too large for the transport.
+        """
+        streams: list[tuple[int, int]] = []
+        caller = self._callers.get(inbox)
+        if caller is not None:
+            self._forget_fetched(caller)
+            streams = [(stream.number, stream.num_sent) for stream in caller.streams.values()]
+        data = encode(Batch([], StreamReport(self._subject, ping, streams)))
+        if len(data) <= self.transport.max_message_bytes:
+            return data
+        text = (
+            "stream report for %s too large (%d streams, %d bytes), lost frames go undetected:"
+            " raise max_payload"
+        )
+        log.warning(text, inbox, len(streams), len(data))
+        return PING
+
+    # --- streams ----------------------------------------------------------------------------------
+
+    def _open(self, opening: OpenStream) -> None:
+        caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
+        if opening.wire >= _TOKENS_SINCE:
+            caller.reads_tokens = True
+        stream = ServerStream(caller, opening.stream)
+        caller.streams[opening.stream] = stream
+        remember(self._latest_openings, (opening.inbox, opening.stream), None)
+        self.running += 1
+        self._idle.clear()
+        # The deadline is set by this machine's clock, which may differ from the caller's.
+        request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
+        stream.deadline_timer = asyncio.get_running_loop().call_later(
+            opening.left_s, self._late, stream
+        )
+        try:
+            stream.handle = self.service.generate(request, partial(self._on_event, stream))
+        except Exception:
+            log.exception("request %s failed", request.request_id)
+            error = errors.InternalError("the request failed in the worker; see its log")
+            self._send_error(stream, error)
+            self._remove(stream)
+
+    def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
+        if not isinstance(event, Chunk):
+            self._end(stream, event)
+            return
+        ids = event.token_ids
+        is_token = (
+            len(ids) == 1 and stream.caller.reads_tokens and event.is_plain and not event.logprobs
+        )
+        content = ids[0] if is_token else event
+        self._send(stream, Frame(stream.number, stream.num_sent, content))
+        if event.finish_reason is None:
+            return
+        if stream.handle.holds_kv:  # its caller is watched until the KV is fetched
+            self._stop(stream)
+        else:
+            self._remove(stream)
+
+    def _late(self, stream: ServerStream) -> None:
+        self._end(stream, errors.DeadlineExceeded("the request's deadline passed in the worker"))
+
+    def _streams(self) -> list[ServerStream]:
+        return [stream for caller in self._callers.values() for stream in caller.streams.values()]
+
+    def _end(self, stream: ServerStream, error: DynamoError) -> None:
+        """End a stream with an error for its caller.
+
+        If it has ended, free its KV, which its caller can't release.
+        """
+        if not stream.has_ended:
+            self._send_error(stream, error)
+        self._close(stream)
+
+    def _on_cancel(self, stream: ServerStream, *, awaits_kv: bool) -> None:
+        """Handle a cancel.
+
+        With `awaits_kv`, the caller still reads the last frame, which may offer KV.
+        """
+        if awaits_kv and (stream.has_ended or stream.handle.stop()):
+            return  # the stream is removed after its last frame, or when its caller is lost
+        self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
+
+    def _close(self, stream: ServerStream) -> None:
+        """Remove a stream, and cancel it or free its KV."""
+        self._remove(stream)
+        stream.handle.cancel()
+
+    def _remove(self, stream: ServerStream) -> None:
+        if not stream.has_ended:
+            self._stop(stream)
+        caller = stream.caller
+        del caller.streams[stream.number]
+        if not caller.streams:
+            del self._callers[caller.inbox]
+
+    def _stop(self, stream: ServerStream) -> None:
+        stream.has_ended = True
+        stream.deadline_timer.cancel()
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+
+    def _forget_fetched(self, caller: _Caller) -> None:
+        """Remove a caller's ended streams that hold no KV any more."""
+        for stream in list(caller.streams.values()):
+            if stream.has_ended and not stream.handle.holds_kv:
+                self._remove(stream)
+
+    def _caller_lost(self, inbox: str, error: DynamoError) -> None:
+        caller = self._callers.get(inbox)
+        if caller is None:
+            return
+        self._forget_fetched(caller)
+        streams = list(caller.streams.values())
+        if streams:
+            num_held = sum(1 for stream in streams if stream.has_ended)
+            RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
+            text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
+            log.warning(text, inbox, len(streams) - num_held, num_held, error)
+        reason = (
+            "the worker ended this stream because the frontend did not reply to its heartbeat:"
+            f" {error}"
+        )
+        for stream in streams:
+            self._end(stream, errors.StreamIncomplete(reason))
+
+    def on_disconnect(self, error: DynamoError) -> None:
+        """End all streams and abort all pending KV transfers, because frames may be lost."""
+        if self._is_closed:
+            return  # the service may be closed too
+        reason = f"the worker lost the request plane: {error.message}"
+        # The caller may never have received the KV transfer parameters; then only their expiry
+        # would free the KV. A caller that did receive them must prefill again.
+        for stream in self._streams():
+            self._end(stream, errors.Disconnected(reason))
+
+    # --- what leaves ------------------------------------------------------------------------------
+
+    def _send_error(self, stream: ServerStream, error: DynamoError) -> None:
+        self._send(stream, Frame(stream.number, stream.num_sent, failure=ErrorPayload.of(error)))
+
+    def _send(self, stream: ServerStream, frame: Frame) -> None:
+        stream.num_sent += 1
+        caller = stream.caller
+        if not caller.frames:
+            if not self._unsent:
+                # All streams of an engine step send in one event-loop iteration. The next one sends
+                # them as one batch.
+                asyncio.get_running_loop().call_soon(self._flush_in_turn, _WAITED_ITERATIONS)
+            self._unsent.append(caller)
+        caller.frames.append(frame)
+
+    def _flush_in_turn(self, iterations: int) -> None:
+        """Flush when the earlier messages are written, at the latest after some iterations.
+
+        Otherwise each engine step would be a message, which three processes handle, even if steps
+        take less time.
+        """
+        if iterations and self.transport.is_writing:
+            asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        unsent = self._unsent
+        self._unsent = []
+        for caller in unsent:
+            frames = caller.frames
+            caller.frames = []
+            load = self._load_for(caller.inbox)
+            for message in encode_frames(frames, self.transport.max_message_bytes, load):
+                self.transport.publish(caller.inbox, message)
+
+    def _load_for(self, inbox: str) -> LoadReport | None:
+        """Return the load for the next message to a caller; None: it got it within _LOAD_EVERY_S.
+
+        After messages without it and then no other one, the caller gets the load in a message of
+        its own: otherwise it would take an idle worker for a busy one.
+        """
+        if inbox in self._load_reported:
+            self._load_reported[inbox] = True
+        elif self.load is not None:
+            self._load_reported[inbox] = False
+            asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
+            try:
+                return self.load()
+            except Exception:  # the frames go without it
+                log.exception("the load of this worker can't be read")
+        return None
+
+    def _load_time_over(self, inbox: str) -> None:
+        if self._load_reported.pop(inbox):
+            asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
+
+    def _report_load_alone(self, inbox: str) -> None:
+        if inbox not in self._load_reported and not self._is_closed:
+            self.transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))

@@ -1,0 +1,489 @@
+"""Define the request of `POST /v1/chat/completions`.
+
+`frontend/generation/preprocess` translates it for an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
+
+from dynamo_trtllm.frontend.api import custom_tools, rejected_fields
+from dynamo_trtllm.frontend.api.hosted_tools import (
+    HOSTED,
+    HostedTool,
+    reject_demanded,
+    tag_of,
+    without_hosted,
+)
+from dynamo_trtllm.frontend.api.request_model import (
+    MAX_ITEMS,
+    MAX_LABEL,
+    Id,
+    Label,
+    List,
+    LongText,
+    RequestModel,
+    agreed,
+    check_object,
+    check_size,
+    check_unknown,
+    first_repeated,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
+from dynamo_trtllm.frontend.api.sampling import NO_OPS, CompletionFields
+from dynamo_trtllm.frontend.api.schemas import Schema, schema_text
+from dynamo_trtllm.frontend.tokenization.text_input import SCHEMA, arguments_of
+from dynamo_trtllm.protocol.messages import OutputFormat
+from dynamo_trtllm.protocol.number_types import MAX_LOGPROBS
+
+MAX_TOOLS = 512
+MAX_TOOLS_BYTES = 256 << 10  # JSON size of all tools together
+MAX_TOOL_CALLS = 512  # per message
+MAX_ARGUMENTS = 1 << 20  # characters, per call
+MAX_TEMPLATE_ARGS = 64
+MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
+
+# a model may support fewer
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def part_texts(
+    value: Any, types: Sequence[str], fields: frozenset[str], info: ValidationInfo
+) -> list[str]:
+    """Return the texts of `value`: a string, or a list of text parts of these types with no other
+    fields than these.
+
+    Other fields are rejected, or ignored as unknown ones.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        invalid(f"must be a string or a list of text parts, not {kind_of(value)}")
+    if len(value) > MAX_ITEMS:
+        invalid(f"may hold {MAX_ITEMS} parts at most, not {len(value)}")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in types:
+            fix = f"use {types[0]!r}" if kind.endswith("text") else "only text is supported"
+            unsupported(f"holds a part of type {shown(kind)} at index {index}; {fix}")
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or not isinstance(text, str):
+            form = f'{{"type": "{types[0]}", "text": "…"}}'
+            invalid(f"must hold parts of the form {form}; the part at index {index} does not")
+        for name in part.keys() - fields:
+            if part[name] is not None:
+                check_unknown(
+                    name, fields, info, f"holds a part with {shown(name)} at index {index}, which "
+                )
+        if part.get("annotations"):
+            unsupported(
+                f"holds a part with annotations at index {index}, which are not supported; leave"
+                " them out"
+            )
+        texts.append(text)
+    return texts
+
+
+def _text(value: Any, info: ValidationInfo) -> str:
+    return "\n".join(part_texts(value, ("text",), _PART_FIELDS, info))
+
+
+class TextPart(RequestModel):
+    hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
+
+    type: Literal["text"]
+    text: LongText
+
+
+_PART_FIELDS = frozenset({"type", "text", *TextPart.hints})
+_Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
+Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+# The functions of gpt-oss's browser are the only ones with a dot.
+FunctionName = Annotated[
+    str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)
+]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
+
+
+class SystemMessage(RequestModel):
+    role: Literal["system", "developer"]
+    content: Text
+    name: Name | None = None
+
+
+class UserMessage(RequestModel):
+    role: Literal["user"]
+    content: Text
+    name: Name | None = None
+
+
+class CalledFunction(RequestModel):
+    name: Id
+    arguments: Arguments = "{}"
+
+
+class AssistantToolCall(RequestModel):
+    # clients send back the index that they received in a stream
+    no_ops: ClassVar = {"index": tuple(range(128))}
+
+    id: Id
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CalledCustom(RequestModel):
+    name: Id
+    input: Arguments
+
+
+class AssistantCustomCall(RequestModel):
+    no_ops: ClassVar = {"index": tuple(range(128))}
+
+    id: Id
+    type: Literal["custom"]
+    custom: CalledCustom
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call of the function that the model saw."""
+        return CalledFunction(name=self.custom.name, arguments=arguments_of(self.custom.input))
+
+
+def _kind_of_call(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind or 'function'}>"
+
+
+_ToolCall = Annotated[
+    Annotated[AssistantToolCall, Tag("<function>")]
+    | Annotated[AssistantCustomCall, Tag("<custom>")],
+    Discriminator(_kind_of_call),
+]
+
+
+class AssistantMessage(RequestModel):
+    no_ops: ClassVar = {"annotations": ([],), "prefix": (False,)}
+    unsupported: ClassVar = rejected_fields.OF_ASSISTANT_MESSAGES
+
+    role: Literal["assistant"]
+    content: Text = ""
+    name: Name | None = None
+    reasoning_content: LongText | None = None
+    reasoning: LongText | None = None  # other servers' name for `reasoning_content`
+    tool_calls: List[_ToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        # Without content and calls, the answer was cut off while the model reasoned.
+        if not (self.any_reasoning or "content" in self.model_fields_set or self.tool_calls):
+            invalid("is required when there are no tool_calls and no reasoning", field="content")
+        return self
+
+    @property
+    def any_reasoning(self) -> str | None:
+        """The reasoning, under either name. A validator rejects different ones."""
+        return agreed({"reasoning_content": self.reasoning_content, "reasoning": self.reasoning})
+
+
+class ToolMessage(RequestModel):
+    role: Literal["tool"]
+    content: Text
+    tool_call_id: Id
+    name: FunctionName | None = None
+
+
+ChatMessage = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
+
+
+class Function(RequestModel):
+    name: FunctionName
+    description: Description = ""
+    parameters: Schema = Field(default_factory=dict)
+    strict: bool = False
+
+
+class FunctionTool(RequestModel):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatGrammarFormat(RequestModel):
+    type: Literal["grammar"]
+    grammar: custom_tools.Grammar
+
+
+class Custom(RequestModel):
+    """A tool whose input is a text."""
+
+    name: Name
+    description: Description = ""
+    format: Annotated[custom_tools.AnyText | ChatGrammarFormat, Discriminator("type")] = (
+        custom_tools.AnyText()
+    )
+
+    def function(self) -> Function:
+        """Return the function that the model sees."""
+        grammar = self.format.grammar if isinstance(self.format, ChatGrammarFormat) else None
+        return Function(
+            name=self.name,
+            description=custom_tools.described(self.description, grammar),
+            parameters=dict(SCHEMA),
+            strict=True,
+        )
+
+
+class ChatCustomTool(RequestModel):
+    type: Literal["custom"]
+    custom: Custom
+
+
+_TOOL_TYPES = ("function", "custom")
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[ChatCustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(tag_of(*_TOOL_TYPES)),
+    BeforeValidator(without_hosted(*_TOOL_TYPES)),
+]
+# The limit exists because the prompt contains all tools.
+ToolsSize = BeforeValidator(lambda tools: check_size(tools, MAX_TOOLS_BYTES))
+Tools = Annotated[
+    List[_Tool],
+    Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
+    ToolsSize,
+]
+
+
+def _template_args(value: Any) -> Any:
+    check_size(value, MAX_TEMPLATE_BYTES)
+    return check_object(value, most=MAX_TEMPLATE_ARGS, key_chars=MAX_LABEL)
+
+
+TemplateArgs = Annotated[
+    dict[Label, Any],
+    Field(max_length=MAX_TEMPLATE_ARGS, description=f"At most {MAX_TEMPLATE_BYTES} bytes of JSON."),
+    BeforeValidator(_template_args),
+]
+
+
+class JsonSchema(RequestModel):
+    """The schema of a `response_format`.
+
+    Output always follows the schema, whatever `strict` says.
+    """
+
+    hints: ClassVar = frozenset({"description"})
+
+    name: Name
+    schema_: Schema = Field(default_factory=dict, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            wrong = "is required with" if self.json_schema is None else "is only allowed with"
+            invalid(f"{wrong} type 'json_schema'", field="json_schema")
+        return self
+
+
+class ToolChoice(RequestModel):
+    """The tools that the model may or must call, normalized from any of the forms of
+    `tool_choice`.
+    """
+
+    # "none": the prompt contains no tools
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: Label = ""  # of the function, when mode is "named"
+    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        None  # in the prompt; None: all
+    )
+
+
+class NameOnly(RequestModel):
+    name: Label
+
+
+class ToolNamed(RequestModel):
+    type: Literal["function"]
+    function: NameOnly
+
+
+class CustomNamed(RequestModel):
+    type: Literal["custom"]
+    custom: NameOnly
+
+    @property
+    def function(self) -> NameOnly:
+        """The function that the model sees."""
+        return self.custom
+
+
+_AnyNamed = Annotated[
+    Annotated[ToolNamed, Tag("<function>")]
+    | Annotated[CustomNamed, Tag("<custom>")]
+    | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(tag_of("function", "custom")),
+    BeforeValidator(without_hosted("function", "custom")),
+]
+
+
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: List[_AnyNamed] = Field(max_length=MAX_TOOLS)
+
+
+class ToolsAllowed(RequestModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | CustomNamed | ToolsAllowed
+
+
+def _tool_choice(value: Any, info: ValidationInfo) -> Any:
+    match value:
+        case "auto" | "none" | "required":
+            return ToolChoice(mode=value)
+        case {"type": "function"}:
+            named = ToolNamed.model_validate(value, context=info.context)
+            return ToolChoice(mode="named", name=named.function.name)
+        case {"type": "allowed_tools"}:
+            allowed = ToolsAllowed.model_validate(value, context=info.context).allowed_tools
+            served = [tool for tool in allowed.tools if not isinstance(tool, HostedTool)]
+            return ToolChoice(
+                mode=allowed.mode, allowed=tuple(tool.function.name for tool in served)
+            )
+        case {"type": "custom"}:
+            custom = CustomNamed.model_validate(value, context=info.context)
+            return ToolChoice(mode="named", name=custom.custom.name)
+        case {"type": str(kind)}:
+            reject_demanded(kind)
+    invalid(
+        "must be 'auto', 'none', 'required', or an object that names a function or allowed tools"
+    )
+
+
+class ChatRequest(CompletionFields):
+    """A chat completion request; valid for any model."""
+
+    no_ops: ClassVar = NO_OPS | {
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        **rejected_fields.NEUTRAL_OF_CHAT,
+    }
+    unsupported: ClassVar = {**CompletionFields.unsupported, **rejected_fields.OF_CHAT}
+
+    messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Annotated[
+        ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)
+    ] = ToolChoice()
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    reasoning_effort: Effort | None = None
+    chat_template_args: TemplateArgs = Field(default_factory=dict)
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
+    response_format: ResponseFormat | None = None
+    include_reasoning: bool = True
+    return_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            invalid("is only allowed with logprobs set to true", field="top_logprobs")
+        agreed({"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens})
+        if (name := first_repeated(function.name for function in self.functions)) is not None:
+            invalid(f"names the function {name!r} twice", field="tools")
+        self._check_effort()
+        return self
+
+    def _check_effort(self) -> None:
+        both = self.chat_template_args.keys() & self.chat_template_kwargs.keys()
+        for name in sorted(both):
+            if self.chat_template_args[name] != self.chat_template_kwargs[name]:
+                invalid(
+                    f"and chat_template_kwargs give {shown(name)} two values",
+                    field="chat_template_args",
+                )
+        effort = self.template_args.get("reasoning_effort")
+        if effort is not None and effort not in get_args(Effort):
+            invalid(
+                f"must be one of {', '.join(get_args(Effort))}",
+                self.template_arg_path("reasoning_effort"),
+            )
+        agreed(
+            {
+                self.template_arg_path("reasoning_effort"): effort,
+                "reasoning_effort": self.reasoning_effort,
+            }
+        )
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """The functions that the model sees for `tools`."""
+        return [
+            tool.function if isinstance(tool, FunctionTool) else tool.custom.function()
+            for tool in self.tools
+            if not isinstance(tool, HostedTool)
+        ]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools whose input is a text."""
+        return frozenset(
+            tool.custom.name for tool in self.tools if isinstance(tool, ChatCustomTool)
+        )
+
+    @property
+    def text_tools(self) -> frozenset[str]:
+        """The names of the tools whose input is any text."""
+        tools = (tool.custom for tool in self.tools if isinstance(tool, ChatCustomTool))
+        return frozenset(tool.name for tool in tools if tool.format.type == "text")
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        return self.chat_template_args | self.chat_template_kwargs
+
+    def template_arg_path(self, name: str) -> str:
+        """Return the path of a template argument as the client sent it, for errors."""
+        return f"chat_template_{'args' if name in self.chat_template_args else 'kwargs'}.{name}"
+
+    @property
+    def effort(self) -> str | None:
+        """The requested reasoning effort, from the top-level field or from a template argument."""
+        return self.reasoning_effort or self.template_args.get("reasoning_effort")
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The maximum number of tokens to generate. None: as many as the context allows."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def output_formats(self) -> dict[str, OutputFormat]:
+        formats = super().output_formats()
+        if self.response_format is None or self.response_format.type == "text":
+            return formats
+        wanted = self.response_format.json_schema
+        text = schema_text(wanted.schema_ if wanted is not None else {})
+        return {"response_format": OutputFormat(json_schema=text)} | formats

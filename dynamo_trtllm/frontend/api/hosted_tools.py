@@ -1,0 +1,99 @@
+"""Leave out the tools that a server would run, such as web search: this server runs none.
+
+A client that lists such tools by default can do without them. So they are named as ignored, and the
+other tools are served. Only a `tool_choice` that demands one is an error. This applies to chat,
+responses and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from pydantic import ConfigDict, ValidationInfo
+
+from dynamo_trtllm.frontend.api.request_model import (
+    Label,
+    RequestModel,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
+
+HOSTED: Final = "<hosted>"  # tag of HostedTool in unions
+
+
+class HostedTool(RequestModel):
+    """A tool that is left out. All its fields are accepted."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    type: Label
+    name: Label | None = None  # a `tool_choice` of Anthropic's API demands the tool by it
+
+
+def without_hosted(
+    *served: str, default: str | None = None
+) -> Callable[[Any, ValidationInfo], Any]:
+    """Return a validator of one tool. It removes all fields of a hosted tool except type and name.
+
+    A type that is not among `served` is treated as an unknown field is: with `--unknown-fields
+    reject` it is an error, and otherwise only if it is misspelled. `default` is that of a tool
+    without a type, which else is an error.
+    """
+
+    known = frozenset(served)
+
+    def checked(value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            invalid(f"must be an object, not {kind_of(value)}")
+        kind = value.get("type")
+        if kind is None:
+            kind = default
+        if kind is None:
+            invalid("is required", field="type")
+        if not isinstance(kind, str):
+            invalid(f"must be a string, not {kind_of(kind)}", field="type")
+        if kind in served:
+            return value
+        ignored: IgnoredFields | None = info.context
+        if ignored is None:
+            unsupported(
+                f"{shown(kind)} is not supported; use {' or '.join(map(repr, served))}",
+                field="type",
+            )
+        meant = ignored.meant(kind, known)
+        if meant is not None:
+            unsupported(f"{shown(kind)} is not known; did you mean {meant!r}?", field="type")
+        ignored.add((f"tools.{kind}",))
+        name = value.get("name")
+        return {"type": kind, "name": name if isinstance(name, str) else None}
+
+    return checked
+
+
+def reject_demanded(kind: str, field: str | None = None) -> NoReturn:
+    """Reject a `tool_choice` that demands a hosted tool.
+
+    Args:
+        kind: The type or the name of the tool.
+        field: The `tool_choice`, unless its own validator calls this.
+    """
+    unsupported(f"demands {shown(kind)}, which this server does not run; name a function", field)
+
+
+def tag_of(*served: str, default: str | None = None) -> Callable[[Any], str]:
+    """Return a function that returns the tag of a tool in a union, before and after it is parsed.
+
+    Arguments as for `without_hosted`.
+    """
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if kind is None:
+            kind = default
+        return f"<{kind}>" if kind in served else HOSTED
+
+    return tag

@@ -1,0 +1,438 @@
+"""Define the base class of all request models, which turns JSON bytes into a checked model or a
+clear error.
+
+A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown
+fields are rejected, or ignored if the caller of `parse` says so: then only those that are nearly
+the name of a field are rejected. Every string, list and object has a size limit, and a collection
+is rejected at its first wrong element, so the memory and time of a request are proportional to its
+size.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
+
+import orjson
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue, models_json_schema
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
+from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
+
+M = TypeVar("M", bound="RequestModel")
+V = TypeVar("V")
+
+# ",", "[" and "{" in a body; enough for 128 prompts of 8,192 token ids
+MAX_VALUES: Final = 1_250_000
+MAX_KEYS: Final = 500_000  # ":" in a body
+MAX_CONTAINERS: Final = 200_000  # "[" and "{" in a body; each takes up to 700 bytes of memory
+# characters of a text for the model; in practice --max-body-bytes is the limit
+MAX_TEXT: Final = 32 << 20
+MAX_LABEL: Final = 512  # characters of a name or an id
+MAX_ITEMS: Final = 20_000  # elements of a list of messages, items or content parts
+
+List = Annotated[list[V], Field(fail_fast=True)]
+LongText = Annotated[str, Field(max_length=MAX_TEXT)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
+Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+
+_NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))
+_SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
+_LISTED: Final = 4  # maximum values that an error lists one by one
+REF = "#/components/schemas/{model}"
+_UNSUPPORTED = "unsupported_parameter"
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
+
+
+class RequestModel(BaseModel):
+    """A JSON object of a request.
+
+    `null` counts as absent. Types are strict: "5" is not a number.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True
+    )
+
+    # accepted with any value; they never change a response
+    hints: ClassVar[frozenset[str]] = frozenset()
+    # accepted only with these values, which have no effect
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # Fields of this or another API that are not supported, and why ignoring them would change a
+    # response.
+    unsupported: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of what is accepted: optional fields may be null, and hints and no-ops
+        are listed.
+        """
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        properties = schema.setdefault("properties", {})
+        required = schema.get("required", ())
+        for name, value in properties.items():
+            if name not in required and {"type": "null"} not in value.get("anyOf", ()):
+                properties[name] = _or_null(value)
+        for name in sorted(cls.hints):
+            properties[name] = {"description": "Accepted. Never changes a response."}
+        for name, values in sorted(cls.no_ops.items()):
+            properties[name] = {
+                "enum": [*values, None],
+                "description": "Accepted only with a value that has no effect.",
+            }
+        if cls.unsupported:
+            schema["description"] = (
+                f"{schema.get('description', '')} Rejected by name:"
+                f" {', '.join(sorted(cls.unsupported))}."
+            )
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_by_name(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        accepted = {}
+        known = _names(cls)
+        for name, value in data.items():
+            if value is None or name in cls.hints:
+                continue
+            if name in known:
+                accepted[name] = value
+            elif name in cls.no_ops:
+                cls._check_no_op(name, value)
+            elif name in cls.unsupported:
+                unsupported(f"is not supported: {cls.unsupported[name]}", field=name)
+            else:
+                check_unknown(name, _accepted_names(cls), info)
+        return accepted
+
+    @classmethod
+    def _check_no_op(cls, name: str, value: Any) -> None:
+        values = cls.no_ops[name]
+        if not any(_same(value, harmless) for harmless in values):
+            why = cls.unsupported.get(name)
+            instead = "leave it out" if why is None else why
+            unsupported(
+                f"is not supported, except as {_alternatives(values)}; {instead}", field=name
+            )
+
+
+def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place: str = "") -> None:
+    """Ignore an unknown field, or reject it: always, or only if it is misspelled, as the caller of
+    `parse` says.
+
+    Args:
+        name: of the field.
+        known: the names that are accepted at its place.
+        info: of the validator that found it.
+        place: the beginning of the error. Without it, the error is that of the field.
+    """
+    ignored: IgnoredFields | None = info.context
+    field = None if place else name
+    if ignored is not None:
+        meant = ignored.meant(name, known)
+        if meant is None:
+            ignored.add((name,))
+            return
+    else:
+        near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _SHOWN else ()
+        meant = near[0] if near else None
+    hint = "leave it out" if meant is None else f"did you mean {meant!r}?"
+    unsupported(f"{place}is not a known field; {hint}", field=field)
+
+
+@functools.cache
+def _names(model: type[RequestModel]) -> frozenset[str]:
+    """Return the names of a model's fields as clients send them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+@functools.cache
+def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
+    """Return all names that a model accepts with some value."""
+    return frozenset({*_names(model), *model.hints, *model.no_ops})
+
+
+def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
+    about: JsonSchemaValue = {
+        key: value[key] for key in ("title", "description", "default") if key in value
+    }
+    kinds = {key: kind for key, kind in value.items() if key not in about}
+    return about | {"anyOf": [kinds, {"type": "null"}]} if kinds else about
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _alternatives(values: Sequence[Any]) -> str:
+    """Format the values as JSON for an error.
+
+    Of a long list, only the first and the last are shown.
+    """
+    texts = [orjson.dumps(value).decode() for value in values]
+    return " or ".join(texts) if len(texts) <= _LISTED else f"{texts[0]} to {texts[-1]}"
+
+
+def invalid(reason: str, field: str | None = None) -> NoReturn:
+    """Reject a value in a validator.
+
+    `reason` follows the field's name in the message ("must be …").
+    """
+    raise PydanticCustomError("invalid", "{reason}", {"reason": reason, "field": field})
+
+
+def unsupported(reason: str, field: str | None = None) -> NoReturn:
+    """Reject a value that the API allows and this server does not support.
+
+    Arguments as for `invalid`.
+    """
+    raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
+
+
+def agreed(values: Mapping[str, V | None]) -> V | None:
+    """Return the value that a client gives under one name or several. None: under no name.
+
+    A validator rejects different values. `values` is by path.
+    """
+    given = [(path, value) for path, value in values.items() if value is not None]
+    if not given:
+        return None
+    (first, chosen), *others = given
+    for path, value in others:
+        if value != chosen:
+            invalid(f"differs from {first}; send one of them", field=path)
+    return chosen
+
+
+def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> M:
+    """Parse and check a request body. Safe on any thread.
+
+    Args:
+        model: the class of the request.
+        body: the bytes of the body.
+        ignored: unknown fields are ignored, and their names added to this one. None: they are
+            rejected.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
+    """
+    _check_count(body)
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        where = f"line {exc.lineno}, column {exc.colno}"
+        raise InvalidRequest(
+            f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}"
+        ) from exc
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"the request body must be a JSON object, not {kind_of(data)}")
+    try:
+        return model.model_validate(data, context=ignored)
+    except ValidationError as exc:
+        raise _translated(exc.errors(include_url=False)[0]) from exc
+
+
+def _check_count(body: bytes) -> None:
+    """Raise InvalidRequest for a body whose values would take far more memory than its bytes.
+
+    Values are counted by the punctuation of lists, objects, keys and elements. Punctuation inside
+    strings counts too: telling it apart costs more than parsing, and a text with so much
+    punctuation exceeds any context.
+    """
+    if len(body) <= MAX_CONTAINERS:  # each container takes at least one byte
+        return
+    marks = body.translate(None, _NO_MARKS)
+    keys = marks.count(b":")
+    containers = marks.count(b"[") + marks.count(b"{")
+    for count, most, what in (
+        (containers, MAX_CONTAINERS, "lists and objects, counted by its '[' and '{'"),
+        (keys, MAX_KEYS, "keys, counted by its ':'"),
+        (len(marks) - keys, MAX_VALUES, "values, counted by its ',', '[' and '{'"),
+    ):
+        if count > most:
+            raise InvalidRequest(
+                f"the request body has {count} {what}; at most {most} are allowed, send fewer"
+            )
+
+
+def check_size(value: Any, most: int) -> Any:
+    """Return the value.
+
+    A validator rejects it if its JSON has more than `most` bytes or over 254 levels.
+    """
+    try:
+        size = len(orjson.dumps(value))
+    except orjson.JSONEncodeError:
+        invalid("is nested too deeply")
+    if size > most:
+        invalid(f"may have {most} bytes of JSON at most, not {size}")
+    return value
+
+
+def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | None = None) -> Any:
+    """Return the value. A validator rejects it at its first wrong entry.
+
+    pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's
+    images have older ones.
+
+    Args:
+        value: What the client sent.
+        most: Maximum number of entries.
+        key_chars: Maximum characters of a key.
+        value_chars: Maximum characters of a value, which must be a string. None: values may have
+            any type.
+    """
+    if not isinstance(value, dict):
+        invalid(f"must be an object, not {kind_of(value)}")
+    if len(value) > most:
+        invalid(f"may have {most} entries at most, not {len(value)}")
+    for key, entry in value.items():
+        if len(key) > key_chars:
+            invalid(f"may have keys of {key_chars} characters at most; {shown(key)} has {len(key)}")
+        if value_chars is None:
+            continue
+        if not isinstance(entry, str):
+            invalid(f"must be a string, not {kind_of(entry)}", field=key)
+        if len(entry) > value_chars:
+            invalid(f"may have {value_chars} characters at most, not {len(entry)}", field=key)
+    return value
+
+
+def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:
+    """Return the JSON Schemas of the models and of all models they contain, by name, with OpenAPI
+    references.
+    """
+    _, together = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    schemas: dict[str, JsonSchemaValue] = together["$defs"]
+    return {name: without_pydantic_extras(schema) for name, schema in schemas.items()}
+
+
+def without_pydantic_extras(schema: Any) -> Any:
+    """Return the schema without two things that pydantic adds: titles, and defaults that mean
+    "absent".
+    """
+    if isinstance(schema, list):
+        return [without_pydantic_extras(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: without_pydantic_extras(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+        and not (key == "default" and (value is None or value == {}))
+    }
+
+
+def kind_of(value: Any) -> str:
+    """Return JSON's name for the type of the value, with an article."""
+    return _KINDS.get(type(value), "null")
+
+
+def shown(value: Any) -> str:
+    """Format a value for an error: a number, the beginning of a text, or the type of any other
+    value.
+    """
+    if isinstance(value, str):
+        return repr(cut(value))
+    return repr(value) if isinstance(value, int | float) else kind_of(value)
+
+
+def cut(text: str) -> str:
+    """Shorten a client's text for an error."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that occurs more than once, or None."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _translated(error: ErrorDetails) -> InvalidRequest:
+    context = error.get("ctx", {})
+    path = list(error["loc"])
+    if field := context.get("field"):
+        path.append(field)
+    if error["type"].startswith("union_tag"):
+        path.append(context.get("discriminator", "type").strip("'"))
+    name = _field_path(path)
+    cls = UnsupportedParameter if error["type"] == _UNSUPPORTED else InvalidRequest
+    reason = _reason(error, context)
+    return cls(f"{name} {reason}" if name else f"the request {reason}", field=name or None)
+
+
+def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
+    kind = error["type"]
+    given = error.get("input")
+    if kind in ("missing", "union_tag_not_found"):
+        return "is required"
+    if kind == "union_tag_invalid":
+        return f"must be one of {context['expected_tags']}, not {shown(context['tag'])}"
+    if kind in ("invalid", _UNSUPPORTED):
+        return str(context["reason"])
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"must be an object, not {kind_of(given)}"
+    if kind in (
+        "too_short",
+        "too_long",
+        "string_too_short",
+        "string_too_long",
+        "string_pattern_mismatch",
+    ):
+        return (
+            error["msg"]
+            .split(" ", 1)[1]
+            .replace("should", "must")
+            .replace(" after validation", "")
+            .split(", not")[0]
+        )
+    wanted = (
+        error["msg"].replace("Input should be a valid", "must be a").replace("Input should", "must")
+    )
+    wanted = wanted.replace("a integer", "an integer")
+    wanted = wanted[0].lower() + wanted[1:]
+    return f"{wanted}, not {shown(given)}"
+
+
+def _field_path(path: Iterable[int | str]) -> str:
+    """Format a pydantic location without union tags: ("messages", 0, "user", "content") →
+    "messages[0].content".
+
+    A union tag that could be mistaken for a field is written `<tag>`.
+    """
+    text = ""
+    after_index = False
+    for part in path:
+        part = cut(part) if isinstance(part, str) else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not (after_index and part in _ROLES) and not part.startswith("<"):
+            text += f".{part}" if text else part
+        after_index = isinstance(part, int)
+    return text
+
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

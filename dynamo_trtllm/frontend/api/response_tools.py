@@ -1,0 +1,196 @@
+"""Define the tools of `POST /v1/responses`, and which functions the model sees for them.
+
+Tools that the client runs are served as functions. `hosted_tools` says what becomes of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from dynamo_trtllm.frontend.api import chat, custom_tools
+from dynamo_trtllm.frontend.api.hosted_tools import HOSTED, HostedTool, tag_of, without_hosted
+from dynamo_trtllm.frontend.api.request_model import Id, List, RequestModel, invalid
+from dynamo_trtllm.frontend.api.schemas import Schema
+from dynamo_trtllm.frontend.tokenization.text_input import SCHEMA
+
+Kind = Literal["function", "custom", "local_shell"]
+LOCAL_SHELL: Final = "local_shell"  # name of its function
+_IN_NAMESPACE: Final = ("function", "custom")
+_SERVED: Final = (*_IN_NAMESPACE, "local_shell", "namespace")
+# The fields of OpenAI's `local_shell_call.action`.
+_LOCAL_SHELL_SCHEMA: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+
+
+class ServedTool(NamedTuple):
+    """A function that the model sees, and what its calls are for the client."""
+
+    name: str  # qualified by its namespace
+    description: str
+    parameters: Mapping[str, Any]
+    is_strict: bool
+    kind: Kind
+    own_name: str
+    namespace: str | None = None
+    is_text: bool = False  # its input is any text
+
+
+class ResponsesFunctionTool(RequestModel):
+    no_ops: ClassVar = {
+        "async": (False,),
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+    }
+    unsupported: ClassVar = {"output_schema": "results are not checked"}
+
+    type: Literal["function"]
+    name: chat.FunctionName
+    description: chat.Description = ""
+    parameters: Schema = Field(default_factory=dict)
+    strict: bool = False
+
+
+class GrammarFormat(custom_tools.Grammar):
+    type: Literal["grammar"]
+
+
+class CustomTool(RequestModel):
+    """A tool whose input is a text."""
+
+    no_ops: ClassVar = {"defer_loading": (False,)}
+
+    type: Literal["custom"]
+    name: chat.Name
+    description: chat.Description = ""
+    format: Annotated[custom_tools.AnyText | GrammarFormat, Discriminator("type")] = (
+        custom_tools.AnyText()
+    )
+
+    def text(self) -> str:
+        """Return the description that the model sees."""
+        grammar = self.format if isinstance(self.format, GrammarFormat) else None
+        return custom_tools.described(self.description, grammar)
+
+
+class LocalShellTool(RequestModel):
+    """A shell of the client."""
+
+    type: Literal["local_shell"]
+
+
+_Function = Annotated[ResponsesFunctionTool, Tag("<function>")]
+_Custom = Annotated[CustomTool, Tag("<custom>")]
+_Hosted = Annotated[HostedTool, Tag(HOSTED)]
+_InNamespace = Annotated[
+    _Function | _Custom | _Hosted,
+    Discriminator(tag_of(*_IN_NAMESPACE)),
+    BeforeValidator(without_hosted(*_IN_NAMESPACE)),
+]
+
+
+class NamespaceTool(RequestModel):
+    """Tools under one name."""
+
+    type: Literal["namespace"]
+    name: chat.Name
+    description: chat.Description = ""
+    tools: List[_InNamespace] = Field(max_length=chat.MAX_TOOLS)
+
+
+_Namespace = Annotated[NamespaceTool, Tag("<namespace>")]
+_LocalShell = Annotated[LocalShellTool, Tag("<local_shell>")]
+ToolSent = Annotated[
+    _Function | _Custom | _LocalShell | _Namespace | _Hosted,
+    Discriminator(tag_of(*_SERVED)),
+    BeforeValidator(without_hosted(*_SERVED)),
+]
+Tools = Annotated[
+    List[ToolSent],
+    Field(
+        max_length=chat.MAX_TOOLS,
+        description=f"At most {chat.MAX_TOOLS_BYTES} bytes of JSON together.",
+    ),
+    chat.ToolsSize,
+]
+
+
+def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator[ServedTool]:
+    """Yield the functions that the model sees for the tools of a request."""
+    for tool in tools:
+        match tool:
+            case ResponsesFunctionTool():
+                yield _served(
+                    tool.name, tool.description, tool.parameters, tool.strict, "function", namespace
+                )
+            case CustomTool():
+                served = _served(tool.name, tool.text(), SCHEMA, True, "custom", namespace)
+                yield served._replace(is_text=tool.format.type == "text")
+            case LocalShellTool():
+                about = "Runs a command on the user's computer and returns its output."
+                yield _served(LOCAL_SHELL, about, _LOCAL_SHELL_SCHEMA, True, "local_shell", None)
+            case NamespaceTool():
+                yield from served_tools(tool.tools, tool.name)
+
+
+def echoed(tools: Iterable[RequestModel]) -> list[dict[str, Any]]:
+    """Return the tools as a response repeats them, without those that were left out."""
+    found = []
+    for tool in tools:
+        if isinstance(tool, HostedTool):
+            continue
+        fields = tool.model_dump()
+        if isinstance(tool, NamespaceTool):
+            fields["tools"] = echoed(tool.tools)
+        found.append(fields)
+    return found
+
+
+def _served(
+    name: str,
+    description: str,
+    parameters: Mapping[str, Any],
+    is_strict: bool,
+    kind: Kind,
+    namespace: str | None,
+) -> ServedTool:
+    qualified = qualified_name(name, namespace)
+    return ServedTool(qualified, description, parameters, is_strict, kind, name, namespace)
+
+
+def qualified_name(name: str, namespace: str | None) -> str:
+    """Return the name under which the model sees a function.
+
+    The names of namespaces have no dot. So only functions of gpt-oss's browser can be declared in
+    two ways: with a namespace, or with a dot in their name.
+    """
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+class NamedTool(RequestModel):
+    """A tool that a `tool_choice` names."""
+
+    type: Kind = "function"
+    name: Id | None = None
+    namespace: Id | None = None
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> NamedTool:
+        if self.name is None and self.type != "local_shell":
+            invalid("is required", field="name")
+        return self
+
+    @property
+    def function(self) -> str:
+        """The name of its function."""
+        return qualified_name(self.name or LOCAL_SHELL, self.namespace)

@@ -1,0 +1,533 @@
+"""Run one choice of a response: convert its chunks to deltas for the client.
+
+Stop strings, the finish and the usage belong to that.
+This module knows neither HTTP nor JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo_trtllm.frontend.requests.preprocess import ChoiceRequest, GenerationPlan
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.suspects import Suspicion
+from dynamo_trtllm.frontend.tokenization.output import Channel, Delta, StepOutput, joined
+from dynamo_trtllm.protocol.errors import DynamoError, StreamIncomplete
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    PhaseTimings,
+    TokenIds,
+    TokenLogprob,
+    token_ids,
+)
+from dynamo_trtllm.protocol.streams import StreamEvent, StreamHandle, unexpected_error
+
+NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
+_REASONING = Channel.REASONING
+_CALL = Channel.CALL
+_ANSWER = (Channel.FINAL, Channel.CONTENT)
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The output that one engine step adds to one choice.
+
+    Only the last delta of a choice has `finish`.
+
+    It is a msgspec struct because one is created per token, and a frozen dataclass takes ten times
+    as long.
+    """
+
+    index: int = 0  # of the choice
+    tokens: int = 0  # number of generated tokens, including those that are not shown
+    deltas: tuple[Delta, ...] = ()  # in the order of generation
+    token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
+    finish: str | None = None  # "stop", "length", "tool_calls"
+    stop: str | None = None  # the stop string that ended the output, with `finish`
+    # Only in the first delta of a choice, if the client asked for them.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class StopStrings:
+    """A search for the first stop string in streamed text.
+
+    It holds back text that could be the start of one.
+
+    Each character is read once (Knuth-Morris-Pratt), however the text is divided into deltas.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = tuple((stop, _borders(stop)) for stop in stops)
+        # The length of each stop string's prefix with which the text ends.
+        self._matched = [0] * len(stops)
+        self._pending = ""
+        first_chars = "".join({stop[0] for stop in stops})
+        self._find_start = re.compile(f"[{re.escape(first_chars)}]").search
+        self.found: str | None = None  # the stop string that ended the text
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that may be shown now, and True if a stop string follows it."""
+        # Most text has no character with which a stop string begins. One search shows that for all.
+        if not self._pending and self._find_start(text) is None:
+            return text, False
+        ends = [self._end(index, text) for index in range(len(self._stops))]
+        text = self._pending + text
+        before = len(self._pending)
+        hits = [
+            (before + end, -len(stop))
+            for end, (stop, _) in zip(ends, self._stops, strict=True)
+            if end is not None
+        ]
+        if hits:
+            # The one that ends first; of those that end together, the longest.
+            end, negative_size = min(hits)
+            begin = end + negative_size
+            self._pending = ""
+            self.found = text[begin:end]
+            return text[:begin], True
+        keep = max(self._matched)
+        self._pending = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """Return the text that is still held back. No stop string spans this place."""
+        pending = self._pending
+        self._pending = ""
+        self._matched = [0] * len(self._stops)
+        return pending
+
+    def _end(self, index: int, text: str) -> int | None:
+        """Return the position after the stop string; None if it does not end in this text."""
+        stop, borders = self._stops[index]
+        matched = self._matched[index]
+        position = 0
+        while position < len(text):
+            if not matched:
+                position = text.find(stop[0], position)
+                if position < 0:
+                    break
+            while matched and stop[matched] != text[position]:
+                matched = borders[matched - 1]
+            if stop[matched] == text[position]:
+                matched += 1
+            position += 1
+            if matched == len(stop):
+                return position
+        self._matched[index] = matched
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return the borders of all prefixes of `stop`.
+
+    A border is the length of the longest proper prefix that is also a suffix.
+    """
+    borders = [0]
+    matched = 0
+    for char in stop[1:]:
+        while matched and stop[matched] != char:
+            matched = borders[matched - 1]
+        if stop[matched] == char:
+            matched += 1
+        borders.append(matched)
+    return tuple(borders)
+
+
+class Choice:
+    """One choice of a request, as long as the request lives.
+
+    It holds its stream, text, workers, times and finish.
+    """
+
+    def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
+        self._choice_request = choice_request
+        parser = choice_request.make_parser()
+        self._parse = parser.push
+        self._finish_parser = parser.finish
+        self._index = index
+        self._has_logprobs = choice_request.request.sampling.logprobs is not None
+        self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
+        self._logprob_sum = 0.0
+        self._options = choice_request.options
+        self._stops = StopStrings(self._options.stop) if self._options.stop else None
+        self._reasoning_tokens = 0
+        self._saw_tool_call = False
+        self._in_content = False
+        self._text_channel = Channel.CONTENT  # of the text so far
+        self._is_plain = choice_request.is_plain
+        # The text may end the output before its last token. Then `_ids` has the tokens so far.
+        self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
+        self._ids = token_ids()
+        # The answer has a format, and there was no text of it yet.
+        self._awaits_answer = self._options.output_format is not None
+        self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
+        self._stream: StreamHandle | None = None
+        self.num_tokens = 0  # generated
+        self.finish: str | None = None
+        self.timeline = ChoiceTimeline()
+
+    def start(
+        self, router: RequestRouter, on_delta: Callable[[ChoiceDelta | DynamoError], None]
+    ) -> None:
+        """Start the stream.
+
+        `on_delta` gets its deltas, and then nothing after one with `finish` or an error.
+        """
+        push = self.push
+        request = self._choice_request.request
+
+        def on_event(event: StreamEvent) -> None:
+            if not isinstance(event, Chunk):
+                on_delta(self._with_api_name(event))
+                return
+            try:
+                delta = push(event)
+                if delta.finish is not None and event.finish_reason is None:
+                    self.cancel()
+                on_delta(delta)
+            except Exception as exc:  # noqa: BLE001 - a bug, or a stream without its end
+                self.cancel()
+                if isinstance(exc, DynamoError):
+                    on_delta(exc)
+                else:
+                    on_delta(unexpected_error(exc, request.request_id))
+
+        self._stream = router.generate(request, self.timeline, on_event)
+
+    @property
+    def is_running(self) -> bool:
+        """True if the stream was started, and has neither ended nor been canceled."""
+        return self._stream is not None and self.finish is None
+
+    @property
+    def request_id(self) -> str:
+        """Return the id of this choice's calls."""
+        return self._choice_request.request.request_id
+
+    def prompt_bytes(self) -> bytes:
+        """Return the token ids of the prompt, as bytes."""
+        return self._choice_request.request.token_ids.tobytes()
+
+    def _with_api_name(self, error: DynamoError) -> DynamoError:
+        """Return an error of the engine with the API's name of the field that it rejected."""
+        name = self._choice_request.names.get(error.field or "")
+        if name is None:
+            return error
+        named = type(error)(f"{name}: {error.message}", field=name)
+        named.__cause__ = error
+        return named
+
+    def cancel(self) -> None:
+        """End the stream, if it runs."""
+        stream = self._stream
+        self._stream = None
+        if stream is not None:
+            stream.cancel()
+
+    def push(self, chunk: Chunk) -> ChoiceDelta:
+        """Return the delta of one chunk."""
+        # The fast path of nearly all tokens: only parsing.
+        if chunk.finish_reason is None and self._is_plain:
+            tokens = len(chunk.token_ids)
+            self.num_tokens += tokens
+            step = self._parse(chunk.token_ids)
+            self._reasoning_tokens += step.reasoning_tokens
+            if step.num_calls:
+                self._saw_tool_call = True
+            return ChoiceDelta(index=self._index, tokens=tokens, deltas=step.deltas)
+        deltas: list[Delta] = []
+        scored = NO_LOGPROBS
+        if self._awaits_prompt_logprobs:
+            scored = self._add_prompt_logprobs(deltas)
+        if self._choice_request.is_prompt_only:
+            self.finish = "length"
+            return ChoiceDelta(
+                index=self._index, deltas=tuple(deltas), finish="length", prompt_logprobs=scored
+            )
+        ids = self._push_shown(chunk, deltas)
+        self.num_tokens += len(ids)
+        if self._has_logprobs:
+            self._logprob_sum += sum(token.logprob for token in chunk.logprobs[: len(ids)])
+        if self.finish is None and chunk.finish_reason is not None:
+            self._end(chunk.finish_reason, deltas)
+        return ChoiceDelta(
+            index=self._index,
+            tokens=len(ids),
+            deltas=tuple(deltas) if len(deltas) < 2 else joined(deltas),
+            token_ids=ids if self._options.returns_token_ids else (),
+            finish=self.finish,
+            stop=None if self._stops is None else self._stops.found,
+            prompt_logprobs=scored,
+        )
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean over all tokens so far, reasoning and markers included.
+
+        `best_of` ranks by it.
+        """
+        return self._logprob_sum / max(1, self.num_tokens)
+
+    @property
+    def transfer(self) -> tuple[int, str]:
+        """The bytes of the KV transfer and the name of its transfer backend."""
+        prefill = self.timeline.prefill_stats or PhaseTimings()
+        decode = self.timeline.decode_stats or PhaseTimings()
+        kv_bytes = decode.kv_bytes if decode.kv_bytes else prefill.kv_bytes
+        return kv_bytes, decode.transport or prefill.transport
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of a phase, such as `queue.slots`, as far as the workers report them."""
+        sums: dict[str, float] = {}
+        for stats in (self.timeline.prefill_stats, self.timeline.decode_stats):
+            if stats is None:
+                continue
+            for name, seconds in stats.more.items():
+                if "." in name:
+                    sums[name] = sums.get(name, 0.0) + seconds
+        return sums
+
+    def usage(self) -> Usage:
+        """Return the usage so far."""
+        prompt_tokens = len(self._choice_request.request.token_ids)
+        stats = self.timeline.prefill_stats or self.timeline.decode_stats or PhaseTimings()
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.num_tokens,
+            # After a migration the engine counts output tokens, too: they are part of the new
+            # worker's prompt.
+            cached_tokens=min(stats.cached_tokens, prompt_tokens),
+            reasoning_tokens=self._reasoning_tokens,
+        )
+
+    def _add_prompt_logprobs(self, deltas: list[Delta]) -> tuple[TokenLogprob, ...]:
+        """Add the log-probabilities of the prompt for `logprobs` of the choice.
+
+        Return those for their own field. They all arrive before the first chunk. Called once.
+        """
+        self._awaits_prompt_logprobs = False
+        scored = self.timeline.prompt_logprobs
+        wanted = len(self._choice_request.request.token_ids)
+        if len(scored) != wanted:
+            raise StreamIncomplete(
+                f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens;"
+                " upgrade it"
+            )
+        choice_request = self._choice_request
+        echoed = _likeliest(scored, choice_request.echo_logprobs)
+        if echoed:
+            deltas.append(Delta(channel=self._text_channel, logprobs=echoed))
+        return _likeliest(scored, choice_request.prompt_logprobs)
+
+    def _push_shown(self, chunk: Chunk, deltas: list[Delta]) -> TokenIds:
+        """Add the output of the chunk. Return its tokens up to the end of the output."""
+        ids = chunk.token_ids
+        shown = ids
+        is_stopped = chunk.finish_reason is FinishReason.STOP
+        if is_stopped and ids and ids[-1] in self._choice_request.hidden_token_ids:
+            shown = ids[:-1]
+        if self._shows_logprobs:
+            return self._push_scored(ids, shown, chunk.logprobs, deltas)
+        step = self._parse(shown)
+        num_reasoning = self._reasoning_tokens
+        self._count(step)
+        self._look_for_answer(step)
+        if self._stops is None and not step.num_calls and self._options.shows_reasoning:
+            deltas += step.deltas
+        else:
+            self._add(step.deltas, deltas)
+        if self._is_bounded:
+            if self.finish is not None and len(ids) > 1:
+                self._reasoning_tokens = num_reasoning
+                return shown[: self._num_used(shown)]
+            self._ids.extend(shown)
+        return ids
+
+    def _push_scored(
+        self, ids: TokenIds, shown: TokenIds, logprobs: Sequence[TokenLogprob], deltas: list[Delta]
+    ) -> TokenIds:
+        """Parse token by token, to decide for each log-probability whether it belongs to text."""
+        for index in range(len(shown)):
+            step = self._parse(shown if len(shown) == 1 else shown[index : index + 1])
+            self._count(step)
+            self._look_for_answer(step)
+            parsed = step.deltas
+            if index < len(logprobs):
+                parsed = self._scored(step, logprobs[index])
+            self._add(parsed, deltas)
+            if self.finish is not None:
+                return ids[: index + 1]
+        return ids
+
+    def _num_used(self, ids: TokenIds) -> int:
+        """Return how many tokens of the last step belong to the output, and count their reasoning.
+
+        The parser does not report to which token a text belongs. So the output is parsed again,
+        this step token by token. That happens at most once; other steps are parsed at once.
+        """
+        again = Choice(self._choice_request)
+        again._add(again._parse(self._ids).deltas, [])
+        num_used = 0
+        while num_used < len(ids) and again.finish is None:
+            step = again._parse(ids[num_used : num_used + 1])
+            self._reasoning_tokens += step.reasoning_tokens
+            again._add(step.deltas, [])
+            num_used += 1
+        return num_used
+
+    def _count(self, step: StepOutput) -> None:
+        self._reasoning_tokens += step.reasoning_tokens
+        if step.num_calls:
+            self._saw_tool_call = True
+
+    def _look_for_answer(self, step: StepOutput) -> None:
+        """Note whether the step has text of an answer, if one in a format is still awaited."""
+        if self._awaits_answer:
+            self._awaits_answer = not any(
+                delta.text and delta.channel in _ANSWER for delta in step.deltas
+            )
+
+    def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
+        """Add parsed deltas up to a stop string or a call too many, which set `finish`."""
+        for delta in parsed:
+            channel = delta.channel
+            if channel is not self._text_channel:
+                self._release(deltas)  # what follows is not part of the same message
+            if channel is _REASONING:
+                if self._options.shows_reasoning:
+                    deltas.append(delta)
+            elif channel is not _CALL:
+                self._text_channel = channel
+                if self._stops is not None:
+                    text, is_stopped = self._stops.push(delta.text)
+                    if text is not delta.text:
+                        delta = Delta(channel=channel, text=text, logprobs=delta.logprobs)
+                    if is_stopped:
+                        self.finish = "stop"
+                if delta.text or delta.logprobs:
+                    deltas.append(delta)
+            elif self._options.parallel_tool_calls or not delta.call_index:
+                deltas.append(delta)
+            else:
+                self.finish = "tool_calls"
+            if self.finish is not None:
+                return
+
+    def _release(self, deltas: list[Delta]) -> None:
+        """Add the text that may have been the beginning of a stop string."""
+        if self._stops is None:
+            return
+        text = self._stops.flush()
+        if text:
+            deltas.append(Delta(channel=self._text_channel, text=text))
+
+    def _end(self, reason: FinishReason, deltas: list[Delta]) -> None:
+        """Add the output that the parser withheld, and set `finish`."""
+        step = self._finish_parser()
+        self._count(step)
+        self._look_for_answer(step)
+        self._add(step.deltas, deltas)
+        if self.finish is not None:
+            return
+        self._release(deltas)
+        if reason is FinishReason.STOP and self._saw_tool_call:
+            self.finish = "tool_calls"
+        elif reason is FinishReason.STOP:
+            # Some engines let a model end within its reasoning. Clients would parse an empty
+            # answer.
+            self.finish = "length" if self._awaits_answer else "stop"
+        elif reason is FinishReason.LENGTH:
+            self.finish = "length"
+        else:
+            raise StreamIncomplete(
+                f"the stream ended with {reason.value!r}, and no decode call followed"
+            )
+
+    def _scored(self, step: StepOutput, logprob: TokenLogprob) -> tuple[Delta, ...]:
+        """Return the deltas of one token with its log-probability, if that belongs to text."""
+        if len(step.deltas) == 1:  # most tokens
+            only = step.deltas[0]
+            if only.channel is not _REASONING and only.channel is not _CALL:
+                self._in_content = True
+                return (Delta(channel=only.channel, text=only.text, logprobs=(logprob,)),)
+        last = -1  # place of the last text
+        for index, delta in enumerate(step.deltas):
+            if delta.channel is not _REASONING and delta.channel is not _CALL:
+                last = index
+        if not self._counts(step, logprob.token_id, has_text=last >= 0):
+            return step.deltas
+        if last < 0:
+            return (*step.deltas, Delta(channel=self._text_channel, logprobs=(logprob,)))
+        text = step.deltas[last]
+        scored = Delta(channel=text.channel, text=text.text, logprobs=(logprob,))
+        return (*step.deltas[:last], scored, *step.deltas[last + 1 :])
+
+    def _counts(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
+        if not self._choice_request.content_logprobs_only:
+            return True
+        if step.deltas or step.reasoning_tokens:
+            self._in_content = has_text
+            return has_text
+        # The token gave no text: part of a character inside content counts, a marker does not.
+        if not self._in_content:
+            return False
+        text = self._choice_request.renderer.decode(token_ids((token_id,)))
+        return "\ufffd" in text
+
+
+def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities with at most so many alternatives; none of them for None."""
+    if most is None:
+        return NO_LOGPROBS
+    return tuple(TokenLogprob(token.token_id, token.logprob, token.top[:most]) for token in scored)
+
+
+def pick_best_of(
+    deltas: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
+) -> Iterator[ChoiceDelta]:
+    """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
+
+    `likelihood` returns that of the candidate at an index of the plan.
+    """
+    by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
+    for delta in deltas:
+        by_candidate[delta.index].append(delta)
+    answers = itertools.count()
+    for first in range(0, len(by_candidate), plan.candidates):
+        ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
+        for candidate in ranked[: plan.keep]:
+            index = next(answers)
+            for delta in by_candidate[candidate]:
+                yield msgspec.structs.replace(delta, index=index)
+
+
+def share_suspicions(choices: Sequence[Choice], candidates: int) -> None:
+    """Give all choices of a prompt one suspicion, so that they are charged together.
+
+    Args:
+        choices: those of one request.
+        candidates: consecutive choices that have the same prompt. Others may have it, too.
+    """
+    by_prompt: dict[bytes, Suspicion] = {}
+    for first in range(0, len(choices), candidates):
+        prompt = choices[first].prompt_bytes()
+        suspicion = by_prompt.setdefault(prompt, Suspicion(is_shared=True))
+        for choice in choices[first : first + candidates]:
+            choice.timeline.suspicion = suspicion

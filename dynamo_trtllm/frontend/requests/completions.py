@@ -1,0 +1,577 @@
+"""Adapt `/v1/chat/completions` and `/v1/completions`: encode or aggregate deltas.
+
+An engine step gives one event, unless an event's order of fields would not be that of generation.
+The constant part of a choice's events is built once; per event only text is encoded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Generic
+
+import orjson
+
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.completions import CompletionRequest
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.frontend.api.nvext import Extras
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
+from dynamo_trtllm.frontend.api.sampling import SamplingFields
+from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.requests.preprocess import (
+    B,
+    ChoiceRequest,
+    GenerationPlan,
+    prepare_chat,
+    prepare_text,
+)
+from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
+from dynamo_trtllm.frontend.tokenization.renderer import Renderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.text_input import input_of
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.http_status import to_response
+from dynamo_trtllm.protocol.messages import GenerateRequest, TokenLogprob, token_ids
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
+HALF_CHARACTER: Final = "\ufffd"
+PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
+_END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
+_NO_USAGE = b'"usage":null' + _END
+_CALL = Channel.CALL
+_REASONING = Channel.REASONING
+# The order of an event's fields.
+_RANKS = dict.fromkeys(Channel, 1) | {Channel.REASONING: 0, Channel.CALL: 2}
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class CompletionBuilder:
+    """One chat or text completion. Pure.
+
+    It is the encoder of its events if it is streamed, otherwise its aggregator.
+    """
+
+    def __init__(
+        self,
+        choice: type[_TextChoice],
+        meta: ResponseMeta,
+        body: SamplingFields,
+        plan: GenerationPlan,
+    ) -> None:
+        kind = choice.event_kind if body.stream else choice.kind
+        self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
+        self._include_usage = body.stream_options.include_usage
+        # One request for each choice of the response. The candidates of a prompt differ only in
+        # their seeds, so the first one stands for all that are returned.
+        returned: list[ChoiceRequest] = []
+        for first in plan.choices[:: plan.candidates]:
+            returned += [first] * plan.keep
+        end = {"usage": None} if self._include_usage else {}
+        self._choices = [
+            choice(index, choice_request, self._base, end)
+            for index, choice_request in enumerate(returned)
+        ]
+        # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
+        self._counts: list[list[int]] | None = None
+        if body.stream_options.continuous_usage_stats:
+            self._counts = [
+                [len(choice_request.request.token_ids), 0] for choice_request in returned
+            ]
+
+    # --- complete ---------------------------------------------------------------------------------
+
+    def push(self, delta: ChoiceDelta) -> None:
+        self._choices[delta.index].push(delta)
+
+    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
+        """Return the response body. Called once, after each choice's delta with `finish`."""
+        return self._complete([choice.body() for choice in self._choices], usage, extras)
+
+    # --- streamed ---------------------------------------------------------------------------------
+
+    def start(self) -> bytes:
+        """Return the events before the first delta. Called once, right before it."""
+        return b"".join(
+            self._counted(choice.start(), index, 0) for index, choice in enumerate(self._choices)
+        )
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        """Return the events of one choice's delta, b"" for an empty delta.
+
+        `delta.finish` ends the choice.
+        """
+        data = self._choices[delta.index].delta(delta)
+        return data if self._counts is None else self._counted(data, delta.index, delta.tokens)
+
+    def finish(self, usage: Usage, extras: Extras) -> bytes:
+        """Return the last events: totals if the client asked for them, and the end mark."""
+        if not self._include_usage and not extras:
+            return DONE
+        return event(self._complete([], usage, extras)) + DONE
+
+    def error(self, error: DynamoError) -> bytes:
+        """Return the events that end a stream with an error after its headers were sent."""
+        return event(to_response(error, openai_error).body) + DONE
+
+    def _counted(self, events: bytes, index: int, tokens: int) -> bytes:
+        """Return the events with the usage so far, if the client asked for it.
+
+        It takes the place of `"usage": null`.
+        """
+        if self._counts is None:
+            return events
+        counts = self._counts[index]
+        counts[1] += tokens
+        return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(_token_counts(*counts)) + _END)
+
+    def _complete(
+        self, choices: list[dict[str, Any]], usage: Usage, extras: Extras
+    ) -> dict[str, Any]:
+        details = {
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        }
+        counts = _token_counts(usage.prompt_tokens, usage.completion_tokens)
+        return {**self._base, "choices": choices, "usage": counts | details, **extras}
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class _TextChoice:
+    """One choice of a completion: its events, or the output that is collected from its deltas.
+
+    Args:
+        base: the fields of the response before its choices.
+        end: the fields of an event after its choice.
+    """
+
+    kind = "text_completion"
+    event_kind = "text_completion"
+    _has_prompt = True  # fields of the prompt are part of the choice; False: of the response
+    _key = "text"  # the field with the delta
+    _last: ClassVar[Any] = ""  # the delta of the last event
+
+    def __init__(
+        self,
+        index: int,
+        choice_request: ChoiceRequest,
+        base: dict[str, Any],
+        end: Mapping[str, Any],
+    ) -> None:
+        self._index = index
+        self._base = base
+        self._end = end
+        self._request = choice_request
+        self._renderer = choice_request.renderer
+        # Fields of only the first event: in chat around the choice, else in it, as in vLLM.
+        self._first: dict[str, Any] = {}
+        if choice_request.options.returns_token_ids:
+            self._first["prompt_token_ids"] = choice_request.request.token_ids.tolist()
+        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+        # The output of a choice that is not streamed.
+        self._content = [choice_request.echo]
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._custom_tools = choice_request.options.custom_tools
+        # Texts of the calls of custom tools in a stream, by index.
+        self._inputs: dict[int, list[str]] = {}
+        self._logprobs: list[TokenLogprob] = []
+        self._token_ids: list[int] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._finish: str | None = None
+
+    # --- complete ---------------------------------------------------------------------------------
+
+    def push(self, delta: ChoiceDelta) -> None:
+        for part in delta.deltas:
+            self._logprobs.extend(part.logprobs)
+            if part.channel is Channel.REASONING:
+                self._reasoning.append(part.text)
+            elif part.channel is not Channel.CALL:
+                self._content.append(part.text)
+            else:
+                _, arguments = self._calls.setdefault(part.call_index, (part.name or "", []))
+                arguments.append(part.text)
+        self._token_ids.extend(delta.token_ids)
+        if delta.prompt_logprobs:
+            self._prompt_logprobs = delta.prompt_logprobs
+        self._finish = delta.finish
+
+    def body(self) -> dict[str, Any]:
+        """Return the complete choice. Called once."""
+        choice = {"index": self._index, **self._output(), "finish_reason": self._finish}
+        around = choice if self._has_prompt else self._base
+        if self._request.options.returns_token_ids:
+            choice["token_ids"] = self._token_ids
+        around.update(self._first)
+        if self._prompt_logprobs:
+            around["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs, self._renderer)
+        return choice
+
+    def _output(self) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs:
+            logprobs, _ = text_logprobs(self._logprobs, self._renderer, 0)
+        return {"text": "".join(self._content), "logprobs": logprobs}
+
+    # --- streamed ---------------------------------------------------------------------------------
+
+    def start(self) -> bytes:
+        """Return the events before the first delta. Build the constant part of the others."""
+        self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        echo = self._request.echo
+        if not echo and not self._first:
+            return b""
+        return event(self._chunk(echo, **self._first))
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        data = self._delta(delta)
+        if delta.finish is None:
+            return data
+        return data + event(self._chunk(self._last, finish=delta.finish))
+
+    def _delta(self, delta: ChoiceDelta) -> bytes:
+        # Most deltas: one text, and nothing beside it.
+        if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):
+            before, after = self._around_delta
+            return before + orjson.dumps(delta.deltas[0].text) + after
+        text = "".join(part.text for part in delta.deltas)
+        scored = _logprobs(delta.deltas)
+        if scored or delta.token_ids:
+            logprobs = None
+            if scored:
+                logprobs, self._offset = text_logprobs(scored, self._renderer, self._offset)
+            return event(self._chunk(text, logprobs=logprobs, **_token_ids(delta)))
+        if text:
+            before, after = self._around_delta
+            return before + orjson.dumps(text) + after
+        return b""
+
+    def _chunk(
+        self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any
+    ) -> dict[str, Any]:
+        choice = {
+            "index": self._index,
+            self._key: delta,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
+        return {**self._base, "choices": [choice | more], **self._end}
+
+
+def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
+    """Return the parts of the event before and after its only `PLACEHOLDER`."""
+    before, after = event(value).split(b'"\\u0000"')
+    return before, after
+
+
+class _ChatChoice(_TextChoice):
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+    _has_prompt = False
+    _key = "delta"
+    _last: ClassVar[Any] = {}
+
+    def _output(self) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": "".join(self._content),
+            "refusal": None,
+        }
+        if reasoning := "".join(self._reasoning):
+            message |= _reasoning(reasoning)
+        if self._calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                self._call(name, "".join(texts)) for name, texts in self._calls.values()
+            ]
+        logprobs = None
+        if self._logprobs:
+            logprobs = chat_logprobs(self._logprobs, self._renderer)
+        return {"message": message, "logprobs": logprobs}
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        if name in self._custom_tools:
+            custom = {"name": name, "input": input_of(arguments)}
+            return {"id": tool_call_id(), "type": "custom", "custom": custom}
+        function = {"name": name, "arguments": arguments}
+        return {"id": tool_call_id(), "type": "function", "function": function}
+
+    def start(self) -> bytes:
+        self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        before, after = self._around_delta
+        self._before_content = before + b'{"content":'
+        self._before_reasoning = before + b'{"reasoning_content":'
+        self._after_text = b"}" + after
+        first = self._chunk({"role": "assistant", "content": "", "refusal": None})
+        return event(first | self._first)
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        deltas = delta.deltas
+        if len(deltas) == 1 and delta.finish is None and not delta.token_ids:  # most deltas
+            (only,) = deltas
+            channel = only.channel
+            if only.text and channel is not _CALL and not only.logprobs:
+                text = orjson.dumps(only.text)
+                if channel is not _REASONING:
+                    return self._before_content + text + self._after_text
+                return self._before_reasoning + text + b',"reasoning":' + text + self._after_text
+        return super().delta(delta)
+
+    def _delta(self, delta: ChoiceDelta) -> bytes:
+        data = b""
+        ids = _token_ids(delta)
+        events = _by_event(delta.deltas)
+        if not events and ids:
+            events = [[]]  # tokens without a text have an event of their own
+        for deltas in events:
+            fields = self._fields(deltas)
+            scored = _logprobs(deltas)
+            if scored or ids:
+                logprobs = chat_logprobs(scored, self._renderer) if scored else None
+                data += event(self._chunk(fields, logprobs=logprobs, **ids))
+                ids = {}
+            elif fields:
+                before, after = self._around_delta
+                data += before + orjson.dumps(fields) + after
+        if delta.finish is not None:
+            data += self._custom_inputs()
+        return data
+
+    def _fields(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the fields of one event. The input of a custom tool waits for its end."""
+        if not self._custom_tools:
+            return _chat_delta(deltas)
+        shown = []
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            held = None
+            if delta.channel is _CALL:
+                held = self._inputs.get(delta.call_index)
+            if delta.channel is _CALL and delta.name in self._custom_tools:
+                self._inputs[delta.call_index] = [delta.text]
+                custom = {"name": delta.name, "input": ""}
+                call = {"index": delta.call_index, "id": tool_call_id(), "type": "custom"}
+                calls.append(call | {"custom": custom})
+            elif held is not None:
+                held.append(delta.text)
+            else:
+                shown.append(delta)
+        fields = _chat_delta(shown)
+        if calls:
+            fields["tool_calls"] = [*fields.get("tool_calls", ()), *calls]
+        return fields
+
+    def _custom_inputs(self) -> bytes:
+        """Return the events with the inputs of custom tools."""
+        data = b""
+        before, after = self._around_delta
+        for index, texts in self._inputs.items():
+            call = {"index": index, "custom": {"input": input_of("".join(texts))}}
+            data += before + orjson.dumps({"tool_calls": [call]}) + after
+        self._inputs.clear()
+        return data
+
+
+def _token_ids(delta: ChoiceDelta) -> dict[str, Any]:
+    return {"token_ids": list(delta.token_ids)} if delta.token_ids else {}
+
+
+def _logprobs(deltas: Sequence[Delta]) -> Sequence[TokenLogprob]:
+    if len(deltas) == 1:
+        return deltas[0].logprobs
+    logprobs: list[TokenLogprob] = []
+    for delta in deltas:
+        logprobs += delta.logprobs
+    return logprobs
+
+
+def _by_event(deltas: Sequence[Delta]) -> Sequence[Sequence[Delta]]:
+    """Divide deltas into events. Clients read reasoning first, then content, then calls."""
+    if len(deltas) == 1:
+        return [deltas]
+    events: list[list[Delta]] = []
+    newest = 0
+    for delta in deltas:
+        rank = _RANKS[delta.channel]
+        if not events or rank < newest:
+            events.append([])
+        events[-1].append(delta)
+        newest = rank
+    return events
+
+
+def _chat_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return the fields of one event, whose deltas are in the order of its fields."""
+    fields: dict[str, Any] = {}
+    for delta in deltas:
+        if delta.channel is _CALL:
+            fields.setdefault("tool_calls", []).append(_tool_call(delta))
+        elif delta.text:
+            if delta.channel is _REASONING:
+                fields |= _reasoning(delta.text)
+            else:
+                fields["content"] = fields.get("content", "") + delta.text
+    return fields
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the reasoning under two names: that of Dynamo and DeepSeek, and that of vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _tool_call(call: Delta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.call_index, "function": {"arguments": call.text}}
+    function = {"name": call.name, "arguments": call.text}
+    return {
+        "index": call.call_index,
+        "id": tool_call_id(),
+        "type": "function",
+        "function": function,
+    }
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
+    """Return the `logprobs` object of a choice of a chat completion."""
+    content = []
+    for scored in logprobs:
+        top = [_token(token_id, logprob, renderer) for token_id, logprob in scored.top]
+        token = _token(scored.token_id, scored.logprob, renderer)
+        content.append(token | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
+    text = renderer.decode(token_ids((token_id,)))
+    # Null means that the token is only part of a character.
+    octets = None if HALF_CHARACTER in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": octets}
+
+
+def text_logprobs(
+    logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int
+) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` object and the offset after its tokens.
+
+    Offsets are in characters from the start of the response. The first token of a prompt has none:
+    null, as with OpenAI.
+    """
+
+    @functools.cache
+    def text_of(token_id: int) -> str:
+        return renderer.decode(token_ids((token_id,)))
+
+    found: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for scored in logprobs:
+        text = text_of(scored.token_id)
+        has_value = not math.isnan(scored.logprob)
+        top = {text_of(token_id): _finite(logprob) for token_id, logprob in scored.top}
+        found["tokens"].append(text)
+        found["token_logprobs"].append(_finite(scored.logprob) if has_value else None)
+        found["top_logprobs"].append(top if has_value else None)
+        found["text_offset"].append(offset)
+        offset += len(text)
+    return found, offset
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprob], renderer: Renderer
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
+
+    The first token has none. A rank is known for the alternatives.
+    """
+
+    @functools.cache
+    def text_of(token_id: int) -> str:
+        return renderer.decode(token_ids((token_id,)))
+
+    found: list[dict[str, Any] | None] = []
+    for scored in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, start=1)}
+        values = {scored.token_id: scored.logprob} | dict(scored.top)
+        entries = {
+            str(token_id): {
+                "logprob": _finite(value),
+                "rank": ranks.get(token_id),
+                "decoded_token": text_of(token_id),
+            }
+            for token_id, value in values.items()
+        }
+        found.append(None if math.isnan(scored.logprob) else entries)
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can express."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def tool_call_id() -> str:
+    """Return a new id.
+
+    It is unique, because clients send it back in later turns together with other ids.
+    """
+    return f"call-{secrets.token_hex(8)}"
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionAdapter(Generic[B]):
+    """The adapter of an endpoint for completions, which stores nothing."""
+
+    endpoint: str
+    id_prefix: str
+    body: type[B]
+    prompt: frozenset[str]
+    prepare: Callable[[B, ServedModel, GenerateRequest], GenerationPlan]
+    choice: type[_TextChoice]
+    ping: bytes = b""
+
+    async def resolve(
+        self, body: B, served: ServedModel, call: GenerateRequest
+    ) -> tuple[Callable[[], GenerationPlan], int]:
+        return functools.partial(self.prepare, body, served, call), 0
+
+    def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> CompletionBuilder:
+        return CompletionBuilder(self.choice, meta, body, plan)
+
+    async def on_complete(self, answer: object, client: str) -> None:
+        pass
+
+
+CHAT = CompletionAdapter(
+    endpoint="chat_completions",
+    id_prefix="chatcmpl-",
+    body=ChatRequest,
+    prompt=frozenset({"messages", "tools"}),
+    prepare=prepare_chat,
+    choice=_ChatChoice,
+)
+TEXT = CompletionAdapter(
+    endpoint="completions",
+    id_prefix="cmpl-",
+    body=CompletionRequest,
+    prompt=frozenset({"prompt"}),
+    prepare=prepare_text,
+    choice=_TextChoice,
+)

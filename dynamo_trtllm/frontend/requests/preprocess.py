@@ -1,0 +1,510 @@
+"""Convert a checked OpenAI request to generation requests for a model.
+
+Pure: no await, no clock; safe in a thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from dynamo_trtllm.frontend.api.sampling import ANY_OBJECT, SEED_LIMIT, SamplingFields
+from dynamo_trtllm.frontend.requests.conversation import (
+    Constraints,
+    GenerationOptions,
+    chat_conversation,
+    chat_options,
+    constraints_of,
+    format_names,
+    reject,
+    reject_unsupported,
+    render_prompt,
+    sampling_of,
+    text_format,
+    visible_tools,
+)
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation
+from dynamo_trtllm.frontend.tokenization.output import OutputParser
+from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS, Renderer
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
+from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds, token_ids
+
+B = TypeVar("B", bound=SamplingFields)
+
+MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
+# Of all choices together: with n = 128, a response could be 128 times its request.
+_MAX_ECHO_CHARS = 8 << 20
+# Of all choices together: the response has several numbers and texts per token.
+_MAX_SCORED_TOKENS = 64 << 10
+_SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
+_LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceRequest:
+    """One choice of a response, ready to run."""
+
+    request: GenerateRequest
+    renderer: Renderer
+    make_parser: Callable[[], OutputParser]  # each call returns a parser of the whole output
+    options: GenerationOptions
+    hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
+    content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
+    shows_logprobs: bool = True  # False: the engine computes them only for best_of
+    echo: str = ""  # the text begins with this
+    # Alternatives of the prompt's tokens in the choice's logprobs; None: none of them.
+    echo_logprobs: int | None = None
+    # Alternatives of the prompt's tokens in a field of their own; None: no field.
+    prompt_logprobs: int | None = None
+    # The client wants no generated token, but the engine generates one.
+    is_prompt_only: bool = False
+    # The API's names by internal field names, for errors.
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if a chunk without a finish reason needs nothing but parsing.
+
+        Its text never ends the choice.
+        """
+        options = self.options
+        may_end_early = bool(options.stop) or not options.parallel_tool_calls
+        has_logprobs = (
+            self.request.sampling.logprobs is not None or self.prompt_logprobs is not None
+        )
+        is_changed = options.returns_token_ids or not options.shows_reasoning
+        is_formatted = options.output_format is not None
+        return not (
+            may_end_early or self.is_prompt_only or has_logprobs or is_changed or is_formatted
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """The generation requests of one HTTP request: one per choice, in the order of the prompts.
+
+    The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are
+    returned.
+    """
+
+    choices: tuple[ChoiceRequest, ...]
+    candidates: int = 1  # best_of, or n
+    keep: int = 1  # n
+    ignored: tuple[str, ...] = ()  # fields that have no effect on this model
+    # Only for `/v1/responses`: those of earlier turns, then those of the request.
+    items: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def deadline(self) -> float:
+        """Return the deadline of the request, in seconds since the epoch."""
+        return self.choices[0].request.deadline
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether the output has log-probabilities."""
+        sampling = self.choices[0].request.sampling
+        return sampling.logprobs is not None or sampling.prompt_logprobs is not None
+
+
+def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
+    """Plan a chat request. `call`: that of the body, without prompt and sampling values.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
+    """
+    conversation = chat_conversation(body)
+    options = chat_options(body, served.card)
+    plan = prepare_conversation(conversation, options, served, call)
+    known = served.renderer.variables
+    ignored = [body.template_arg_path(name) for name in body.template_args if name not in known]
+    if not body.skip_special_tokens and served.card.renderer == "harmony":
+        # The format uses all its special tokens as markers, none is text.
+        ignored.append("skip_special_tokens")
+    if not ignored:
+        return plan
+    return replace(plan, ignored=(*plan.ignored, *ignored))
+
+
+def prepare_conversation(
+    conversation: Conversation,
+    options: GenerationOptions,
+    served: ServedModel,
+    call: GenerateRequest,
+) -> GenerationPlan:
+    """Plan a conversation of any API.
+
+    `conversation.tools` are all tools of the request. Raises as `prepare_chat`.
+    """
+    renderer = served.renderer
+    requested = options.sampling
+    reject_unsupported(options, call.cache_salt, served.card)
+    prompt = conversation_prompt(conversation, options, served)
+    ids = prompt.ids
+    constraints = prompt.constraints
+    if not ids:
+        raise InvalidRequest(
+            "the model's chat template makes an empty prompt of the messages; send text",
+            field=options.name("messages"),
+        )
+    if requested.prompt_logprobs is not None:
+        _check_scored(len(ids), requested.prompt_logprobs, "prompt_logprobs")
+    # A limit of 0 means as many tokens as the context allows.
+    wanted = requested.max_tokens if requested.max_tokens else None
+    budget = _output_budget(wanted, len(ids), served, options)
+    stops = dict.fromkeys(requested.stop_token_ids)
+    if not requested.ignore_eos:
+        stops |= dict.fromkeys(renderer.stop_token_ids)
+    sampling = msgspec.structs.replace(
+        _sampling(requested, budget, served, options),
+        guided=constraints.guided,
+        stop_token_ids=tuple(stops),
+    )
+    # All choices have the same prompt, so the first one alone has its log-probabilities.
+    unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
+    calls = [(ids, sampling)]
+    calls += [(ids, unscored)] * (options.n - 1)
+    hidden = _no_text_ids(sampling, served, options)
+    make_parser = functools.partial(
+        renderer.chat_parser, forced_ids=constraints.forced_ids, hidden=hidden
+    )
+    choices = tuple(
+        ChoiceRequest(
+            request=request,
+            renderer=renderer,
+            make_parser=make_parser,
+            options=options,
+            hidden_token_ids=_hidden_token_ids(requested, served),
+            content_logprobs_only=True,
+            names={**options.names, "guided": constraints.field},
+            prompt_logprobs=request.sampling.prompt_logprobs,
+        )
+        for request in _requests(calls, call)
+    )
+    ignored = constraints.ignored
+    if prompt.drops_names:
+        ignored = (*ignored, "name")
+    return GenerationPlan(choices=choices, candidates=options.n, keep=options.n, ignored=ignored)
+
+
+class ConversationPrompt(NamedTuple):
+    """The prompt of a conversation, and how its output is constrained."""
+
+    ids: TokenIds
+    constraints: Constraints
+    drops_names: bool  # the prompt would be the same without the name of a message
+
+
+def conversation_prompt(
+    conversation: Conversation, options: GenerationOptions, served: ServedModel
+) -> ConversationPrompt:
+    """Return the prompt of a conversation, of any length.
+
+    The beginning of the output, if it is forced, is a part of the prompt. Raises as `prepare_chat`.
+    """
+    tools = visible_tools(conversation.tools, options)
+    schema = ""
+    if options.output_format is not None and options.output_format.json_schema != ANY_OBJECT:
+        schema = options.output_format.json_schema
+    shown = msgspec.structs.replace(conversation, tools=tools, answer_schema=schema)
+    prompt = render_prompt(shown, served, options)
+    constraints = constraints_of(tools, options, served)
+    forced_ids = constraints.forced_ids if conversation.opens_answer else NO_FORCED_IDS
+    other_tokens = len(forced_ids) + max(1, options.sampling.max_tokens)
+    ids = _truncated(prompt.ids, other_tokens, served, options) + forced_ids
+    return ConversationPrompt(ids, constraints, prompt.drops_names)
+
+
+def prepare_text(
+    body: CompletionRequest, served: ServedModel, call: GenerateRequest
+) -> GenerationPlan:
+    """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
+    requested = sampling_of(body, served.card, body.max_tokens, body.logprobs)
+    options = _text_options(body, requested)
+    reject_unsupported(options, call.cache_salt, served.card)
+    if body.candidates > body.n:
+        requested = _scored(requested, served)
+    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    whole = [_prompt_ids(prompt, served) for prompt in body.prompt]
+    prompts = [_truncated(ids, wanted, served, options) for ids in whole]
+    requested = msgspec.structs.replace(
+        requested,
+        guided=text_format(options, served),
+        prompt_logprobs=_prompt_logprobs(body, prompts, served),
+    )
+    calls = []
+    for ids in prompts:
+        most = wanted
+        if body.max_tokens is None:
+            # The default is lowered to what the prompt leaves of the context.
+            most = max(1, min(wanted, served.card.context_length - len(ids)))
+        budget = _output_budget(most, len(ids), served, options)
+        calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
+    echoes = _echoes(body, whole, prompts, served)
+    hidden = _no_text_ids(requested, served, options)
+    choices = tuple(
+        ChoiceRequest(
+            request=request,
+            renderer=served.renderer,
+            make_parser=functools.partial(served.renderer.text_parser, hidden),
+            options=options,
+            hidden_token_ids=_hidden_token_ids(requested, served),
+            content_logprobs_only=False,
+            shows_logprobs=body.logprobs is not None,
+            names={**options.names, "guided": options.name("response_format")},
+            echo=echo,
+            echo_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=body.prompt_logprobs,
+            is_prompt_only=body.max_tokens == 0,
+        )
+        for request, echo in zip(_requests(calls, call), echoes, strict=True)
+    )
+    return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
+
+
+def _text_options(body: CompletionRequest, requested: Sampling) -> GenerationOptions:
+    formats = body.output_formats()
+    return GenerationOptions(
+        sampling=requested,
+        stop=tuple(body.stop),
+        output_format=next(iter(formats.values()), None),
+        returns_token_ids=body.return_token_ids,
+        names={"messages": "prompt"} | format_names(formats),
+        skip_special_tokens=body.skip_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+
+
+def _scored(requested: Sampling, served: ServedModel) -> Sampling:
+    """Return the sampling with log-probabilities, by which `best_of` ranks the candidates.
+
+    Raises UnsupportedParameter if the engine does not return them.
+    """
+    if "logprobs" in served.card.unsupported_features:
+        reject(
+            "best_of",
+            served.card,
+            "its engine does not return the log-probabilities that best_of needs",
+        )
+    if requested.logprobs is not None:
+        return requested
+    return msgspec.structs.replace(requested, logprobs=0)
+
+
+def _echoes(
+    body: CompletionRequest,
+    whole: Sequence[TokenIds],
+    prompts: Sequence[TokenIds],
+    served: ServedModel,
+) -> list[str]:
+    """Return the text with which the output of each choice begins.
+
+    `prompts` are the parts of the `whole` prompts that are sent to the engine.
+    Raises InvalidRequest if the texts are too long together.
+    """
+    if not body.echo:
+        return [""] * (len(prompts) * body.candidates)
+    texts = [
+        _echo(prompt, whole_ids, ids, served)
+        for prompt, whole_ids, ids in zip(body.prompt, whole, prompts, strict=True)
+    ]
+    size = sum(map(len, texts)) * body.n
+    if size > _MAX_ECHO_CHARS:
+        raise InvalidRequest(
+            f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are"
+            " allowed, lower n",
+            field="echo",
+        )
+    echoes = []
+    for text in texts:
+        echoes += [text] * body.candidates
+    return echoes
+
+
+def _prompt_logprobs(
+    body: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel
+) -> int | None:
+    """Return the number of alternatives for each token of the prompts.
+
+    None: no log-probabilities.
+    """
+    wanted = {}
+    if body.prompt_logprobs is not None:
+        wanted["prompt_logprobs"] = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        wanted["echo"] = body.logprobs
+    if not wanted:
+        return None
+    name, most = max(wanted.items(), key=itemgetter(1))
+    if "prompt_logprobs" in served.card.unsupported_features:
+        reject(name, served.card, "its engine does not return log-probabilities of prompts")
+    _check_scored(sum(map(len, prompts)) * body.candidates, most, name)
+    return most
+
+
+def _check_scored(tokens: int, alternatives: int, name: str) -> None:
+    limit = _MAX_SCORED_TOKENS * _SCORED_ENTRIES // max(_SCORED_ENTRIES, 1 + alternatives)
+    if tokens > limit:
+        raise InvalidRequest(
+            f"{name} would return log-probabilities of {tokens} prompt tokens; at most {limit} are"
+            " allowed, send fewer prompts",
+            field=name,
+        )
+
+
+def _truncated(
+    ids: TokenIds, other_tokens: int, served: ServedModel, options: GenerationOptions
+) -> TokenIds:
+    """Return the end of a prompt, as `truncate_prompt_tokens` demands.
+
+    `other_tokens`: what follows the prompt.
+    """
+    most = options.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most < 0:
+        most = max(1, served.card.context_length - other_tokens)
+    return ids[-most:]
+
+
+def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
+    if isinstance(prompt, str):
+        ids = served.renderer.encode(prompt)
+    else:
+        ids = checked_ids(prompt, served, "prompt")
+    if not ids:
+        raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
+    return ids
+
+
+def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: ServedModel) -> str:
+    """Return the text of a prompt. `ids` is the part of the `whole` that is sent to the engine."""
+    if isinstance(prompt, str) and len(ids) == len(whole):
+        return prompt
+    return served.renderer.decode(ids)
+
+
+def _requests(
+    calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest
+) -> list[GenerateRequest]:
+    """Return one request per prompt and choice.
+
+    Choice i uses seed + i, because equal seeds give equal choices.
+    """
+    tokens = sum(len(ids) for ids, _ in calls)
+    if tokens > MAX_PROMPT_TOKENS:
+        raise InvalidRequest(
+            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most"
+            f" {MAX_PROMPT_TOKENS} are allowed: lower n, or send several requests",
+            field="n",
+        )
+    requests = []
+    for index, (ids, sampling) in enumerate(calls):
+        request_id = call.request_id
+        if len(calls) > 1:
+            request_id = f"{call.request_id}-{index}"
+        if sampling.seed is not None:
+            sampling = _with_seed(sampling, sampling.seed + index)
+        requests.append(
+            msgspec.structs.replace(call, request_id=request_id, token_ids=ids, sampling=sampling)
+        )
+    return requests
+
+
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    """Return the sampling with a seed, wrapped to 64 signed bits, the type on the wire."""
+    wrapped = (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+    return msgspec.structs.replace(sampling, seed=wrapped)
+
+
+def _output_budget(
+    wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions
+) -> int:
+    context = served.card.context_length
+    available = context - prompt_tokens
+    if available < 1:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens; the context length of {served.card.name} is"
+            f" {context} tokens for prompt and output; shorten the prompt by at least"
+            f" {1 - available} tokens",
+            field=options.name("messages"),
+        )
+    if wanted is None:
+        return available
+    if wanted <= available:
+        return wanted
+    if options.fits_context:
+        return available
+    name = options.name("max_tokens")
+    raise ContextTooLong(
+        f"the prompt has {prompt_tokens} tokens and {name} is {wanted},"
+        f" {prompt_tokens + wanted} together; the context length of {served.card.name} is"
+        f" {context} tokens: set {name} to at most {available}",
+        field=name,
+    )
+
+
+def _sampling(
+    requested: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions
+) -> Sampling:
+    """Check the requested sampling against the model, and set the output budget."""
+    if requested.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {requested.min_tokens}, but {options.name('max_tokens')} is only"
+            f" {max_tokens}",
+            field="min_tokens",
+        )
+    checked_ids(requested.stop_token_ids, served, "stop_token_ids")
+    checked_ids([token_id for token_id, _ in requested.logit_bias], served, "logit_bias")
+    is_greedy = requested.temperature < _LEAST_TEMPERATURE
+    return msgspec.structs.replace(
+        requested,
+        max_tokens=max_tokens,
+        # Engines' integers may be smaller than the client's.
+        top_k=min(requested.top_k, served.card.vocab_size),
+        temperature=0.0 if is_greedy else requested.temperature,
+    )
+
+
+def checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds:
+    """Return the token ids. Raises InvalidRequest for one that the model does not have."""
+    size = served.card.vocab_size
+    if ids and max(ids) >= size:
+        bad = next(index for index, token_id in enumerate(ids) if token_id >= size)
+        where = field if field == "logit_bias" else f"{field}[{bad}]"
+        raise InvalidRequest(
+            f"{where} contains {ids[bad]}, which is not a token id of {served.card.name}; valid are"
+            f" 0 to {size - 1}",
+            field=field,
+        )
+    return token_ids(ids)
+
+
+def _no_text_ids(
+    sampling: Sampling, served: ServedModel, options: GenerationOptions
+) -> frozenset[int] | None:
+    """Return the only ids that are no text; None: all special tokens.
+
+    If the client wants special tokens, they are those that end the output, as in vLLM.
+    """
+    if options.skip_special_tokens:
+        return None
+    ends = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        ends.update(served.card.eos_token_ids)
+    return frozenset(ends)
+
+
+def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:
+    return (
+        frozenset(requested.stop_token_ids)
+        - set(served.renderer.stop_token_ids)
+        - set(served.card.eos_token_ids)
+    )

@@ -1,0 +1,242 @@
+"""Store values for several frontends in a NATS JetStream key-value bucket.
+
+The bucket can be inspected and deleted, too.
+
+A value is split into chunks below NATS' message limit. Its first chunk, written last, has the
+number of the others. An existing bucket is used as it is, so that operators can set its replicas
+and limits with NATS tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import struct
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Final
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.js import errors as js_errors
+from nats.js.api import DiscardPolicy, StorageType, StreamConfig, StreamState
+from nats.js.client import JetStreamContext
+from nats.js.kv import KeyValue
+
+from dynamo_trtllm.cluster.request_plane.nats import abort_client, close_client, connect_client
+from dynamo_trtllm.frontend.responses.key_value_store import StoreLimits
+from dynamo_trtllm.protocol.errors import Disconnected, Unreachable
+from dynamo_trtllm.protocol.sanitize import mask_address
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S: Final = 5.0
+_TIMEOUT_S: Final = 2.0  # of one call: a response waits this long if JetStream is unavailable
+_HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
+_COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
+_NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def bucket_of(namespace: str) -> str:
+    """Return the name of a deployment's bucket.
+
+    NATS allows only letters, digits, '_' and '-' in it.
+    """
+    plain = _NAME.sub("-", namespace)
+    if plain != namespace:
+        plain += "-" + hashlib.sha256(namespace.encode()).hexdigest()[:8]
+    return f"dynamo_trtllm_responses_{plain}"
+
+
+class JetStreamStore:
+    """A `KeyValueStore` in JetStream. Create it with `connect`.
+
+    A full bucket drops its oldest values and ignores owners, which NATS does not know.
+    """
+
+    def __init__(self, client: Client, bucket: KeyValue, limits: StoreLimits) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._limits = limits
+        self._chunk_bytes = client.max_payload - _HEADROOM_BYTES
+
+    @classmethod
+    async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
+        """Connect to a NATS server and open the deployment's bucket, or create it.
+
+        Args:
+            url: address of the NATS server.
+            namespace: namespace of the deployment.
+            limits: limits of the values, and of the bucket if it is created.
+
+        Raises:
+            Unreachable: no server answers at `url`, or it has no JetStream.
+        """
+        fix = "start nats-server with -js, or use --response-store memory with --workers 1"
+        async with _connected(url, fix, stays_open=True) as (client, context):
+            bucket = await _bucket(context, bucket_of(namespace), limits)
+        return cls(client, bucket, limits)
+
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        self._limits.check(value)
+        size = self._chunk_bytes
+        first = size - _COUNT.size
+        rest = [value[start : start + size] for start in range(first, len(value), size)]
+        with self._connected("write"):
+            for number, chunk in enumerate(rest, start=1):
+                await self._bucket.put(f"{key}.{number}", chunk)
+            # The first chunk is written last: with it, the value is complete.
+            await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first])
+
+    async def get(self, key: str) -> bytes | None:
+        head = await self._read_chunk(key)
+        if head is None:
+            return None
+        chunks = [head[_COUNT.size :]]
+        for number in _numbers_of_others(head):
+            chunk = await self._read_chunk(f"{key}.{number}")
+            if chunk is None:
+                # The full bucket has dropped this chunk already: it drops the oldest first.
+                return None
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def delete(self, key: str) -> None:
+        head = await self._read_chunk(key)
+        if head is None:
+            return
+        with self._connected("write"):
+            await self._bucket.purge(key)
+            for number in _numbers_of_others(head):
+                await self._bucket.purge(f"{key}.{number}")
+
+    async def aclose(self) -> None:
+        """Close the connection. Idempotent."""
+        await close_client(self._client)
+
+    async def _read_chunk(self, key: str) -> bytes | None:
+        with self._connected("read"):
+            try:
+                entry = await self._bucket.get(key)
+            except js_errors.NotFoundError:
+                return None
+            return entry.value
+
+    @contextmanager
+    def _connected(self, what: str) -> Iterator[None]:
+        """Translate NATS errors.
+
+        Without a connection, raise at once, because the client would wait for one.
+        """
+        if not self._client.is_connected:
+            raise Disconnected(
+                f"JetStream can't {what} a response: no connection to NATS; check that NATS runs"
+            )
+        try:
+            yield
+        except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
+            raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
+        except (nats_errors.Error, OSError, TimeoutError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise Disconnected(f"JetStream could not {what} a response: {reason}") from exc
+
+
+def _numbers_of_others(first_chunk: bytes) -> range:
+    """Return the numbers of a value's further chunks."""
+    (count,) = _COUNT.unpack_from(first_chunk)
+    return range(1, count + 1)
+
+
+async def bucket_state(url: str, namespace: str) -> StreamState | None:
+    """Return the state of a deployment's bucket, such as its size.
+
+    It is None if there is no bucket or no JetStream.
+
+    Raises:
+        Unreachable: no server answers at `url`.
+    """
+    async with _connected(url) as (_, context):
+        try:
+            info = await context.stream_info(f"KV_{bucket_of(namespace)}")
+        except (
+            js_errors.NotFoundError,
+            js_errors.ServiceUnavailableError,
+            nats_errors.NoRespondersError,
+        ):
+            return None
+        return info.state
+
+
+async def delete_bucket(url: str, namespace: str) -> None:
+    """Delete a deployment's bucket if it exists.
+
+    Raises:
+        Unreachable: no server answers at `url`.
+    """
+    async with _connected(url) as (_, context):
+        with suppress(js_errors.NotFoundError):
+            await context.delete_stream(f"KV_{bucket_of(namespace)}")
+
+
+@asynccontextmanager
+async def _connected(
+    url: str, fix: str = "check --nats-server and that NATS runs", *, stays_open: bool = False
+) -> AsyncIterator[tuple[Client, JetStreamContext]]:
+    """Connect a client. It is closed after the block, or if the block fails.
+
+    Args:
+        fix: what to do, for the error.
+        stays_open: after the block the client stays open, for the caller to close it.
+
+    Raises:
+        Unreachable: no server answers at `url`, or a call in the block failed.
+    """
+    client = Client()
+    try:
+        await connect_client(client, url, CONNECT_TIMEOUT_S, error_cb=_on_error)
+        try:
+            yield client, client.jetstream(timeout=_TIMEOUT_S)
+        except BaseException:
+            abort_client(client)
+            raise
+        if not stays_open:
+            await close_client(client)
+    except (nats_errors.Error, OSError, TimeoutError) as exc:
+        reason = str(exc) or type(exc).__name__
+        raise Unreachable(
+            f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}"
+        ) from exc
+
+
+async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:
+    """Open the bucket, or create it.
+
+    A bucket of nats-py's `create_key_value` would reject new values when full.
+    """
+    try:
+        return await context.key_value(name)
+    except js_errors.BucketNotFoundError:
+        pass
+    config = StreamConfig(
+        name=f"KV_{name}",
+        subjects=[f"$KV.{name}.>"],
+        allow_direct=False,  # with replicas, a direct read may miss what was just written
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        discard=DiscardPolicy.OLD,
+        duplicate_window=min(120.0, limits.ttl_s),
+        max_age=limits.ttl_s,
+        max_bytes=limits.max_bytes,
+        max_msgs_per_subject=1,
+        storage=StorageType.FILE,
+    )
+    try:
+        await context.add_stream(config)
+    except js_errors.BadRequestError as exc:
+        log.debug("bucket %s exists already, created by another frontend: %r", name, exc)
+    return await context.key_value(name)
+
+
+async def _on_error(error: Exception) -> None:
+    log.debug("response store: NATS error: %r", error)

@@ -1,0 +1,156 @@
+"""Define the store of bytes below the stored responses: interface, limits, and one in memory.
+
+`jetstream` implements it for several processes. Both pass the same contract tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from dynamo_trtllm.protocol.errors import PayloadTooLarge
+
+
+class KeyValueStore(Protocol):
+    """A store of bytes by key.
+
+    It drops old values when it is full, and every value after a time.
+    """
+
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        """Store a value. After the call, every reader of the store gets it.
+
+        Args:
+            key: key of the value.
+            value: the value.
+            owner: owner of the value; a full store may drop values of the owner that uses the most
+                space.
+
+        Raises:
+            PayloadTooLarge: the value is larger than the limit.
+            Disconnected: there is no connection to the store.
+            Unreachable: the store does not answer.
+        """
+
+    async def get(self, key: str) -> bytes | None:
+        """Return the value of a key, or None if the store does not have it.
+
+        Raises:
+            Disconnected: there is no connection to the store.
+            Unreachable: the store does not answer.
+        """
+
+    async def delete(self, key: str) -> None:
+        """Delete a key if the store has it. Raises the errors of `get`."""
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Limits of a store.
+
+    `max_entries` applies to the store in memory only; JetStream limits bytes.
+    """
+
+    max_entries: int
+    max_bytes: int
+    max_value_bytes: int  # of one value; not more than max_bytes
+    ttl_s: float
+
+    def check(self, value: bytes) -> None:
+        """Raise PayloadTooLarge if the value is larger than the limit."""
+        if len(value) > self.max_value_bytes:
+            raise PayloadTooLarge(
+                f"a value of {len(value)} bytes can't be stored; the limit is"
+                f" {self.max_value_bytes} bytes"
+            )
+
+
+class _Owner:
+    """The values of one owner in the store."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.keys: dict[str, None] = {}  # oldest first
+
+
+def _num_values(owner: _Owner) -> int:
+    return len(owner.keys)
+
+
+def _used_bytes(owner: _Owner) -> int:
+    return owner.used_bytes
+
+
+class _Entry(NamedTuple):
+    value: bytes
+    owner: str
+    expires_s: float  # on the clock
+
+
+class MemoryStore:
+    """A `KeyValueStore` in the memory of this process. `clock` returns monotonic seconds.
+
+    A full store drops the oldest value of the owner with the most values or bytes, so that a heavy
+    user does not displace the values of others.
+    """
+
+    def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        # oldest first; the oldest expires first
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._owners: dict[str, _Owner] = {}
+        self.used_bytes = 0
+
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        limits = self._limits
+        limits.check(value)
+        self._drop(key)
+        self._expire()
+        while len(self._entries) >= limits.max_entries:
+            self._drop_oldest(max(self._owners.values(), key=_num_values))
+        while self.used_bytes + len(value) > limits.max_bytes:
+            self._drop_oldest(max(self._owners.values(), key=_used_bytes))
+        self._entries[key] = _Entry(value, owner, self._clock() + limits.ttl_s)
+        owned = self._owners.setdefault(owner, _Owner())
+        owned.keys[key] = None
+        owned.used_bytes += len(value)
+        self.used_bytes += len(value)
+
+    async def get(self, key: str) -> bytes | None:
+        self._expire()
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
+
+    async def delete(self, key: str) -> None:
+        self._drop(key)
+
+    async def aclose(self) -> None:
+        """Do nothing: there is no connection to close."""
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            if entry.expires_s > now:
+                return
+            self._drop(key)
+
+    def _drop_oldest(self, owned: _Owner) -> None:
+        self._drop(next(iter(owned.keys)))
+
+    def _drop(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self.used_bytes -= len(entry.value)
+        owned = self._owners[entry.owner]
+        owned.used_bytes -= len(entry.value)
+        del owned.keys[key]
+        if not owned.keys:
+            del self._owners[entry.owner]

@@ -1,0 +1,133 @@
+"""Hold what happens to one choice of a request, and when: workers, calls, phases and tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from dynamo_trtllm.frontend.routing.load import PlacedRequest
+from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.placement import CostSelection
+from dynamo_trtllm.frontend.routing.suspects import Suspicion
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.cost_model import Prediction
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Instance,
+    Phase,
+    PhaseTimings,
+    TokenLogprob,
+)
+from dynamo_trtllm.protocol.phases import FRONTEND, Span
+
+
+@dataclass(slots=True)
+class ChoiceTimeline:
+    """The workers and timings of a choice, filled while it runs: one call for each event.
+
+    Instances and stats: of its last attempt. Times are of `time.monotonic()`. The calls also write
+    the event to the flight recorder.
+
+    The router reports its events. Its caller sets the times of tokens when it gets them.
+    """
+
+    prefill_instance: int | None = None
+    decode_instance: int | None = None
+    prefill_stats: PhaseTimings | None = None
+    decode_stats: PhaseTimings | None = None
+    retries: int = 0
+    migrations: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list, compare=False)
+    first_s: float | None = None  # when the first tokens arrived
+    last_s: float = 0.0  # when the newest ones arrived
+    suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
+    # When the last attempt began, and the expected time to its first tokens.
+    expected: tuple[float, Prediction] | None = None
+    # The index of the first span of the current attempt.
+    _attempt_span: int = field(default=0, compare=False)
+
+    def attempt_began(self) -> None:
+        """Begin the spans of an attempt.
+
+        A failed attempt before it becomes one span, or the part after its tokens.
+        """
+        spans = self.spans
+        if spans and spans[-1].phase == "decode":
+            spans.append(Span("migration", max(spans[-1].begin_s, self.last_s)))
+        elif len(spans) > self._attempt_span and spans[-1].phase != "migration":
+            spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
+        self._attempt_span = len(spans)
+        self._enter("select")
+
+    def placed_by_cost(
+        self, request: GenerateRequest, selection: WorkerSelection, placed: PlacedRequest, mode: str
+    ) -> None:
+        """Note what a placement by cost predicts for the selected workers.
+
+        Args:
+            request: the request of the choice.
+            selection: the workers, with their costs unless another choice has selected them.
+            placed: the request in the loads of the workers.
+            mode: the router mode.
+        """
+        self.expected = placed.expected
+        if isinstance(selection, CostSelection):
+            predicted = 0 if placed.expected is None else placed.expected[1].packed()
+            costs = selection.recorded()
+            RECORDER.record(
+                request.request_id, RecordedEvent.PLACED_BY_COST, *costs, predicted, reason=mode
+            )
+
+    def placed(self, request: GenerateRequest, selection: WorkerSelection) -> None:
+        """Note that workers were selected for an attempt."""
+        prefill_id = 0 if selection.prefill is None else selection.prefill.id
+        RECORDER.record(request.request_id, RecordedEvent.PLACED, prefill_id, selection.decode.id)
+
+    def waiting_for_workers(self, request: GenerateRequest, quarantined: Pair) -> None:
+        """Note that there are no workers. `quarantined`: a pair that is; (None, 0): none is."""
+        prefill_id, decode_id = quarantined
+        RECORDER.record(
+            request.request_id, RecordedEvent.WAITING_FOR_WORKERS, prefill_id or 0, decode_id
+        )
+
+    def reserving_slot(self, request: GenerateRequest, decode: Instance) -> None:
+        """Note that a slot of a decode worker is being reserved."""
+        self._enter("reserve", decode.role)
+        RECORDER.record(request.request_id, RecordedEvent.RESERVING_SLOT, decode.id)
+
+    def calling(self, request: GenerateRequest, worker: Instance) -> None:
+        """Note that a worker is called. `request`: the call."""
+        phase = request.phase
+        self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
+        RECORDER.record(request.request_id, RecordedEvent.CALL_SENT, worker.id, reason=phase)
+
+    def decode_began(self) -> None:
+        """Note the first answer of a decode call."""
+        self._enter("decode", self.spans[-1].role)
+
+    def call_failed(
+        self, request: GenerateRequest, worker: Instance, error: DynamoError, *, goes_on: bool
+    ) -> None:
+        """Note that a call has failed. `goes_on`: the request does."""
+        RECORDER.record(
+            request.request_id, RecordedEvent.CALL_FAILED, worker.id, goes_on, reason=error.code
+        )
+        if goes_on and self.spans[-1].phase == "first_token":
+            self.spans[-1].phase = "retry"
+
+    def _enter(self, phase: str, role: str = FRONTEND) -> None:
+        """Begin a span and end the one before.
+
+        A migration ends with the first chunk of the next attempt.
+        """
+        if self.spans:
+            last = self.spans[-1]
+            if last.phase == "migration" and phase != "decode":
+                return
+            if last.phase == "prefill":
+                last.stats = self.prefill_stats
+            elif last.phase == "first_token":
+                last.stats = self.decode_stats
+        self.spans.append(Span(phase, time.monotonic(), role))

@@ -1,0 +1,533 @@
+"""Decide what happens next to a request: a state machine without I/O, clocks and tasks.
+
+`request_router` passes events to `GenerationFlow.on` and is the driver that it calls. Only this
+module knows that a request is a prefill call and a decode call, and how it continues after a failed
+call. It is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and
+output so far become the prompt of the rest. A greedy engine then generates the same tokens as
+without the failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import assert_never
+
+import msgspec
+
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.flow_events import (
+    FlowDriver,
+    FlowEvent,
+    RouterOptions,
+    Signal,
+)
+from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.suspects import SETTLED_TOKENS, RequestProgress
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Instance,
+    KvTransferParams,
+    Phase,
+    ReleaseKv,
+    ReleaseOutcome,
+    ReleaseSlot,
+    Sampling,
+    TokenIds,
+    token_ids,
+)
+from dynamo_trtllm.protocol.streams import StreamEvent
+
+
+class State(Enum):
+    """The states of a generation; see the table in `GenerationFlow`."""
+
+    NEW = auto()
+    WAITING = auto()
+    RESERVING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    CHECKING = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One prefill call and one decode call, or one call of an aggregated worker."""
+
+    prefill: Instance | None  # None: `decode` is an aggregated worker
+    decode: Instance
+    worker: Instance  # the one that was called last: a failure is attributed to it
+    request: GenerateRequest  # the decode call, once there is one
+    tried: frozenset[int]  # decode instances
+    num_sent_before: int  # tokens that were sent to the client before this attempt
+    # Tokens after which the call of a suspect has settled (see `suspects`); 0 once it has.
+    num_unsettled_tokens: int
+    passes_tokens: bool = False  # it has begun and settled, so its tokens only have to be passed on
+    reservation_id: str | None = None  # of a decode slot that may be reserved
+    params: KvTransferParams | None = None  # of KV that waits at the prefill instance
+    has_begun: bool = False  # the decode call has begun to answer
+    transfer_error: DynamoError | None = None  # the transfer of its KV failed
+
+    @property
+    def pair(self) -> Pair:
+        prefill_id = None if self.prefill is None else self.prefill.id
+        return prefill_id, self.decode.id
+
+
+class GenerationFlow:
+    """One request, from the selection of its workers to its last token.
+
+    ```
+    state      waits for                      next state
+    NEW        the start                      the first one of an attempt
+    WAITING    other workers, or its limit    the first one of an attempt
+    RESERVING  a decode slot                  PREFILL
+    PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
+    DECODE     tokens                         ENDED with the last one; DECODE if the worker does
+                                              not take the call and another one can fetch the
+                                              KV; CHECKING if it could not fetch the KV
+    CHECKING   whether the prefill worker     as after an error of the worker that failed
+               has died
+    ENDED      nothing
+    ```
+
+    An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one
+    aggregated worker; RESERVING if a decode slot comes first; WAITING or ENDED if there are no
+    workers.
+
+    A cancel leads from every state to ENDED. Any other error leads to the next attempt if the
+    request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no
+    decode call has fetched and a decode slot that none has used. If only a fetch can free the KV,
+    the flow leaves it to the driver to have it fetched after a cancel. After an error of the decode
+    call it is unknown whether it has fetched the KV, and another call might wait for KV that is
+    gone: there, the library's timeout frees it.
+
+    Args:
+        driver: does what the flow decides.
+        timeline: filled while the request runs.
+        selection: run one attempt on these workers, without recovery: a probe, whose caller records
+            success.
+    """
+
+    def __init__(
+        self,
+        driver: FlowDriver,
+        request: GenerateRequest,
+        timeline: ChoiceTimeline,
+        options: RouterOptions,
+        selection: WorkerSelection | None,
+    ) -> None:
+        self.state = State.NEW
+        self.request = request
+        self._driver = driver  # until the end
+        self._timeline = timeline
+        self._options = options
+        self._fixed_selection = selection
+        self._attempt: _Attempt | None = None
+        self._num_attempts = 0
+        self._sent_ids: TokenIds = token_ids()  # tokens sent to the client by all attempts
+        self._error: DynamoError | None = None  # of the last attempt
+        self._excluded: set[int] = set()  # instances that failed this request
+        self._avoid: int | None = None  # a prefill instance whose KV transfer failed
+        self._num_transfer_failures = 0
+        self._num_rounds = 0  # how often all instances were tried again
+        self._has_waited = False  # the time limit of the wait for other workers has passed
+        # The last call had hardly begun when its worker died: see `suspects`.
+        self.is_prime_suspect = False
+        # As a prime suspect, it waits for workers that run no other suspect.
+        self.awaits_turn = False
+
+    def on(self, event: FlowEvent) -> StreamEvent | None:
+        """Call the driver as an event demands.
+
+        Return the event for the client, if any. After the end, do nothing.
+        """
+        if self.state is State.ENDED:
+            return None
+        match event:
+            case Chunk():
+                return self._on_chunk(event)
+            case DynamoError():
+                return self._on_error(event)
+            case Signal.START if self._fixed_selection is not None:
+                self._begin_attempt(self._fixed_selection)
+            case Signal.START | Signal.WORKERS_CHANGED:
+                return self._select()
+            case Signal.WAIT_TIMED_OUT if self.awaits_turn:
+                self.awaits_turn = False  # it runs beside other suspects
+                return self._select()
+            case Signal.WAIT_TIMED_OUT:
+                self._has_waited = True
+                return self._select(is_last_resort=True)
+            case Signal.SLOT_RESERVED:
+                self._call_prefill()
+            case Signal.WORKER_LISTENS:
+                return self._on_prefill_alive()
+            case Signal.CANCEL:
+                if not self._start_kv_collection():
+                    self._free()
+                self._end()
+            case _:
+                assert_never(event)
+        return None
+
+    def passes(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is only passed on to the client, as nearly all are.
+
+        If so, `on` need not be called.
+        """
+        attempt = self._attempt
+        if (
+            attempt is None
+            or not attempt.passes_tokens
+            or chunk.finish_reason is not None
+            or chunk.stats is not None
+        ):
+            return False
+        self._sent_ids.extend(chunk.token_ids)
+        return True
+
+    def progress(self) -> RequestProgress:
+        """Return the number of tokens of the latest attempt and of all attempts."""
+        num_sent = len(self._sent_ids)
+        num_sent_before = 0 if self._attempt is None else self._attempt.num_sent_before
+        return RequestProgress(num_sent - num_sent_before, num_sent)
+
+    # --- selection --------------------------------------------------------------------------------
+
+    def _select(self, *, is_last_resort: bool = False) -> StreamEvent | None:
+        """Begin an attempt.
+
+        Without workers, wait for others, then try pairs that were never probed, then all again.
+        """
+        selected = self._driver.select(
+            self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort
+        )
+        if isinstance(selected, WorkerSelection):
+            self._begin_attempt(selected)
+            return None
+        if not isinstance(selected, errors.NoInstances):
+            return self._end(selected)
+        if not is_last_resort:
+            limit_s = self._wait_limit_s()
+            if limit_s is None:
+                return self._select(is_last_resort=True)
+            self.state = State.WAITING
+            self._driver.wait_for_workers(limit_s)
+            return None
+        if self._has_waited and self._excluded:
+            self._has_waited = False
+            self._excluded.clear()
+            self._num_rounds += 1
+            return self._select()
+        return self._end(self._error or selected)
+
+    def _wait_limit_s(self) -> float | None:
+        """Return how long to wait for other workers; None: not at all.
+
+        All instances may have failed because of the network. Each pause before they are tried again
+        is twice the one before; their sum is `hold_s`.
+        """
+        retries = self._options.retries
+        hold_s = self._options.hold_s
+        if self.awaits_turn:
+            return hold_s
+        if isinstance(self._error, errors.Overloaded):
+            return None  # waiting frees no capacity
+        if not self._excluded:
+            return hold_s
+        if self._num_rounds >= retries:
+            return None
+        pause_s: float = hold_s * 2**self._num_rounds / (2**retries - 1)
+        return pause_s
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _begin_attempt(self, selection: WorkerSelection) -> None:
+        prefill = selection.prefill
+        decode = selection.decode
+        request = self._remaining()
+        self._num_attempts += 1
+        self._has_waited = False
+        self._timeline.prefill_instance = None
+        self._timeline.decode_instance = None
+        self._timeline.prefill_stats = None
+        self._timeline.decode_stats = None
+        attempt = _Attempt(
+            prefill,
+            decode,
+            worker=decode,
+            request=request,
+            tried=frozenset([decode.id]),
+            num_sent_before=len(self._sent_ids),
+            num_unsettled_tokens=self._timeline.suspicion.num_unsettled_tokens(),
+        )
+        self._attempt = attempt
+        if prefill is None:
+            self._call_decode(attempt)
+        elif decode.strategy != "decode_first":
+            self._call_prefill()
+        else:
+            self.state = State.RESERVING
+            attempt.reservation_id = f"{request.request_id}-{self._num_attempts}"
+            self._driver.reserve_decode_slot(decode, attempt.reservation_id)
+
+    def _remaining(self) -> GenerateRequest:
+        """Return the request of the next attempt, without the tokens that were sent."""
+        sampling = self.request.sampling
+        num_sent = len(self._sent_ids)
+        if num_sent == 0:
+            return self.request
+        most = sampling.max_tokens - num_sent
+        least = max(0, sampling.min_tokens - num_sent)
+        rest = msgspec.structs.replace(
+            sampling, max_tokens=most, min_tokens=least, prompt_logprobs=None
+        )
+        return msgspec.structs.replace(
+            self.request,
+            token_ids=self.request.token_ids + self._sent_ids,
+            sampling=rest,
+            num_resumed_output_tokens=num_sent,
+        )
+
+    def _call_prefill(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        assert attempt.prefill is not None
+        self.state = State.PREFILL
+        attempt.worker = attempt.prefill
+        self._timeline.prefill_instance = attempt.prefill.id
+        request = msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)
+        self._driver.call_worker(attempt.prefill, request)
+
+    def _call_decode(self, attempt: _Attempt) -> None:
+        self.state = State.DECODE
+        attempt.worker = attempt.decode
+        self._timeline.decode_instance = attempt.decode.id
+        self._driver.call_worker(attempt.decode, attempt.request)
+
+    def _on_chunk(self, chunk: Chunk) -> StreamEvent | None:
+        attempt = self._attempt
+        assert attempt is not None
+        if self.state is State.PREFILL:
+            return self._on_prefill_chunk(attempt, chunk)
+        self._sent_ids.extend(chunk.token_ids)
+        self._timeline.decode_stats = chunk.stats or self._timeline.decode_stats
+        if attempt.num_unsettled_tokens and self.progress().call >= attempt.num_unsettled_tokens:
+            attempt.num_unsettled_tokens = 0
+            attempt.passes_tokens = attempt.has_begun
+            self._driver.record_settled()
+        if not attempt.has_begun:  # the first chunk shows that the KV has arrived
+            attempt.has_begun = True
+            attempt.passes_tokens = not attempt.num_unsettled_tokens
+            self._free_kv(attempt, ReleaseOutcome.FETCHED)
+            if self._fixed_selection is None:
+                self._driver.record_transfer(attempt.pair)
+        return chunk if chunk.finish_reason is None else self._end(chunk)
+
+    def _on_prefill_chunk(self, attempt: _Attempt, chunk: Chunk) -> StreamEvent | None:
+        if chunk.finish_reason is None:
+            return None
+        attempt.params = chunk.kv_params
+        announces_kv = chunk.finish_reason is FinishReason.KV_TRANSFER
+        has_kv = chunk.kv_params is not None
+        if announces_kv != has_kv:
+            text = (
+                f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters;"
+                " restart it"
+            )
+            return self._attempt_failed(attempt, errors.StreamIncomplete(text))
+        self._timeline.prefill_stats = chunk.stats
+        if chunk.kv_params is None:
+            self._free()
+            return self._end(chunk)
+        attempt.request = msgspec.structs.replace(
+            attempt.request,
+            phase=Phase.DECODE,
+            kv_params=chunk.kv_params,
+            reservation_id=attempt.reservation_id,
+        )
+        self._call_decode(attempt)
+        return None
+
+    # --- failures and ends ------------------------------------------------------------------------
+
+    def _on_error(self, error: DynamoError) -> StreamEvent | None:
+        attempt = self._attempt
+        assert attempt is not None
+        if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
+            attempt.reservation_id = None  # there is none
+        if self.state is State.CHECKING:
+            return self._on_prefill_dead(attempt, error)
+        if self.state is not State.DECODE or attempt.prefill is None:
+            return self._attempt_failed(attempt, error)
+        if isinstance(error, errors.TransferFailed | errors.TransferTimeout):
+            self._driver.record_transfer(attempt.pair, error)
+            if self._fixed_selection is not None:
+                return self._attempt_failed(attempt, error)
+            self.state = State.CHECKING
+            attempt.transfer_error = error
+            self._driver.check_worker(attempt.prefill)
+            return None
+        is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
+        if not is_refused or attempt.has_begun or self._fixed_selection is not None:
+            return self._attempt_failed(attempt, error)
+        other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
+        if other is None:
+            return self._attempt_failed(attempt, error)
+        # The other instance fetches the same KV, without a slot.
+        self._driver.record_failure(attempt.decode, error, f"using {other.id:x}")
+        self._free_slot(attempt)
+        attempt.decode = other
+        attempt.tried = attempt.tried | {other.id}
+        attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
+        self._call_decode(attempt)
+        return None
+
+    def _on_prefill_alive(self) -> StreamEvent | None:
+        attempt = self._attempt
+        assert attempt is not None
+        assert attempt.transfer_error is not None
+        return self._attempt_failed(attempt, attempt.transfer_error)
+
+    def _on_prefill_dead(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
+        assert attempt.prefill is not None
+        attempt.worker = attempt.prefill
+        error.__cause__ = attempt.transfer_error
+        return self._attempt_failed(attempt, error)
+
+    def _attempt_failed(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
+        """Retry or migrate the request, or end it with the error."""
+        self._free()
+        if self._fixed_selection is not None:
+            return self._end(error)
+        final = self._given_up(error, attempt) or self._final_error(error, attempt)
+        self._driver.record_failure(attempt.worker, error, "retrying" if final is None else "")
+        if final is not None:
+            return self._end(final)
+        self._error = error
+        if isinstance(error, errors.KvTransferError):
+            self._avoid = self._timeline.prefill_instance
+        else:
+            self._excluded.add(attempt.worker.id)
+        # If all tokens were sent, only the end of the stream was lost.
+        if len(self._sent_ids) >= self.request.sampling.max_tokens:
+            return self._end(Chunk(finish_reason=FinishReason.LENGTH))
+        return self._select()
+
+    def _given_up(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+        """Record the death of the worker, if it died.
+
+        Return the error that ends the request if it is given up.
+        """
+        if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
+            return None
+        given_up = self._driver.record_death(attempt.worker)
+        is_charged = attempt.worker.id in self._timeline.suspicion.deaths
+        self.is_prime_suspect = is_charged and self.progress().call < SETTLED_TOKENS
+        self.awaits_turn = self.is_prime_suspect
+        if given_up is not None:
+            given_up.__cause__ = error
+        return given_up
+
+    def _final_error(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+        """Count the failure.
+
+        Return the error that ends the request; None if it is retried or migrated.
+        """
+        if not error.retryable:
+            return error
+        counts = not errors.is_not_accepted(error)
+        if not self._sent_ids:
+            if counts:
+                self._timeline.retries += 1
+            if isinstance(error, errors.KvTransferError):
+                self._num_transfer_failures += 1
+            if self._timeline.retries > self._options.retries or self._num_transfer_failures > 1:
+                return error
+            return None
+        history = _token_dependence(self.request.sampling)
+        if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
+            return _migration_failed(
+                error, f"its engine cannot resume {history}; retry, or send the request without"
+            )
+        if counts:
+            self._timeline.migrations += 1
+        return error if self._timeline.migrations > self._options.migrations else None
+
+    def _start_kv_collection(self) -> bool:
+        """Let the driver fetch the KV of a cancelled request, if only a fetch frees it.
+
+        Return True if it does.
+        """
+        attempt = self._attempt
+        if (
+            attempt is None
+            or attempt.has_begun
+            or attempt.prefill is None
+            or not attempt.prefill.keeps_unfetched_kv
+        ):
+            return False
+        if self.state is State.PREFILL:
+            # The collecting call needs no slot, and there may be nothing to collect.
+            self._free_slot(attempt)
+        elif self.state is not State.DECODE:
+            return False
+        self._driver.collect_kv(attempt.prefill, attempt.decode, attempt.request)
+        return True
+
+    def _free(self) -> None:
+        """Free the slot and the KV of an attempt whose decode call has not begun to answer."""
+        attempt = self._attempt
+        if attempt is not None and not attempt.has_begun:
+            self._free_slot(attempt)
+            self._free_kv(attempt, ReleaseOutcome.ABORTED)  # the call may never have arrived
+
+    def _free_slot(self, attempt: _Attempt) -> None:
+        reservation_id = attempt.reservation_id
+        attempt.reservation_id = None
+        if reservation_id is not None:
+            self._driver.send_control(attempt.decode, ReleaseSlot(reservation_id))
+
+    def _free_kv(self, attempt: _Attempt, outcome: ReleaseOutcome) -> None:
+        params = attempt.params
+        attempt.params = None
+        if attempt.prefill is not None and params is not None:
+            self._driver.send_control(attempt.prefill, ReleaseKv(params.transfer_id, outcome))
+
+    def _end(self, event: StreamEvent | None = None) -> StreamEvent | None:
+        # The driver refers to this flow, and an error to frames. If the flow referred to them, the
+        # cycle would keep the request.
+        self.state = State.ENDED
+        self._attempt = None
+        self._error = None
+        del self._driver
+        return event
+
+
+def _token_dependence(sampling: Sampling) -> str | None:
+    """Return which sampling field needs state beyond the tokens so far; None if none does.
+
+    It is a text for people.
+    """
+    if sampling.guided is not None:
+        return "structured output"
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        return "penalties of output tokens"
+    if sampling.seed is not None and sampling.temperature > 0:
+        return "seeded sampling"
+    return None
+
+
+def _migration_failed(error: DynamoError, why: str) -> errors.MigrationFailed:
+    failed = errors.MigrationFailed(
+        f"the stream broke and cannot continue on another worker: {why} ({error.code}:"
+        f" {error.message})"
+    )
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,126 @@
+"""Define the events of `flow.GenerationFlow`, its driver, and the values that both share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol, TypeAlias
+
+from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.protocol.errors import DynamoError, QueryOfDeath
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Instance,
+    ReleaseKv,
+    ReleaseSlot,
+)
+from dynamo_trtllm.protocol.streams import StreamEvent
+
+
+class Signal(Enum):
+    """The events that carry no value."""
+
+    START = auto()
+    CANCEL = auto()
+    WORKERS_CHANGED = auto()  # ends `wait_for_workers`, as does the next one
+    WAIT_TIMED_OUT = auto()
+    SLOT_RESERVED = auto()  # the success of `reserve_decode_slot`
+    WORKER_LISTENS = auto()  # the success of `check_worker`
+
+
+FlowEvent: TypeAlias = Signal | StreamEvent
+"""A signal, or an event of the current call.
+
+An error is the event of a reservation, a call or a check that failed.
+"""
+
+
+class FlowDriver(Protocol):
+    """What a flow calls for a request.
+
+    No method calls the flow: what a method starts ends in an event later.
+    """
+
+    def select(
+        self, attempt: int, excluded: frozenset[int], avoid: int | None, is_last_resort: bool
+    ) -> WorkerSelection | DynamoError:
+        """Return the workers of an attempt, or the error that says why there are none.
+
+        Args:
+            attempt: its number; the same one again: the selection before found no workers.
+            excluded: instances that failed this request.
+            avoid: a prefill instance whose KV transfer failed; it is used only if there is no
+                other.
+            is_last_resort: pairs that were never probed may be selected, too.
+        """
+
+    def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
+        """Return another decode instance for the same KV; None if there is none."""
+
+    def wait_for_workers(self, limit_s: float) -> None:
+        """Wait for a change of the workers.
+
+        The wait ends at most `limit_s` seconds after the first selection of the attempt.
+        """
+
+    def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
+        """Reserve a slot for the decode call."""
+
+    def check_worker(self, worker: Instance) -> None:
+        """Check whether the process of a worker has ended: then, the error is WorkerDied."""
+
+    def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
+        """Start a call."""
+
+    def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
+        """Have the KV of a cancelled request fetched after the end: nothing else frees it.
+
+        Args:
+            prefill: the worker that holds it, or may hold it soon.
+            decode: the worker that fetches it.
+            request: the decode call, which is in progress; without KV transfer parameters while the
+                prefill call is.
+        """
+
+    def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
+        """Send a control message to a worker, in the background."""
+
+    def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
+        """Record that the KV of a pair arrived, or that its transfer failed.
+
+        (None, id): an aggregated worker.
+        """
+
+    def record_death(self, worker: Instance) -> QueryOfDeath | None:
+        """Record that the current call failed because a worker died.
+
+        Return an error to give the request up.
+        """
+
+    def record_settled(self) -> None:
+        """Record that a suspect has settled: others may be tried on its worker."""
+
+    def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
+        """Record that a call failed.
+
+        `next_step`: how the request goes on, for the log; "": it ends.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """The limits and fallbacks for requests whose workers fail or are missing.
+
+    Calls that a worker did not accept do not count as retries or migrations.
+    """
+
+    # Of a request before its first token was sent; also how often all workers are tried again.
+    retries: int = 3
+    migrations: int = 3  # of a request after its first token was sent
+    hold_s: float = 0.0  # longest wait for a role that has no instance
+    selects_at_random: bool = False  # instead of round robin, if nothing else selects
+    # Without a prefill worker, decode workers run aggregated requests.
+    decode_fallback: bool = False
+    # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when
+    # the breaker's open time is over.
+    has_probes: bool = False

@@ -1,0 +1,426 @@
+"""Hold the models that a frontend serves, updated from discovery, and report which are ready.
+
+The frontend has no model files of its own. It fetches those that a card names from a worker, by
+content hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Final
+
+from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Rejected, Removed, Synced
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.frontend.api.response_schemas import PairObject, ReadinessReport
+from dynamo_trtllm.frontend.routing.breakers import PairBreakers, PairState
+from dynamo_trtllm.frontend.routing.pairs import Pair, differences, format_pair
+from dynamo_trtllm.frontend.routing.probe_pairs import pairs_of
+from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView
+from dynamo_trtllm.frontend.tokenization.renderer import Renderer
+from dynamo_trtllm.frontend.tokenization.renderer_registry import renderer_for
+from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.protocol.errors import (
+    BadFrame,
+    DynamoError,
+    EngineNotReady,
+    InternalError,
+    ModelNotFound,
+    NoInstances,
+)
+from dynamo_trtllm.protocol.messages import (
+    FileChunk,
+    GetFile,
+    Instance,
+    ModelDeploymentCard,
+    Role,
+    decode,
+)
+from dynamo_trtllm.support.background import cancel_all, in_thread
+
+log = logging.getLogger(__name__)
+
+# Limit of one card's files together. The size that a worker sends is not trusted.
+MOST_FILES_BYTES: Final = 256 << 20
+_ERROR_CHARS: Final = 300  # longest quoted library error, in characters
+_RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
+_PRELOAD_AFTER_S: Final = 15.0  # the first seconds of a frontend are busy
+
+
+@dataclass(eq=False)
+class ModelRegistry:
+    """The models of the cluster. Only `watch` writes it."""
+
+    _view: ClusterView
+    _discovery: Discovery
+    _plane: RequestPlane
+    _namespace: str
+    # With them, a model is ready only after one of its pairs has worked.
+    _breakers: PairBreakers | None = None
+
+    def __post_init__(self) -> None:
+        self._served: dict[str, ServedModel] = {}
+        self._announced: set[str] = set()  # models logged as ready
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._preload_timers: dict[str, asyncio.TimerHandle] = {}  # by model
+        self._rejected: dict[str, str] = {}  # etcd key to reason
+        self.synced = asyncio.Event()  # set once discovery has reported everything registered
+
+    def get(self, name: str) -> ServedModel:
+        """Return a model.
+
+        Raises:
+            ModelNotFound: no worker serves it. The message lists the served models.
+            EngineNotReady: this frontend is still loading its files.
+        """
+        served = self._served.get(name)
+        if served is None and name in self._view.models():
+            raise EngineNotReady(
+                f"this frontend is still loading the files of model {name!r}; retry"
+            )
+        if served is None:
+            known = ", ".join(self.names()) or "none yet"
+            raise ModelNotFound(
+                f"model {name!r} not found; available models: {known}", field="model"
+            )
+        return served
+
+    def preload(self, name: str) -> None:
+        """Let the renderer of a loaded model load the rest now: for a long prompt, or by its timer.
+
+        Idempotent.
+        """
+
+        def preloaded(future: asyncio.Future[None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                text = "the tokenizer of model %s cannot be preloaded: %s"
+                log.error(text, name, error, exc_info=error)
+
+        timer = self._preload_timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+            # Not in one of the few threads for requests.
+            preload = self._served[name].renderer.preload
+            loading = asyncio.get_running_loop().run_in_executor(None, preload)
+            loading.add_done_callback(preloaded)
+
+    def names(self) -> list[str]:
+        return sorted(self._served)
+
+    def instances(self) -> list[Instance]:
+        return self._view.instances()
+
+    def num_rejected(self) -> int:
+        """Return the number of etcd records that are rejected now."""
+        return len(self._rejected)
+
+    def not_ready_reason(self, name: str) -> str | None:
+        """Return why the model cannot be served now, as text for people; None if it can."""
+        return self._plane.unavailable_reason() or not_ready_reason(
+            self._view.model(name), name, self._breakers
+        )
+
+    def readiness(self, limit: int) -> ReadinessReport:
+        """Return all pairs, the instances that match no other, and the rejected etcd records.
+
+        Each list has at most `limit` entries, because thousands of workers have thousands of pairs.
+        """
+        views = {name: self._view.model(name) for name in sorted(self._view.models())}
+        breakers = self._breakers or PairBreakers()
+        now = time.monotonic()
+        quarantined = breakers.quarantined
+        pairs = {name: pairs_of(view, quarantined) for name, view in views.items()}
+        open_pairs = []
+        if quarantined:
+            open_pairs = [(name, pair) for name, pair in _with_models(pairs) if pair in quarantined]
+        # Quarantined pairs come first. The others follow, without a second row for the former.
+        first_pairs = islice(chain(open_pairs, _with_models(pairs)), limit + len(open_pairs))
+        shown = dict.fromkeys(first_pairs)
+        mismatched = chain.from_iterable(map(mismatches, views.values()))
+        return ReadinessReport(
+            num_pairs=sum(map(len, pairs.values())),
+            num_quarantined=len(open_pairs),
+            pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
+            mismatched=list(islice(mismatched, limit)),
+            rejected_records=[
+                {"key": key, "reason": self._rejected[key]}
+                for key in sorted(self._rejected)[:limit]
+            ],
+        )
+
+    async def watch(self) -> None:
+        """Follow discovery until cancelled."""
+        async with aclosing(self._discovery.watch(self._namespace)) as events:
+            async for event in events:
+                match event:
+                    case Added(instance):
+                        self._add(instance)
+                    case Removed(instance_id):
+                        self._remove(instance_id)
+                    case Rejected(key, None):
+                        self._rejected.pop(key, None)
+                    case Rejected(key, str(reason)):
+                        self._rejected[key] = reason
+                    case Synced():
+                        self.synced.set()
+
+    async def wait_until_loaded(self) -> None:
+        """Return when the models of all workers that were registered at the start are loaded."""
+        await self.synced.wait()
+        if self._loading:
+            await asyncio.wait(list(self._loading.values()))
+
+    def _add(self, instance: Instance) -> None:
+        name = instance.card.name
+        log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
+        self._view.add(instance)
+        self._warn_of_another_card(instance)
+        self._load_changed()
+        self._announce(name)
+
+    def _remove(self, instance_id: int) -> None:
+        log.info("worker %x left", instance_id)
+        self._view.remove(instance_id)
+        for name in list(self._announced):
+            if self._view.model(name).is_complete:
+                continue
+            self._announced.discard(name)
+            reason = not_ready_reason(self._view.model(name), name, None)
+            log.info("model %s is not available any more: %s", name, reason)
+        # A model without workers stays known, so that its requests get 503 and not 404.
+        self._load_changed()  # the card in use may have been this instance's
+
+    def _announce(self, name: str) -> None:
+        """Log that the model is ready, once its files are loaded and each role has a worker."""
+        if (
+            name in self._served
+            and name not in self._announced
+            and self._view.model(name).is_complete
+        ):
+            self._announced.add(name)
+            log.info("model %s is ready", name)
+
+    def _warn_of_another_card(self, instance: Instance) -> None:
+        """Warn if the instance's card differs from the card in use.
+
+        That one changes as workers come and go. The context length of prefill workers may differ:
+        they reject prompts that are too long for them.
+        """
+        card = self._view.model(instance.card.name).card or instance.card
+        own = {"context_length"} if instance.role is Role.PREFILL else set()
+        names = [name for name in card.__struct_fields__ if name not in own]
+        differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
+        if differ:
+            log.warning(
+                "worker %x of model %s differs from the card in use in %s; start all its workers"
+                " with the same flags",
+                instance.id,
+                card.name,
+                ", ".join(differ),
+            )
+
+    def _load_changed(self) -> None:
+        for name in self._view.models():
+            if name not in self._loading and self._card_to_load(name) is not None:
+                self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
+
+    def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
+        """Return the card in use of this model's instances.
+
+        Return None if it is loaded or there are no instances.
+        """
+        card = self._view.model(name).card
+        served = self._served.get(name)
+        is_loaded = served is not None and served.card == card
+        return None if is_loaded else card
+
+    async def _load(self, name: str) -> None:
+        """Load the renderer of the model's current card, retrying while the model has instances."""
+        logged = ""
+        try:
+            while (card := self._card_to_load(name)) is not None:
+                try:
+                    files = await self._fetch_all(card)
+                    renderer = await in_thread(_renderer, card, files)
+                    self._served[name] = ServedModel(card, renderer)
+                    later = asyncio.get_running_loop().call_later(
+                        _PRELOAD_AFTER_S, self.preload, name
+                    )
+                    self._preload_timers[name] = later
+                    self._announce(name)
+                    if name not in self._announced:
+                        reason = not_ready_reason(self._view.model(name), name, None)
+                        log.info("model %s is loaded, but not available yet: %s", name, reason)
+                except DynamoError as exc:
+                    if exc.message != logged:  # the same error is logged once, not per attempt
+                        logged = exc.message
+                        unexpected = exc if isinstance(exc, InternalError) else None
+                        log.error(
+                            "model %s cannot be loaded yet (%s): %s",
+                            name,
+                            exc.code,
+                            exc.message,
+                            exc_info=unexpected,
+                        )
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            del self._loading[name]
+
+    async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
+        """Fetch the card's files and return them by name. Raises as `_fetch`."""
+        files: dict[str, bytes] = {}
+        left = MOST_FILES_BYTES
+        for file, sha256 in card.files.items():
+            files[file] = await self._fetch(card.name, sha256, left)
+            left -= len(files[file])
+        return files
+
+    async def _fetch(self, name: str, sha256: str, most_bytes: int) -> bytes:
+        """Fetch a file from the first of the model's workers that sends it.
+
+        Raises the last worker's error.
+        """
+        error: DynamoError = NoInstances(f"no worker of model {name!r} has file {sha256} now")
+        for worker in self._view.instances():
+            if worker.card.name == name and sha256 in worker.card.files.values():
+                try:
+                    return await self._fetch_from(worker, sha256, most_bytes)
+                except DynamoError as exc:
+                    error = exc
+        raise error
+
+    async def _fetch_from(self, worker: Instance, sha256: str, most_bytes: int) -> bytes:
+        """Fetch the file in chunks.
+
+        Raises BadFrame for a wrong content or size, and as `PlaneClient.control`.
+        """
+        data = bytearray()
+        total_bytes: int | None = None
+        while total_bytes is None or len(data) < total_bytes:
+            reply = await self._plane.client.control(worker.subject, GetFile(sha256, len(data)))
+            chunk = decode(reply, FileChunk)
+            if total_bytes is None:
+                total_bytes = chunk.total_bytes
+            wrong = _wrong_size(chunk, len(data), total_bytes, most_bytes)
+            if wrong:
+                raise BadFrame(f"instance {worker.id:x} sent file {sha256} {wrong}")
+            data += chunk.data
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise BadFrame(
+                f"instance {worker.id:x} sent a file whose hash is not {sha256}; restart it"
+            )
+        return bytes(data)
+
+    async def aclose(self) -> None:
+        await cancel_all(self._loading.values())
+        for timer in self._preload_timers.values():
+            timer.cancel()
+        self._preload_timers.clear()
+
+
+def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
+    """Create the renderer, in a thread.
+
+    Any exception that is not a DynamoError becomes an InternalError.
+    """
+    try:
+        return renderer_for(card, files)
+    except DynamoError:
+        raise
+    # The tokenizer library panics on some broken files, and a panic is a BaseException. It must not
+    # end the loading task. A cancellation is never raised in a thread.
+    except BaseException as exc:
+        raise InternalError(
+            f"cannot load the tokenizer files of model {card.name!r}: {type(exc).__name__}:"
+            f" {str(exc)[:_ERROR_CHARS]}; replace them on the workers"
+        ) from exc
+
+
+def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int) -> str:
+    """Return what is wrong with the sizes in a chunk; "" if they are correct."""
+    if chunk.total_bytes != total_bytes:
+        return f"with total size {total_bytes}, then {chunk.total_bytes}; restart it"
+    if total_bytes > most_bytes:
+        return (
+            f"with size {total_bytes}; allowed are at most {most_bytes} bytes, and"
+            f" {MOST_FILES_BYTES >> 20} MiB for all files of a model"
+        )
+    if offset + len(chunk.data) > total_bytes:
+        return (
+            f"with {offset + len(chunk.data)} bytes where {total_bytes} were announced; restart it"
+        )
+    if not chunk.data and offset < total_bytes:
+        return f"with only {offset} of {total_bytes} bytes; restart it"
+    return ""
+
+
+def _with_models(pairs: Mapping[str, Iterable[Pair]]) -> Iterator[tuple[str, Pair]]:
+    """Yield all pairs, each with the name of its model."""
+    for name, pairs_of_model in pairs.items():
+        for pair in pairs_of_model:
+            yield name, pair
+
+
+_MOST_NAMED = 20  # pairs or instances in a message
+
+
+def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
+    """Return why the model cannot be served now; None if it can.
+
+    With `breakers`, one pair must have worked.
+    """
+    missing = view.missing_roles()
+    if missing:
+        workers = " and no ".join(f"{role} worker" for role in missing)
+        return f"model {name} has no {workers}"
+    pairs = pairs_of(view)
+    if not pairs:
+        differing = "; ".join(islice(mismatches(view), _MOST_NAMED))
+        return f"no prefill worker of model {name} matches a decode worker: {differing}"
+    if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
+        return None
+    states = []
+    for pair in pairs[:_MOST_NAMED]:
+        status = breakers.status(pair)
+        reason = f" ({status.reason})" if status.reason else ""
+        states.append(f"{format_pair(pair)} is {status.state}{reason}")
+    return f"model {name}: KV transfer works for no pair now: {'; '.join(states)}"
+
+
+def mismatches(view: ModelView) -> Iterator[str]:
+    """Yield a line for each instance that matches no instance of the other role.
+
+    It has the fields that differ.
+    """
+    for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
+        keys = {view.keys[instance.id] for instance in other}
+        for instance in one:
+            if keys and view.keys[instance.id] not in keys:
+                differing = differences(instance, other[0])
+                yield f"instance {instance.id:x} ({instance.role}): {differing}"
+
+
+def pair_row(name: str, pair: Pair, breakers: PairBreakers, now: float) -> PairObject:
+    """Return the state of a pair of this model. `now` is a time of the breakers' clock."""
+    status = breakers.status(pair)
+    prefill, decode = pair
+    age_s = None
+    if status.state is not PairState.UNTRIED:
+        age_s = round(now - status.seen_at, 3)
+    return {
+        "model": name,
+        "prefill": None if prefill is None else f"{prefill:x}",
+        "decode": f"{decode:x}",
+        "state": status.state,
+        "reason": status.reason,
+        "age_s": age_s,
+    }

@@ -1,0 +1,413 @@
+"""Probe every idle pair with requests whose answers are known.
+
+Probes prove that pairs are ready, and end quarantine. The known answer comes from one worker that
+runs the aggregated request. A pair with another answer transfers KV wrongly and gets no requests.
+The first probe of a pair also causes its handshake, so that no user's request waits for it. A
+worker is asked to restart when none of its pairs works any more while other pairs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import math
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from dynamo_trtllm.frontend.routing.breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.known_answers import (
+    ANSWER_TOKENS,
+    KnownAnswers,
+    is_salted,
+    random_prompt,
+)
+from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, format_pair
+from dynamo_trtllm.frontend.routing.probe_pairs import MAX_PAIRS, is_probed, new_pairs, pairs_with
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
+from dynamo_trtllm.protocol.streams import run_stream
+from dynamo_trtllm.support.background import first_of
+
+log = logging.getLogger(__name__)
+
+_CANCEL_S = 1.0  # for the cancel of a probe to arrive
+
+# Probes per decode worker: one of them may wait for a prefill worker that hangs.
+_MAX_CONCURRENT = 2
+# Probes at the same time: thousands of them would be an overload that makes them fail.
+_MAX_ALL = 128
+_UNAVAILABLE_S = 1.0  # until the request plane is checked again
+# A pair is wrong if its answers to this many prompts all differ: rounding rarely causes that.
+_PROMPTS = 3
+# An instance is asked to restart if the breakers of all its pairs opened so often in a row.
+_SUSPECT_OPENINGS = 3
+_PASSED = "ok"
+_INCONCLUSIVE = "inconclusive"
+_ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
+
+
+class _Due(NamedTuple):
+    """A pair in the queue of probes, ordered by time."""
+
+    due_at: float
+    number: int  # decides between equal times: pairs cannot be compared
+    pair: Pair
+
+
+@dataclass(eq=False)
+class PairProbes:
+    """The probes of all pairs of workers. The owner runs `run` in a task.
+
+    Args:
+        router: runs the probes. Its breakers record their outcomes.
+        probe_finished: is called after each probe, with its `model` and `code`.
+        interval_s: seconds between probes of an idle pair, of at most MAX_PAIRS.
+        timeout_s: longest time of each request of a probe.
+    """
+
+    router: RequestRouter
+    probe_finished: Callable[..., None]
+    interval_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._view = self.router.view
+        self._breakers = self.router.breakers
+        self._known_answers = KnownAnswers()
+        self._numbers = itertools.count(1)
+        self._asked_to_restart: set[int] = set()
+        # Pairs whose probe raised an unexpected exception and has not passed since.
+        self._unexpected_failures: set[Pair] = set()
+        self._inconclusive: set[str] = set()  # models for which this was logged
+        self._probing: set[Pair] = set()
+        self._changes = self._view.subscribe()
+        self._queue: list[_Due] = []  # a heap
+        self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
+        self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(
+            partial(asyncio.Semaphore, _MAX_CONCURRENT)
+        )
+        self._all_slots = asyncio.Semaphore(_MAX_ALL)
+        self._probed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Send probes until cancelled.
+
+        Each pair is probed in its own task, so that a slow one delays no other.
+        """
+        async with asyncio.TaskGroup() as group:
+            while True:
+                changed = self._view.changed
+                self._probed.clear()
+                self._schedule_changed()
+                # Without the request plane, thousands of probes would fail per second.
+                if self.router.plane.unavailable_reason() is not None:
+                    await asyncio.sleep(_UNAVAILABLE_S)
+                    continue
+                now = time.monotonic()
+                for pair, model in self._pop_due(now):
+                    self._probing.add(pair)
+                    group.create_task(self._probe_one(pair, model), name="pair probe")
+                timeout_s = None
+                if self._queue:
+                    timeout_s = max(0.0, self._queue[0].due_at - now)
+                await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
+
+    @property
+    def _idle_s(self) -> float:
+        """Time between probes of an idle pair.
+
+        It is longer with many pairs, so that probes are never most of the load.
+        """
+        return self.interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
+
+    def _schedule_changed(self) -> None:
+        """Schedule pairs that are new or may be due earlier, and drop instances that are gone."""
+        # New pairs get no requests before their probe.
+        self.router.health.update_breakers(time.monotonic())
+        if not all(change.is_added for change in self._changes):
+            self._keep_only(self._view.ids())
+        while self._changes:
+            change = self._changes.popleft()
+            for pair in new_pairs(self._view.model(change.instance.card.name), change):
+                self._schedule(pair)
+        while self._breakers.rescheduled:
+            self._schedule(self._breakers.rescheduled.pop())
+
+    def _schedule(self, pair: Pair) -> None:
+        due_at = self._breakers.due_at(pair, self._idle_s)
+        if pair not in self._probing and due_at < self._due_at.get(pair, math.inf):
+            self._due_at[pair] = due_at
+            heapq.heappush(self._queue, _Due(due_at, next(self._numbers), pair))
+
+    def _pop_due(self, now: float) -> Iterator[tuple[Pair, str]]:
+        """Yield the pairs to probe now with their models.
+
+        A pair that was seen since it was scheduled is due later. One that is not to be probed any
+        more is dropped.
+        """
+        while self._queue and self._queue[0].due_at <= now:
+            due_at, _, pair = heapq.heappop(self._queue)
+            if self._due_at.get(pair) != due_at:
+                continue  # it was scheduled for an earlier time, too
+            del self._due_at[pair]
+            selection = self._selection(pair)
+            if selection is None:
+                continue
+            model = selection.decode.card.name
+            if not is_probed(self._view.model(model), pair, self._breakers.quarantined):
+                continue
+            if self._breakers.due_at(pair, self._idle_s) > now:
+                self._schedule(pair)
+            else:
+                yield pair, model
+
+    def _keep_only(self, ids: Collection[int]) -> None:
+        self._known_answers.keep_only(ids)
+        self._asked_to_restart &= set(ids)
+        self._unexpected_failures = {
+            (prefill, decode)
+            for prefill, decode in self._unexpected_failures
+            if decode in ids and (prefill is None or prefill in ids)
+        }
+        for decode in [decode for decode in self._slots if decode not in ids]:
+            del self._slots[decode]
+
+    async def _probe_one(self, pair: Pair, model: str) -> None:
+        _, decode_id = pair
+        try:
+            async with self._slots[decode_id], self._all_slots:
+                code = await self._probe_safely(pair)
+            self.probe_finished(model=model, code=code)
+            # A pair that failed less often makes no instance a suspect.
+            if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:
+                await self._restart_suspects(pair)
+        finally:
+            self._probing.discard(pair)
+            self._schedule(pair)
+            self._probed.set()
+
+    async def _probe_safely(self, pair: Pair) -> str:
+        """Probe a pair. An unexpected exception counts as a failure of this pair alone."""
+        try:
+            code = await self._probe(pair)
+        # A probe uses data that workers send. An exception would end the probes of all pairs and
+        # the frontend. The traceback is logged once per pair until its probe passes.
+        except Exception as exc:
+            code = errors.InternalError.code
+            if pair not in self._unexpected_failures:
+                self._unexpected_failures.add(pair)
+                log.error(
+                    "probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc
+                )
+            self._record_failure(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}")
+        if code in (_PASSED, _INCONCLUSIVE):
+            self._unexpected_failures.discard(pair)
+        return code
+
+    async def _probe(self, pair: Pair) -> str:
+        """Probe a pair and record the outcome in its breaker. Return the code for the metric."""
+        selection = self._selection(pair)
+        if selection is None:
+            return "gone"
+        timeline = ChoiceTimeline()
+        try:
+            code, text = await self._compare(selection, timeline)
+        except TimeoutError:
+            code = "canary"
+            text = f"no answer to a probe within {self.timeout_s:g} s"
+        except (errors.TransferFailed, errors.TransferTimeout) as exc:
+            return exc.code  # the router has recorded it
+        except errors.CapacityError as exc:  # a busy worker is not a broken pair
+            self._breakers.defer(pair, time.monotonic())
+            return exc.code
+        # An unreachable worker says nothing about KV transfer.
+        except (errors.Unreachable, errors.Disconnected) as exc:
+            self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
+            called = timeline.decode_instance
+            if called is None:
+                called = timeline.prefill_instance
+            if called is not None:
+                self.router.health.record_unreachable(called, exc, time.monotonic())
+            return exc.code
+        except DynamoError as exc:
+            self._record_failure(pair, f"{exc.code}: {exc.message}")
+            return exc.code
+        if code == "mismatch":
+            self._known_answers.forget(selection.decode.id)
+            self._record_failure(pair, text, is_wrong=True)
+        elif code == "canary":
+            self._record_failure(pair, text)
+        elif code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
+            self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
+        else:
+            self.router.health.record_success(pair, time.monotonic(), is_probe=True, note=text)
+            model = selection.decode.card.name
+            if text and model not in self._inconclusive:
+                self._inconclusive.add(model)
+                log.info("probes cannot detect wrong KV for model %s: %s", model, text)
+        return code
+
+    async def _compare(
+        self, selection: WorkerSelection, timeline: ChoiceTimeline
+    ) -> tuple[str, str]:
+        """Compare the pair's answers with known ones.
+
+        Return the code for the metric, and a reason or note.
+
+        The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers
+        differ, or if some differ and the others prove nothing.
+        """
+        ask = partial(self._ask, timeline)
+        view = self._view.model(selection.decode.card.name)
+        num_wrong = 0
+        for number in range(_PROMPTS):
+            known_answer = None
+            if selection.prefill is not None:
+                known_answer = await self._known_answers.get(number, selection, view, ask)
+            prompt = random_prompt(selection) if known_answer is None else known_answer.prompt
+            tokens = await ask(selection, prompt, 0)
+            if len(tokens) != ANSWER_TOKENS:
+                return "canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
+            if selection.prefill is None:
+                return _PASSED, ""
+            if not (timeline.decode_stats and timeline.decode_stats.kv_bytes):
+                text = "the decode worker answered a probe without reading the prefill worker's KV"
+                return "canary", text
+            if known_answer is None and num_wrong:
+                text = (
+                    "its answer to a probe is not the known one, and no worker gives another one to"
+                    " compare with"
+                )
+                return "canary", text
+            if known_answer is None:
+                text = (
+                    "no worker of the model can run aggregated requests: wrong KV would go"
+                    " unnoticed"
+                )
+                return _INCONCLUSIVE, text
+            if tokens == known_answer.tokens and known_answer.depends_on_kv:
+                return _PASSED, ""
+            if tokens != known_answer.tokens:
+                num_wrong += 1
+        if not num_wrong:
+            text = "the model answers all prompts alike: KV of another prompt would go unnoticed"
+            return _INCONCLUSIVE, text
+        text = (
+            f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the"
+            " same requests alone: KV arrives changed, stale or not at all; check that both"
+            " workers have the same build, model files and KV settings, and check the"
+            " transport between them"
+        )
+        return "mismatch", text
+
+    async def _ask(
+        self,
+        timeline: ChoiceTimeline,
+        selection: WorkerSelection,
+        prompt: TokenIds,
+        num_resumed: int,
+    ) -> list[int]:
+        """See `ProbeCall`.
+
+        Each request has its own salt: otherwise a prefix cache could replace the KV transfer.
+        """
+        timeline.prefill_instance = None
+        timeline.decode_instance = None
+        timeline.decode_stats = None
+        request = GenerateRequest(
+            request_id=f"probe-{next(self._numbers)}",
+            model=selection.decode.card.name,
+            token_ids=prompt,
+            sampling=Sampling(
+                max_tokens=ANSWER_TOKENS - num_resumed, temperature=0.0, ignore_eos=True
+            ),
+            # Later than the limit below, which thus always decides: this one ends what a lost
+            # cancel would leave.
+            deadline=time.time() + self.timeout_s + _CANCEL_S,
+            num_resumed_output_tokens=num_resumed,
+            cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
+        )
+        tokens: list[int] = []
+
+        def collect(chunk: Chunk) -> bool:
+            tokens.extend(chunk.token_ids)
+            return True
+
+        generate = partial(self.router.generate, request, timeline, selection=selection)
+        async with asyncio.timeout(self.timeout_s):
+            await run_stream(generate, collect)
+        return tokens
+
+    def _selection(self, pair: Pair) -> WorkerSelection | None:
+        prefill_id, decode_id = pair
+        prefill = None if prefill_id is None else self._view.instance(prefill_id)
+        decode = self._view.instance(decode_id)
+        is_prefill_gone = prefill is None and prefill_id is not None
+        if decode is None or is_prefill_gone:
+            return None
+        return WorkerSelection(prefill, decode)
+
+    def _record_failure(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
+        if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
+            log.error("%s quarantined: %s", format_pair(pair), reason)
+
+    async def _restart_suspects(self, pair: Pair) -> None:
+        """Ask the instances of a failing pair to restart if they are suspects."""
+        for instance_id in (self._suspects(pair) & set(pair)) - self._asked_to_restart:
+            self._asked_to_restart.add(instance_id)
+            instance = self._view.instance(instance_id)
+            if instance is None:
+                continue
+            text = "%s worker %x fails with every peer; requesting restart"
+            log.error(text, instance.role, instance_id)
+            message = Restart("KV transfer fails with every peer")
+            try:
+                await self.router.plane.client.control(instance.subject, message)
+            except DynamoError as exc:
+                if isinstance(exc, errors.PlaneError):
+                    # The worker may not have received the request.
+                    self._asked_to_restart.discard(instance_id)
+                text = "restart request to worker %x failed; restart it (%s): %s"
+                log.warning(text, instance_id, exc.code, exc.message)
+
+    def _suspects(self, pair: Pair) -> set[int]:
+        """Return the suspects among the instances of a pair and their peers.
+
+        They are judged by the pairs of both instances and of all partners of the decode instance.
+        """
+        selection = self._selection(pair)
+        if selection is None:
+            return set()
+        view = self._view.model(selection.decode.card.name)
+        own = pairs_with(view, selection.decode)
+        judged = set(own)
+        for prefill_id, _ in own:
+            prefill = None if prefill_id is None else self._view.instance(prefill_id)
+            if prefill is not None:
+                judged.update(pairs_with(view, prefill))
+        return suspects(self._breakers, judged)
+
+
+def suspects(breakers: PairBreakers, pairs: Collection[Pair]) -> set[int]:
+    """Return the instances whose pairs all fail.
+
+    The breaker of each of their pairs opened at least _SUSPECT_OPENINGS times in a row. If this
+    holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
+    """
+    good = [pair for pair in pairs if breakers.status(pair).num_openings < _SUSPECT_OPENINGS]
+    fetching = [(prefill, decode) for prefill, decode in pairs if prefill is not None]
+    bad_prefills = {prefill for prefill, _ in fetching} - {prefill for prefill, _ in good}
+    bad_decodes = {decode for _, decode in pairs} - {decode for _, decode in good}
+    others_work = {decode for prefill, decode in fetching if prefill not in bad_prefills}
+    alone = {decode for _, decode in pairs} - {decode for _, decode in fetching}
+    return bad_prefills | (bad_decodes & (others_work | alone))

@@ -1,0 +1,134 @@
+"""Keep the router's knowledge of prefix caches up to date.
+
+It comes from the instances and their KV events. A frontend that is new, or that missed an update of
+a worker, asks the worker to publish everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.protocol.errors import BadFrame, DynamoError
+from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, kv_events_subject
+from dynamo_trtllm.protocol.messages import Instance, ResyncKvEvents, decode
+from dynamo_trtllm.support.background import first_of
+
+_log = logging.getLogger(__name__)
+
+# After the first request for a snapshot. Each one after it waits twice as long.
+PAUSE_S: Final = 2.0
+_LONGEST_PAUSE_S = 30.0
+_TIMEOUT_S = 2.0
+_AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
+_UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
+
+
+@dataclass(eq=False)
+class PrefixFeed:
+    """Updates `known` from the instances of `view`.
+
+    If it reads events, those of the namespace update it, too.
+    """
+
+    known: KnownPrefixes
+    view: ClusterView
+    plane: RequestPlane
+    namespace: str
+    metrics: FrontendMetrics
+    pause_s: float = PAUSE_S
+
+    def __post_init__(self) -> None:
+        self._changes = self.view.subscribe()
+        self._resyncs: dict[int, asyncio.Task[None]] = {}  # of the workers that are not in sync
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._wake = asyncio.Event()  # a worker is in sync, or no longer
+        self._num_unreadable = 0  # messages
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with AsyncExitStack() as stack:
+            if self.known.reads_events:
+                subject = kv_events_subject(self.namespace)
+                stack.push_async_callback(await self.plane.subscribe(subject, self._on_message))
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            while True:
+                changed = self.view.changed
+                self._wake.clear()
+                now = {
+                    instance.id: instance if is_added else None
+                    for instance, is_added in self._changes
+                }
+                self._changes.clear()
+                for instance_id, instance in now.items():
+                    if instance is None:
+                        self.known.remove_instance(instance_id)
+                    else:
+                        self.known.add_instance(instance)
+                self._update_resyncs(group)
+                await first_of(changed.wait(), self._wake.wait())
+
+    def _on_message(self, data: bytes, _reply: str) -> None:
+        try:
+            update = decode(data, KvCacheUpdate)
+            was_unsynced = update.instance_id in self.known.unsynced
+            self.known.on_update(update)
+        except (BadFrame, ValueError) as exc:
+            self.metrics.child("kv_updates_total", "unreadable").inc()
+            self._num_unreadable += 1
+            if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
+                _log.warning(
+                    "unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc
+                )
+            return
+        is_unsynced = update.instance_id in self.known.unsynced
+        outcome = "gap" if is_unsynced and not was_unsynced else "applied"
+        self.metrics.child("kv_updates_total", outcome).inc()
+        if is_unsynced != (update.instance_id in self._resyncs):
+            self._wake.set()
+
+    def _update_resyncs(self, group: asyncio.TaskGroup) -> None:
+        """Run one task for each worker that is not in sync."""
+        unsynced = self.known.unsynced
+        for instance_id in self._resyncs.keys() - unsynced:
+            self._resyncs.pop(instance_id).cancel()
+        for instance_id in unsynced - self._resyncs.keys():
+            instance = self.view.instance(instance_id)
+            if instance is not None:
+                self._resyncs[instance_id] = group.create_task(
+                    self._resync(instance), name=f"kv-resync-{instance_id:x}"
+                )
+
+    async def _resync(self, instance: Instance) -> None:
+        """Ask a worker for snapshots, with longer and longer pauses.
+
+        It is cancelled when the worker is in sync.
+        """
+        pause_s = self.pause_s
+        failure = ""
+        for count in itertools.count():
+            async with self._slots:
+                if count == _UNANSWERED:
+                    text = "worker %x did not send its prefix cache, asked %d times: %s"
+                    _log.warning(text, instance.id, count, failure)
+                    if instance.id in self.known.unsynced:  # it may be in sync by now
+                        self.known.forget(instance.id)
+                self.metrics.child("kv_updates_total", "resync").inc()
+                try:
+                    await self.plane.client.control(
+                        instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S
+                    )
+                    failure = "it accepts requests but publishes nothing"
+                    await asyncio.sleep(min(_TIMEOUT_S, self.pause_s))  # for the snapshot
+                except DynamoError as exc:
+                    failure = f"{exc.code}: {exc.message}"
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)

@@ -1,0 +1,122 @@
+"""Choose the pairs of instances that are probed: all, or some of too many."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
+from dynamo_trtllm.frontend.routing.view import Change, ModelView, PairGroup, excluding, position
+from dynamo_trtllm.protocol.messages import Instance, Role
+
+MAX_PAIRS: Final = 1024  # of a pairing key; see `pairs_of`
+PARTNERS: Final = 4
+
+
+def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
+    """Return the pairs of a model to probe.
+
+    They are all pairs whose settings match, and (None, id) of each instance that runs aggregated
+    requests. Of more than MAX_PAIRS of one pairing key, they are a few per instance, and those that
+    are `quarantined`: with all of them, the probes would be the load of the deployment. The others
+    get requests without a probe of their own.
+    """
+    pairs: dict[Pair, None] | None = view.cache.get("pairs")
+    if pairs is None:
+        pairs = {}
+        for instance in (*view.prefill, *view.decode, *view.aggregated):
+            pairs.update(dict.fromkeys(pairs_with(view, instance)))
+        view.cache["pairs"] = pairs
+    others = [pair for pair in quarantined if pair not in pairs and view.has_pair(pair)]
+    return [*pairs, *others]
+
+
+def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
+    """Return the pairs to probe of one instance of the view."""
+    if instance.role is Role.AGGREGATED:
+        return [(None, instance.id)]
+    peers, others = view.groups[view.keys[instance.id]].sides(instance.role)
+    chosen = _probe_partners(instance.id, peers, others)
+    chosen_by = _probed_by(instance.id, peers, others)
+    # Without duplicates, in this order.
+    partner_ids = dict.fromkeys(partner.id for partner in (*chosen, *chosen_by))
+    if instance.role is Role.PREFILL:
+        return [(instance.id, partner_id) for partner_id in partner_ids]
+    return [(partner_id, instance.id) for partner_id in partner_ids]
+
+
+def new_pairs(view: ModelView, change: Change) -> list[Pair]:
+    """Return the pairs to probe that a change may have added to the view.
+
+    Later changes may be in the view as well.
+    """
+    instance = change.instance
+    if change.is_added:
+        is_present = instance.id in view.keys or instance in view.aggregated
+        return pairs_with(view, instance) if is_present else []
+    group = view.groups.get(pairing_key(instance), PairGroup())
+    peers, others = group.sides(instance.role)
+    # The instances that chose the removed one now choose another one.
+    pairs: list[Pair] = []
+    for other in _probed_by(instance.id, peers, others):
+        pairs += pairs_with(view, other)
+    return pairs
+
+
+def is_probed(view: ModelView, pair: Pair, quarantined: Collection[Pair]) -> bool:
+    """Return True if `pairs_of` contains the pair."""
+    prefill, decode = pair
+    if prefill is None:
+        return excluding(view.aggregated, (decode,)) is not view.aggregated
+    if not view.has_pair(pair):
+        return False
+    group = view.groups[view.keys[decode]]
+    if len(group.prefill) * len(group.decode) <= MAX_PAIRS or pair in quarantined:
+        return True
+    chosen_by_decode = _probe_partners(decode, group.decode, group.prefill)
+    if any(instance.id == prefill for instance in chosen_by_decode):
+        return True
+    chosen_by_prefill = _probe_partners(prefill, group.prefill, group.decode)
+    return any(instance.id == decode for instance in chosen_by_prefill)
+
+
+def _probe_partners(
+    instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]
+) -> tuple[Instance, ...]:
+    """Return the instances of the other role with which this one chooses to be probed.
+
+    With more than MAX_PAIRS pairs, they are the PARTNERS instances whose ids come next. Ids are
+    random, so this spreads the probes evenly, and an instance that joins or leaves changes a few
+    pairs only.
+
+    Args:
+        instance_id: id of this instance.
+        peers: the instances of its role and pairing key.
+        others: those of the other role.
+    """
+    if len(others) * len(peers) <= MAX_PAIRS or len(others) <= PARTNERS:
+        return others
+    begin = position(others, instance_id)
+    end = begin + PARTNERS
+    # After the last instance comes the first one.
+    num_from_start = max(0, end - len(others))
+    return others[begin:end] + others[:num_from_start]
+
+
+def _probed_by(
+    instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]
+) -> tuple[Instance, ...]:
+    """Return the instances of the other role that choose this one (see `_probe_partners`).
+
+    If it has left `peers`, return those that chose it before.
+    """
+    if len(others) * len(peers) <= MAX_PAIRS or len(peers) <= PARTNERS:
+        return others
+    # An instance chooses PARTNERS of these peers, so those that choose this one follow the peer
+    # that comes PARTNERS before it. The index may be negative: after the last comes the first one.
+    peer_before = peers[position(peers, instance_id) - PARTNERS].id
+    begin = position(others, peer_before)
+    end = position(others, instance_id)
+    if peer_before < instance_id:
+        return others[begin:end]
+    return others[begin:] + others[:end]

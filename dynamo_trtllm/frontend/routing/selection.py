@@ -1,0 +1,363 @@
+"""Select the workers of requests: every selection of a frontend is made here.
+
+The router mode decides how: by cost (`placement`), or in turn over the pairs whose breaker is
+closed. Both are pure functions of the view of the fleet. Callers pass the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+
+from dynamo_trtllm.frontend.routing.breakers import FleetHealth, PairBreakers
+from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, differences, pairing_key
+from dynamo_trtllm.frontend.routing.placement import Placement
+from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
+from dynamo_trtllm.frontend.routing.view import (
+    ClusterView,
+    ModelView,
+    PairGroup,
+    excluding,
+    position,
+)
+from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
+from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
+
+_MOST_REASONS_FROM = 100  # pairs whose reasons an error names
+
+
+@dataclass(eq=False)
+class WorkerSelector:
+    """Selects the workers of the requests of one frontend.
+
+    All times `now` are seconds of a monotonic clock.
+
+    Args:
+        view: the workers.
+        health: which of them are avoided.
+        placement: selects by cost. None: round robin, or at random.
+        selects_at_random: instead of round robin.
+        decode_fallback: without a prefill worker, decode workers run aggregated requests.
+    """
+
+    view: ClusterView
+    health: FleetHealth
+    placement: Placement | None = None
+    _: KW_ONLY
+    selects_at_random: bool = False
+    decode_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+    def new_round_robin_index(self, model: str) -> int:
+        """Return how many attempts of a model were begun before this one, or a random number."""
+        if self.selects_at_random:
+            return random.getrandbits(30)
+        return next(self._round_robin[model])
+
+    def select(
+        self,
+        request: GenerateRequest,
+        round_robin_index: int,
+        now: float,
+        *,
+        excluded: frozenset[int],
+        avoid: int | None,
+    ) -> WorkerSelection:
+        """Select the workers of an attempt.
+
+        Args:
+            request: the request.
+            round_robin_index: of the attempt, see `new_round_robin_index`.
+            now: the time.
+            excluded: workers that may not be selected.
+            avoid: prefill worker to select only if no other matches.
+
+        Raises:
+            NoInstances, TransferMismatch: as `select_round_robin` does.
+            UnsupportedParameter: no workers support a field of the request.
+        """
+        excluded |= incapable(self.view.model(request.model), request)
+        self.health.update_breakers(now)
+        cooling_down = self.health.cooling_down(now)
+        if cooling_down:
+            try:
+                return self._select_excluding(
+                    cooling_down | excluded, request, round_robin_index, now, avoid
+                )
+            except NoInstances:
+                pass  # a cooling worker, which may be back, is better than none
+        return self._select_excluding(excluded, request, round_robin_index, now, avoid)
+
+    def _select_excluding(
+        self,
+        ids: frozenset[int],
+        request: GenerateRequest,
+        round_robin_index: int,
+        now: float,
+        avoid: int | None,
+    ) -> WorkerSelection:
+        breakers = self.health.breakers
+        view = self.view.model(request.model).excluding(ids)
+        if self.placement is not None:
+            best = self.placement.select(view, PromptHashes(request), breakers, now, avoid=avoid)
+            if best is not None:
+                return best
+        return select_round_robin(
+            view,
+            request.model,
+            round_robin_index,
+            breakers,
+            avoid=avoid,
+            decode_fallback=self.decode_fallback,
+        )
+
+    def is_usable(
+        self,
+        selection: WorkerSelection,
+        now: float,
+        *,
+        excluded: frozenset[int],
+        avoid: int | None,
+    ) -> bool:
+        """Return whether an earlier selection may be used again. Arguments as for `select`."""
+        prefill_id = None if selection.prefill is None else selection.prefill.id
+        decode_id = selection.decode.id
+        instance_ids = {decode_id} if prefill_id is None else {prefill_id, decode_id}
+        if avoid in instance_ids:
+            return False
+        unusable = excluded | self.health.cooling_down(now)
+        is_there = instance_ids <= self.view.ids() and not instance_ids & unusable
+        return is_there and not self.health.breakers.is_open((prefill_id, decode_id))
+
+    def select_other_decode(
+        self, request: GenerateRequest, prefill: Instance, tried: frozenset[int], now: float
+    ) -> Instance | None:
+        """Return an untried decode worker that can fetch the KV of a prefill worker.
+
+        Return None if there is none.
+        """
+        self.health.update_breakers(now)
+        model = prefill.card.name
+        unusable = tried | incapable(self.view.model(model), request)
+        unusable |= self.health.cooling_down(now)
+        view = self.view.model(model).excluding(unusable)
+        candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
+        breakers = self.health.breakers
+        decodes = tuple(
+            decode for decode in candidates if not breakers.is_open((prefill.id, decode.id))
+        )
+        if self.placement is not None:
+            return self.placement.select_decode(decodes, request)
+        if not decodes:
+            return None
+        return decodes[self.new_round_robin_index(model) % len(decodes)]
+
+
+def select_round_robin(
+    view: ModelView,
+    model: str,
+    round_robin_index: int,
+    breakers: PairBreakers,
+    *,
+    avoid: int | None = None,
+    decode_fallback: bool = False,
+) -> WorkerSelection:
+    """Select the workers of one request, round robin per role.
+
+    Prefill and decode are paired only if engine, strategy and KV layout are equal and the pair's
+    breaker is closed. Pairs are preferred to aggregated instances, because a deployment with pairs
+    was built for them.
+
+    Args:
+        round_robin_index: number of requests of this model so far.
+        avoid: prefill instance to use only if no other matches the decode instance.
+        decode_fallback: without a prefill instance, let a decode instance that can run aggregated
+            requests do so.
+
+    Raises:
+        NoInstances: a role has no instance, or the breakers of all pairs are open; the message says
+            which.
+        TransferMismatch: both roles have instances, but none match; the message names the fields
+            that differ.
+    """
+    if not view.prefill or not view.decode:
+        instance = _select_aggregated(
+            view, model, round_robin_index, breakers, decode_fallback=decode_fallback
+        )
+        return WorkerSelection(None, instance)
+    if not view.paired:
+        why = differences(view.prefill[0], view.decode[0])
+        raise TransferMismatch(
+            f"no prefill worker of model {model!r} matches a decode worker: {why}"
+        )
+    usable = _usable(view, model, breakers, avoid)
+    decode = usable.paired[round_robin_index % len(usable.paired)]
+    prefill = _select_prefill(usable, decode, round_robin_index, breakers, avoid)
+    return WorkerSelection(prefill, decode)
+
+
+def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | None) -> ModelView:
+    """Return the view without decode instances that have no usable prefill instance.
+
+    Raises:
+        NoInstances: the breakers of all pairs are open.
+    """
+    usable = view
+    if breakers.any_open:
+        usable = view.excluding(_blocked(view, breakers))
+        if not usable.paired:
+            raise _all_open(model, breakers, _matching_pairs(view))
+    if avoid is not None:
+        # A decode instance that works only with this prefill instance would use it again.
+        others = usable.excluding(_blocked_without(usable, breakers, avoid))
+        if others.paired:
+            usable = others
+    return usable
+
+
+def _matching_pairs(view: ModelView) -> Iterator[Pair]:
+    """Return all pairs whose pairing keys are equal."""
+    for decode in view.paired:
+        for prefill in view.groups[view.keys[decode.id]].prefill:
+            yield prefill.id, decode.id
+
+
+def _select_prefill(
+    usable: ModelView,
+    decode: Instance,
+    round_robin_index: int,
+    breakers: PairBreakers,
+    avoid: int | None,
+) -> Instance:
+    """Return the prefill instance of a request whose decode instance is selected."""
+    group = usable.groups[usable.keys[decode.id]]
+    prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
+    if avoid is not None:
+        prefills = excluding(prefills, (avoid,)) or prefills
+    # Requests are counted per key: an index over the decodes of all keys would skip prefills of
+    # this key.
+    num_peers = len(group.decode)
+    num_cycles = round_robin_index // len(usable.paired)
+    index_in_key = num_cycles * num_peers + position(group.decode, decode.id)
+    # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use
+    # two of four pairs.
+    shift = index_in_key // math.lcm(num_peers, len(prefills))
+    return prefills[(index_in_key + shift) % len(prefills)]
+
+
+def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
+    """Return the decode instances of whose pairs all breakers are open. They get no requests.
+
+    The result is cached until a breaker opens or closes.
+    """
+    cached: tuple[object, frozenset[int]] | None = view.cache.get("blocked")
+    if cached is not None:
+        revision, blocked = cached
+        if revision is breakers.revision:
+            return blocked
+    blocked = _blocked_without(view, breakers, None)
+    view.cache["blocked"] = breakers.revision, blocked
+    return blocked
+
+
+def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None) -> frozenset[int]:
+    """Return the decode instances that get no requests without the prefill instance `avoid`."""
+    blocked: set[int] = set()
+    for group in view.groups.values():
+        if len(group.prefill) == 1 and group.prefill[0].id == avoid:
+            blocked.update(decode.id for decode in group.decode)
+    for decode_id, partners in breakers.open_partners.items():
+        group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
+        # Usually fewer are open, and a look at the number is enough.
+        if len(partners) + 1 < len(group.prefill):
+            continue
+        if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
+            blocked.add(decode_id)
+    return frozenset(blocked)
+
+
+def _select_aggregated(
+    view: ModelView,
+    model: str,
+    round_robin_index: int,
+    breakers: PairBreakers,
+    *,
+    decode_fallback: bool,
+) -> Instance:
+    candidates = view.aggregated
+    if not candidates and decode_fallback:
+        candidates = tuple(instance for instance in view.decode if instance.can_aggregate)
+    if not candidates:
+        missing = " and no ".join(role.value for role in view.missing_roles())
+        raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
+    instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
+    if not instances:
+        raise _all_open(model, breakers, ((None, instance.id) for instance in candidates))
+    return instances[round_robin_index % len(instances)]
+
+
+def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
+    some = itertools.islice(pairs, _MOST_REASONS_FROM)
+    # The different ones, in this order.
+    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
+    return NoInstances(
+        f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
+        f" {'; '.join(reasons)}; see /health"
+    )
+
+
+def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
+    """Return the instances that can't run this request.
+
+    They would ignore when or where it wants to run.
+
+    Raises:
+        UnsupportedParameter: the other instances are not enough to run it; `field` is the client's
+            name.
+    """
+    if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
+        return frozenset()  # nearly all requests
+    key = (
+        "incapable",
+        bool(request.priority),
+        request.dp_rank is None,
+        request.prefill_dp_rank is None,
+    )
+    known: frozenset[int] | None = view.cache.get(key)
+    if known is not None:
+        return known
+    lacking: dict[int, str] = {}  # the field that an instance does not support
+    for instance in (*view.prefill, *view.decode, *view.aggregated):
+        for field, feature in _needs(request, instance.role).items():
+            if feature not in instance.supported_features:
+                lacking[instance.id] = field
+    ids = frozenset(lacking)
+    if view.excluding(ids).missing_roles() and not view.missing_roles():
+        field = next(iter(lacking.values()))
+        raise UnsupportedParameter(
+            f"{field} is not supported by the workers of {request.model}, as they are configured"
+            " now; leave it out",
+            field=field,
+        )
+    view.cache[key] = ids
+    return ids
+
+
+def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
+    """Return the features that a worker of this role needs, by the field that needs them."""
+    needs: dict[str, str] = {}
+    if request.priority:
+        needs["priority"] = "priority"
+    if role is not Role.PREFILL and request.dp_rank is not None:
+        needs["nvext.dp_rank"] = "dp_rank"
+    if role is not Role.DECODE and request.prefill_dp_rank is not None:
+        needs["nvext.prefill_dp_rank"] = (
+            "dp_rank" if role is Role.PREFILL else "separate prefill workers"
+        )
+    return needs

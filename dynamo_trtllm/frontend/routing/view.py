@@ -1,0 +1,298 @@
+"""Hold the router's view of the cluster: instances by model, role and pairing key."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+
+from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
+from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role
+
+_REDUCED_VIEWS = 16  # cached per view
+_id = attrgetter("id")
+_T = TypeVar("_T", bound="PairGroup | ModelView")
+
+
+@dataclass(frozen=True, slots=True)
+class PairGroup:
+    """The instances with one pairing key, sorted by id.
+
+    KV transfer is possible between all of them.
+    """
+
+    prefill: tuple[Instance, ...] = ()
+    decode: tuple[Instance, ...] = ()
+
+    def sides(self, role: Role) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
+        """Return the instances of a role, and those of the other one."""
+        if role is Role.PREFILL:
+            return self.prefill, self.decode
+        return self.decode, self.prefill
+
+    def excluding(self, ids: Collection[int]) -> PairGroup:
+        return PairGroup(excluding(self.prefill, ids), excluding(self.decode, ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """The instances of one model, sorted by id so that all frontends count alike.
+
+    A changed view shares what did not change, so that a change costs microseconds with thousands of
+    instances.
+    """
+
+    prefill: tuple[Instance, ...] = ()
+    decode: tuple[Instance, ...] = ()
+    aggregated: tuple[Instance, ...] = ()
+    keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
+    groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
+    # The instance whose card is in use. This is a decode or aggregated instance if there is one,
+    # because its context length limits prompt and output.
+    first: Instance | None = field(default=None, repr=False, compare=False)
+    # The decode instances that have a partner.
+    paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
+    _reduced: dict[frozenset[int], ModelView] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    # What readers compute from this view.
+    cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Compute per change what requests read."""
+        matching = {
+            key: group for key, group in self.groups.items() if group.prefill and group.decode
+        }
+        paired: tuple[Instance, ...] = ()
+        if len(matching) == 1:
+            # Usually there is one pairing key, whose instances need no copy.
+            (group,) = matching.values()
+            paired = group.decode
+        elif matching:
+            paired = tuple(decode for decode in self.decode if self.keys[decode.id] in matching)
+        object.__setattr__(self, "paired", paired)
+
+    def including(self, instance: Instance) -> ModelView:
+        """Return the view with one more instance."""
+        members = (instance,) if self.first is None else (self.first, instance)
+        first = first_of_model(members)
+        if instance.role is Role.AGGREGATED:
+            return _including(self, instance, first=first)
+        key = pairing_key(instance)
+        keys = {**self.keys, instance.id: key}
+        group = _including(self.groups.get(key, PairGroup()), instance)
+        groups = {**self.groups, key: group}
+        return _including(self, instance, keys=keys, groups=groups, first=first)
+
+    def has_pair(self, pair: Pair) -> bool:
+        """Return True if the model has both instances, and their pairing keys are equal."""
+        prefill, decode = pair
+        if prefill is None or decode not in self.keys:
+            return False
+        return self.keys[decode] == self.keys.get(prefill)
+
+    def first_pair_of(self, pairs: Iterable[Pair]) -> Pair:
+        """Return the first of `pairs` that the model has; (None, 0) if it has none."""
+        return next((pair for pair in pairs if self.has_pair(pair)), (None, 0))
+
+    def excluding(self, ids: frozenset[int]) -> ModelView:
+        """Return the view without these instances.
+
+        Results are cached, because many requests exclude the same ones.
+        """
+        if not ids:
+            return self
+        reduced = self._reduced.get(ids)
+        if reduced is None:
+            if len(self._reduced) >= _REDUCED_VIEWS:
+                self._reduced.clear()
+            reduced = self._without(ids)
+            self._reduced[ids] = reduced
+        return reduced
+
+    def _without(self, ids: frozenset[int]) -> ModelView:
+        keys = dict(self.keys)
+        changed_keys: set[str] = set()
+        for instance_id in ids:
+            key = keys.pop(instance_id, None)
+            if key is not None:
+                changed_keys.add(key)
+        groups = dict(self.groups)
+        for key in changed_keys:
+            group = groups[key].excluding(ids)
+            if group.prefill or group.decode:
+                groups[key] = group
+            else:
+                del groups[key]
+        return ModelView(
+            prefill=excluding(self.prefill, ids),
+            decode=excluding(self.decode, ids),
+            aggregated=excluding(self.aggregated, ids),
+            keys=keys,
+            groups=groups,
+            first=self.first,
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """True if a request can run.
+
+        There is an aggregated worker, or a prefill and a decode worker that match.
+        """
+        return bool(self.aggregated or self.paired)
+
+    @property
+    def card(self) -> ModelDeploymentCard | None:
+        """The card in use; None if there is no instance."""
+        return None if self.first is None else self.first.card
+
+    def missing_roles(self) -> list[Role]:
+        """Return the roles that lack an instance; empty if requests of this model can run."""
+        if self.aggregated or (self.prefill and self.decode):
+            return []
+        instances_of = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return [role for role, instances in instances_of.items() if not instances]
+
+
+def first_of_model(instances: Iterable[Instance]) -> Instance | None:
+    """Return the first decode or aggregated instance, or the first one if there is none.
+
+    None: there are no instances.
+    """
+    first = None
+    for instance in instances:
+        if instance.role is not Role.PREFILL:
+            return instance
+        if first is None:
+            first = instance
+    return first
+
+
+_NO_INSTANCES = ModelView()
+
+
+class Change(NamedTuple):
+    """An instance that was added or removed. A changed record is a removal and an addition."""
+
+    instance: Instance
+    is_added: bool
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """All live instances. Only the frontend's watch writes it; readers use `model()`.
+
+    A change costs what copying references to the instances of its model costs.
+    """
+
+    _instances: dict[int, Instance] = field(default_factory=dict)
+    _models: dict[str, ModelView] = field(default_factory=dict)
+    _subscribers: list[deque[Change]] = field(default_factory=list)
+    # It is set at the next change, and then replaced.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def subscribe(self) -> deque[Change]:
+        """Return a queue that gets every change from now on, first the instances that are there.
+
+        The caller empties it. Thus the cost of a change does not depend on the number of instances.
+        """
+        changes = deque(Change(instance, is_added=True) for instance in self.instances())
+        self._subscribers.append(changes)
+        return changes
+
+    def add(self, instance: Instance) -> None:
+        # Its role, model or layout may have changed.
+        self._remove(instance.id)
+        self._instances[instance.id] = instance
+        name = instance.card.name
+        view = self.model(name).including(instance)
+        self._put(name, view, Change(instance, is_added=True))
+        self.notify_changed()
+
+    def remove(self, instance_id: int) -> None:
+        self._remove(instance_id)
+        self.notify_changed()
+
+    def _remove(self, instance_id: int) -> None:
+        instance = self._instances.pop(instance_id, None)
+        if instance is None:
+            return
+        name = instance.card.name
+        view = self._models[name].excluding(frozenset((instance_id,)))
+        if view.first is instance:
+            members = (member for member in self._instances.values() if member.card.name == name)
+            view = replace(view, first=first_of_model(members))
+        self._put(name, view, Change(instance, is_added=False))
+
+    def _put(self, name: str, view: ModelView, change: Change) -> None:
+        if view.card is None:
+            del self._models[name]
+        else:
+            self._models[name] = view
+        for changes in self._subscribers:
+            changes.append(change)
+
+    def notify_changed(self) -> None:
+        """Wake the tasks that wait for a change.
+
+        Called also if only breakers changed, which changes selections.
+        """
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def model(self, name: str) -> ModelView:
+        return self._models.get(name, _NO_INSTANCES)
+
+    def models(self) -> Mapping[str, ModelDeploymentCard]:
+        """Return the card in use by model name, for every model that has an instance."""
+        cards: dict[str, ModelDeploymentCard] = {}
+        for name, view in self._models.items():
+            card = view.card
+            if card is not None:
+                cards[name] = card
+        return cards
+
+    def instance(self, instance_id: int) -> Instance | None:
+        return self._instances.get(instance_id)
+
+    def ids(self) -> Set[int]:
+        return self._instances.keys()
+
+    def instances(self) -> list[Instance]:
+        """Return all instances, sorted by id."""
+        return sorted(self._instances.values(), key=_id)
+
+
+def position(instances: tuple[Instance, ...], instance_id: int) -> int:
+    """Return the index of the first instance whose id is not lower than `instance_id`."""
+    return bisect.bisect_left(instances, instance_id, key=_id)
+
+
+def _including(instances: _T, added: Instance, **changes: Any) -> _T:
+    """Return a group or view with one more instance of its role, and with the other changes."""
+    role = added.role.name.lower()  # the field of these instances
+    others: tuple[Instance, ...] = getattr(instances, role)
+    index = position(others, added.id)
+    changes[role] = (*others[:index], added, *others[index:])
+    return replace(instances, **changes)
+
+
+def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:
+    """Return the instances without those of `ids`.
+
+    Slices are copied, because a look at each would take longer.
+    """
+    remaining: list[Instance] = []
+    begin = 0  # of the instances that are not copied yet
+    for instance_id in sorted(instance_id for instance_id in ids if instance_id is not None):
+        index = position(instances, instance_id)
+        if index < len(instances) and instances[index].id == instance_id:
+            remaining += instances[begin:index]
+            begin = index + 1
+    if begin == 0:
+        return instances
+    return (*remaining, *instances[begin:])

@@ -1,0 +1,436 @@
+"""Parse output of models without Harmony: decode text, split reasoning from the answer, and parse
+tool calls.
+
+Text that is not a call, or stops being one before the call was emitted, is content. The parser is
+strict about the top level of a call's JSON object. Below it, it only matches brackets and quotes:
+arguments are passed on as generated, and the client has to validate them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from typing import Final, TypeAlias
+
+from dynamo_trtllm.frontend.tokenization.conversation import TOOL_NAME
+from dynamo_trtllm.frontend.tokenization.output import (
+    Channel,
+    DeltaBuilder,
+    OutputParser,
+    StepOutput,
+)
+from dynamo_trtllm.protocol.messages import TokenIds
+
+THINK: Final = "<think>"
+END_THINK: Final = "</think>"
+TOOL_CALL: Final = "<tool_call>"
+END_TOOL_CALL: Final = "</tool_call>"
+_KEYS: Final = frozenset(("arguments", "name", "id", "type"))  # "parameters" counts as "arguments"
+_BLANKS: Final = re.compile(r"[ \t\r\n]*")  # of JSON
+_SPACE: Final = re.compile(r"\s*")
+_SEPARATORS: Final = re.compile(r"[\s,\]]*")  # text between and after calls
+_SCALAR: Final = re.compile(r"[A-Za-z0-9+.\-]*")
+_CLOSERS: Final = {'"': '"', "{": "}", "[": "]"}
+_STRING_STOP: Final = re.compile(r'["\\]')
+_NESTED_STOP: Final = re.compile(r'["{}\[\]]')
+_CONTENT: Final = Channel.CONTENT
+_Waiting: TypeAlias = Generator[None, None, bool]
+_Parsing: TypeAlias = Generator[None, None, None]
+
+
+class _Output:
+    """The text of an output, and what was read of it.
+
+    Its generators yield where they need more text.
+
+    Those that return a value return False or "" at the first error, and consume nothing beyond it.
+    """
+
+    def __init__(self, reasoning_parser: str, tool_call_parser: str) -> None:
+        # the text received last, and where reading goes on
+        self.text = ""
+        self.at = 0
+        self.has_ended = False  # no more text comes
+        self.out = DeltaBuilder()  # receives reasoning, content and calls
+        self.num_reasoning_texts = 0  # that it has received
+        # reasoning: the prompt may end with its opening marker
+        self.is_inside = reasoning_parser == "deepseek_r1"
+        self.is_over = reasoning_parser == "none"  # all further text is the answer
+        self.is_text = False  # all further text is content
+        self._num_calls = 0  # that have begun
+        self._has_begun = False  # the current call is certain
+        # text read, but not emitted. It is content if it belongs to no call
+        self._unseen: list[str] = []
+        self._name = ""
+        self._keys: set[str] = set()  # of the current call
+        self._arguments: list[str] = []  # read before the call was certain
+        self._tool_call_parser = tool_call_parser
+
+    def parse(self) -> _Parsing:
+        """Parse the whole output."""
+        if not self.is_over:
+            yield from self._reasoning()
+        if self._tool_call_parser == "hermes":
+            yield from self._hermes_answer()
+        elif self._tool_call_parser == "json":
+            yield from self._json_answer()
+        self.out.add(_CONTENT, self._rest())
+        self.is_text = True
+        yield
+
+    def show_unseen(self) -> None:
+        """Emit as content what was read since the last call."""
+        self.out.add(_CONTENT, "".join(self._unseen))
+        self._unseen.clear()
+
+    def finish_answer(self) -> None:
+        """Emit the withheld text as content, unless it is part of a call or separates calls."""
+        is_separator = self._num_calls and _SEPARATORS.fullmatch("".join(self._unseen))
+        if not (self._has_begun or is_separator):
+            self.show_unseen()
+
+    def _rest(self) -> str:
+        """Consume and return all text that has come."""
+        text = self.text[self.at :]
+        self.at = len(self.text)
+        return text
+
+    # --- reasoning --------------------------------------------------------------------------------
+
+    def _reasoning(self) -> _Parsing:
+        """Emit reasoning up to </think>. White space next to the markers is omitted.
+
+        Only the beginning of the output can be reasoning; later markers are text.
+        """
+        text = self._rest()
+        while True:
+            shown = text.lstrip()
+            is_marked = shown.startswith(THINK)
+            if is_marked:
+                self.is_inside = True
+                shown = shown[len(THINK) :].lstrip()
+            if self.has_ended or (shown if is_marked else not THINK.startswith(shown)):
+                break
+            yield
+            text += self._rest()
+        if not self.is_inside:
+            self.is_over = True
+            self.text = text
+            self.at = 0
+            return
+        reasoning, marker, rest = shown.partition(END_THINK)
+        while not marker:
+            num_held = 0 if self.has_ended else _overlap(reasoning, END_THINK)
+            self._reason(reasoning[: len(reasoning) - num_held])
+            yield
+            held = reasoning[len(reasoning) - num_held :]
+            reasoning, marker, rest = (held + self._rest()).partition(END_THINK)
+        self._reason(reasoning)
+        self.is_inside = False
+        self.is_over = True
+        while not (rest := rest.lstrip()):
+            yield
+            rest = self._rest()
+        self.text = rest
+        self.at = 0
+
+    def _reason(self, text: str) -> None:
+        if text:
+            self.out.add(Channel.REASONING, text)
+            self.num_reasoning_texts += 1
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def _hermes_answer(self) -> _Parsing:
+        """Parse text with calls between <tool_call> and </tool_call>.
+
+        White space around calls is omitted.
+
+        A call is certain once its name is read.
+        """
+        skips_space = True  # at the beginning and after a call
+        while True:
+            yield from self._content(skips_space=skips_space)
+            skips_space = yield from self._call(_BLANKS)
+            if skips_space:
+                yield from self._end_marker()
+            else:
+                self.show_unseen()
+
+    def _json_answer(self) -> _Parsing:
+        """Parse one call or a list of them. Any other text is content.
+
+        A call is certain once its name and the key of its arguments are read: other JSON may have a
+        name, too.
+        """
+        is_list = yield from self._skip("[", _SPACE)
+        while (yield from self._call(_SPACE)):
+            if is_list and (yield from self._skip(",", _SPACE)):
+                continue
+            if is_list:
+                yield from self._skip("]", _SPACE)
+            yield from self._peek(_SPACE)  # nothing may follow
+            break
+        self.show_unseen()
+
+    def _content(self, *, skips_space: bool) -> _Parsing:
+        """Emit text up to <tool_call>.
+
+        Text that may be part of the marker is withheld, and leading white space.
+        """
+        is_blank = skips_space  # joined only once, because there may be a lot of it
+        while True:
+            while self.at == len(self.text):
+                yield
+            text = self._rest()
+            is_blank = is_blank and text.isspace()
+            if is_blank:
+                self._unseen.append(text)
+                continue
+            if self._unseen:
+                text = "".join([*self._unseen, text])
+                self._unseen.clear()
+            before, marker, after = text.partition(TOOL_CALL)
+            if marker:
+                self.at -= len(after)
+                is_shown = not (skips_space and before.isspace())
+                self.out.add(_CONTENT, before if is_shown else "")
+                self._unseen.append(TOOL_CALL if is_shown else before + TOOL_CALL)
+                return
+            shown = text[: len(text) - _overlap(text, TOOL_CALL)]
+            if skips_space and (not shown or shown.isspace()):
+                shown = ""
+            else:
+                skips_space = False
+            self.out.add(_CONTENT, shown)
+            if len(shown) < len(text):
+                self._unseen.append(text[len(shown) :])
+
+    def _end_marker(self) -> _Parsing:
+        """Consume </tool_call> and white space. Other text after the object is content."""
+        held = ""
+        while not held or (END_TOOL_CALL.startswith(held) and held != END_TOOL_CALL):
+            while self.at == len(self.text):
+                yield
+            held = (held + self._rest()).lstrip()
+        self.text = held.removeprefix(END_TOOL_CALL)
+        self.at = 0
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _call(self, blanks: re.Pattern[str]) -> _Waiting:
+        """Parse the object of a call, after `blanks`."""
+        if not (yield from self._skip("{", blanks)):
+            return False
+        self._name = ""
+        self._keys.clear()
+        self._arguments.clear()
+        is_complete = (yield from self._members()) and (yield from self._skip("}"))
+        if is_complete:
+            self._unseen.clear()
+            if "arguments" not in self._keys:
+                self.out.add_arguments(self._num_calls - 1, "{}")
+        self._has_begun = False
+        return is_complete
+
+    def _members(self) -> _Waiting:
+        """Parse what is between the brackets."""
+        while not self._keys or (yield from self._skip(",")):
+            if (yield from self._peek()) != '"':
+                return False
+            try:
+                key = json.loads((yield from self._delimited()))
+            except ValueError:
+                return False
+            key = "arguments" if key == "parameters" else key
+            if key not in _KEYS or key in self._keys:
+                return False
+            self._keys.add(key)
+            self._begin_if_certain()
+            if not (yield from self._skip(":")):
+                return False
+            if not (
+                yield from (
+                    self._value(is_argument=True) if key == "arguments" else self._plain_value(key)
+                )
+            ):
+                return False
+            self._begin_if_certain()
+        return self._has_begun
+
+    def _begin_if_certain(self) -> None:
+        if (
+            not self._has_begun
+            and self._name
+            and ("arguments" in self._keys or self._tool_call_parser == "hermes")
+        ):
+            self._has_begun = True
+            self._unseen.clear()
+            self.out.begin_call(self._num_calls, self._name)
+            self.out.add_arguments(self._num_calls, "".join(self._arguments))
+            self._num_calls += 1
+
+    def _take(self, end: int, *, is_argument: bool = False) -> str:
+        """Consume the text up to an index, and return it."""
+        part = self.text[self.at : end]
+        self.at = end
+        if not (is_argument and self._has_begun):
+            self._unseen.append(part)
+            if is_argument:
+                self._arguments.append(part)
+        elif part:
+            self._unseen.clear()
+            self.out.add_arguments(self._num_calls - 1, part)
+        return part
+
+    def _run(self, chars: re.Pattern[str], *, is_argument: bool = False) -> str:
+        """Consume and return the run of characters that begins here, without a copy of the text
+        after it.
+        """
+        found = chars.match(self.text, self.at)
+        return self._take(self.at if found is None else found.end(), is_argument=is_argument)
+
+    def _peek(self, blanks: re.Pattern[str] = _BLANKS) -> Generator[None, None, str]:
+        """Consume blanks, and return the character after them."""
+        while self._run(blanks) or self.at == len(self.text):
+            if self.at == len(self.text):
+                yield
+        return self.text[self.at]
+
+    def _skip(self, char: str, blanks: re.Pattern[str] = _BLANKS) -> _Waiting:
+        """Consume blanks, and the next character if it is this one. Otherwise return False."""
+        is_found = (yield from self._peek(blanks)) == char
+        if is_found:
+            self._take(self.at + 1)
+        return is_found
+
+    def _plain_value(self, key: str) -> _Waiting:
+        """Consume a string or, unless it is a name, a number, a literal or null."""
+        if key == "name" and (yield from self._peek()) != '"':
+            return False
+        try:
+            value = json.loads((yield from self._value(is_argument=False)))
+        except ValueError:
+            return False
+        if key == "name":
+            self._name = value if TOOL_NAME.match(value) else ""
+        return bool(self._name) or key != "name"
+
+    def _value(self, *, is_argument: bool) -> Generator[None, None, str]:
+        """Consume and return a string, a number, a literal or null; as arguments, also an object or
+        a list.
+        """
+        char = yield from self._peek()
+        if char == '"' or (is_argument and char in _CLOSERS):
+            return (yield from self._delimited(is_argument=is_argument))
+        text = self._run(_SCALAR, is_argument=is_argument)
+        while self.at == len(self.text):
+            yield
+            text += self._run(_SCALAR, is_argument=is_argument)
+        return text
+
+    def _delimited(self, *, is_argument: bool = False) -> Generator[None, None, str]:
+        """Consume and return a string, an object or a list up to its closing quote or bracket."""
+        parts = list[str]()
+        closers = [_CLOSERS[self.text[self.at]]]
+        at = self.at + 1
+        while closers:
+            stop = (_STRING_STOP if closers[-1] == '"' else _NESTED_STOP).search(self.text, at)
+            if stop is None:
+                at = max(0, at - len(self.text))  # 1: the last character was a backslash
+                parts.append(self._take(len(self.text), is_argument=is_argument))
+                yield
+                continue
+            char = stop.group()
+            at = stop.end()
+            if char == closers[-1]:
+                closers.pop()
+            elif char == "\\":
+                at += 1
+            elif char in _CLOSERS:
+                closers.append(_CLOSERS[char])
+            else:
+                self._take(at - 1, is_argument=is_argument)
+                return ""
+        return "".join([*parts, self._take(at, is_argument=is_argument)])
+
+
+class ChatOutputParser:
+    """OutputParser for models with a chat template.
+
+    Args:
+        text: Parser that decodes tokens to content.
+        reasoning_parser: "basic", "deepseek_r1" or "none".
+        tool_call_parser: "hermes", "json" or "none".
+        forced_ids: Ids that follow the prompt. Reasoning tokens among them are not counted.
+    """
+
+    def __init__(
+        self,
+        text: OutputParser,
+        *,
+        reasoning_parser: str,
+        tool_call_parser: str,
+        forced_ids: TokenIds,
+    ) -> None:
+        self._text = text
+        # The generator refers to the output, which does not refer to it: a cycle would keep the
+        # text in memory.
+        self._output = _Output(reasoning_parser, tool_call_parser)
+        self._parsing = self._output.parse()
+        self._is_plain = False  # all further text is content, and none waits
+        self._add(forced_ids)
+        self._output.out.reasoning_tokens = 0
+
+    def push(self, token_ids: TokenIds) -> StepOutput:
+        if self._is_plain:
+            return self._text.push(token_ids)
+        self._add(token_ids)
+        return self._take()
+
+    def finish(self) -> StepOutput:
+        self._push(self._text.finish())
+        self._output.has_ended = True
+        if not self._output.is_over:
+            self._parse("")
+        self._output.finish_answer()
+        return self._take()
+
+    def _take(self) -> StepOutput:
+        self._is_plain = self._output.is_text
+        return self._output.out.take()
+
+    def _add(self, token_ids: TokenIds) -> None:
+        output = self._output
+        at = 0
+        while at < len(token_ids) and not output.is_over:
+            num_texts = output.num_reasoning_texts
+            was_inside = output.is_inside
+            self._push(self._text.push(token_ids[at : at + 1]))
+            if (was_inside and output.is_inside) or output.num_reasoning_texts > num_texts:
+                # inside the markers, or with a part of the reasoning text
+                output.out.reasoning_tokens += 1
+            at += 1
+        if at < len(token_ids):
+            self._push(self._text.push(token_ids[at:]))
+
+    def _push(self, decoded: StepOutput) -> None:
+        for delta in decoded.deltas:
+            if self._output.is_text:
+                self._output.out.add(_CONTENT, delta.text)
+            else:
+                self._parse(delta.text)
+
+    def _parse(self, text: str) -> None:
+        self._output.text = text
+        self._output.at = 0
+        next(self._parsing)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

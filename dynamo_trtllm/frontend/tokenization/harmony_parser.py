@@ -1,0 +1,325 @@
+"""Parse Harmony output into deltas: reasoning, commentary, the final text and function calls.
+
+The parser accepts any output of a model without an error, omits all markers, and withholds at most
+one message header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
+from enum import StrEnum, auto
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.frontend.tokenization import text_input
+from dynamo_trtllm.frontend.tokenization.conversation import TOOL_NAME
+from dynamo_trtllm.frontend.tokenization.harmony_builtins import PYTHON
+from dynamo_trtllm.frontend.tokenization.output import Channel, DeltaBuilder, StepOutput
+from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS
+from dynamo_trtllm.frontend.tokenization.text_parsers import TokenTextCache
+from dynamo_trtllm.models.vocabulary import FIRST_SPECIAL, NAMED_SPECIALS
+from dynamo_trtllm.protocol.messages import TokenIds
+
+ASSISTANT: Final = "assistant"
+CHANNELS: Final = ("analysis", "commentary", "final")
+_FUNCTIONS: Final = "functions."
+_TO: Final = "to="
+_NO_TOOLS: Final = frozenset(("all", "user", ASSISTANT))  # recipients that are not tools
+
+
+class Header(NamedTuple):
+    """Role, channel, recipient and content type of a message header; empty if the header does not
+    have it.
+    """
+
+    role: str = ASSISTANT
+    channel: str = ""
+    recipient: str = ""
+    content_type: str = ""
+
+    @property
+    def call(self) -> str | None:
+        """Return the name of the called tool, or None. Calls with an invalid name do not count."""
+        if self.role != ASSISTANT or self.recipient in _NO_TOOLS:
+            return None
+        name = self.recipient.removeprefix(_FUNCTIONS)
+        return name if TOOL_NAME.match(name) else None
+
+    @property
+    def is_text_call(self) -> bool:
+        """Return whether the body of a call is a text, not JSON: gpt-oss was trained to send code
+        to `python`.
+        """
+        return self.recipient == PYTHON and self.content_type != "json"
+
+    @property
+    def is_commentary(self) -> bool:
+        """Return whether the text is not the answer: it is for a tool, or in the channel for
+        preambles.
+        """
+        is_for_tool = self.recipient not in {"", *_NO_TOOLS}
+        return self.role == ASSISTANT and (self.channel == "commentary" or is_for_tool)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return (
+            self.role == ASSISTANT
+            and self.channel == "analysis"
+            and self.recipient in {"", *_NO_TOOLS}
+        )
+
+
+def _is_recipient(word: str) -> bool:
+    return word.startswith((_TO, _FUNCTIONS))
+
+
+RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
+    NAMED_SPECIALS[f"<|{name}|>"]
+    for name in ("return", "constrain", "channel", "start", "end", "message", "call")
+)
+STOPS: Final[tuple[int, ...]] = (RETURN, CALL)  # tokens that end an answer or a call
+_ENDS: Final = frozenset((*STOPS, END))
+# longer text is not a header: names of tools have 256 characters at most
+_MAX_HEADER_TOKENS: Final = 288
+_MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
+_RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
+
+
+class _Position(StrEnum):
+    """Position of the next token: in a header, between messages, or in a part of the output."""
+
+    HEADER = auto()
+    BETWEEN = auto()  # after the end of a message
+    FINAL = auto()
+    COMMENTARY = auto()
+    REASONING = auto()
+    ARGUMENTS = auto()
+
+
+_OUTSIDE: Final = (_Position.HEADER, _Position.BETWEEN)  # of a body
+_CHANNELS: Final = {
+    _Position.FINAL: Channel.FINAL,
+    _Position.COMMENTARY: Channel.COMMENTARY,
+    _Position.REASONING: Channel.REASONING,
+}
+
+
+class HarmonyParser:
+    """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
+
+    Text that is not valid Harmony becomes final text, without control tokens. This applies to
+    invalid, overlong and unfinished headers, and to text between messages. Calls without a valid
+    name are text, too. The code of a call of `python` becomes the arguments of a function.
+    A header that the end of the output cuts off is dropped if it may be the beginning of a valid
+    one.
+
+    Args:
+        texts: Token texts of the vocabulary, by their channel. Control tokens have none.
+        forced_ids: Ids that follow the prompt. They are not output.
+        is_reasoning_split: If False, reasoning is final text.
+        is_call_split: If False, the arguments of calls are text of their message's channel.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[Channel, TokenTextCache],
+        *,
+        forced_ids: TokenIds = NO_FORCED_IDS,
+        is_reasoning_split: bool = True,
+        is_call_split: bool = True,
+    ) -> None:
+        self._texts = texts
+        self._token_bytes = texts[Channel.FINAL].token_bytes
+        self._reasoning = _Position.REASONING if is_reasoning_split else _Position.FINAL
+        self._is_call_split = is_call_split
+        self._decoder = Utf8Decoder(errors="replace")
+        # fast path for a token that continues the current body
+        self._token_texts: TokenTextCache | None = None
+        self._position = _Position.HEADER
+        self._header: list[int] = []
+        self._blanks = 0  # in the header
+        self._calls = 0
+        self._is_text_call = False  # the current body is a text, and becomes arguments
+        self._out = DeltaBuilder()
+        self._run(forced_ids)
+        self._prefill_ids = len(self._header)  # number of tokens in the header that are not output
+
+    def push(self, token_ids: TokenIds) -> StepOutput:
+        if self._token_texts is not None and len(token_ids) == 1 and not self._decoder.buffer:
+            step = self._token_texts[token_ids[0]]
+            if step is not None:
+                return step
+        self._run(token_ids)
+        return self._take()
+
+    def finish(self) -> StepOutput:
+        if self._position is _Position.HEADER and self._header and not self._is_cut_header():
+            self._header_is_text()
+        self._flush()
+        return self._take()
+
+    def _take(self) -> StepOutput:
+        channel = _CHANNELS.get(self._position)
+        self._token_texts = None if channel is None else self._texts[channel]
+        return self._out.take()
+
+    def _run(self, token_ids: TokenIds) -> None:
+        run: list[int] = []  # body tokens not decoded yet
+        for token_id in token_ids:
+            if token_id < FIRST_SPECIAL and self._position not in _OUTSIDE:
+                run.append(token_id)
+                continue
+            if run:
+                self._body(run)
+                run = []
+            if token_id >= FIRST_SPECIAL:
+                self._control(token_id)
+            else:
+                self._text(token_id)
+        if run:
+            self._body(run)
+
+    def _text(self, token_id: int) -> None:
+        """Process an ordinary token outside a body."""
+        if self._position is _Position.BETWEEN:
+            self._position = _Position.FINAL
+            self._body([token_id])
+            return
+        self._header.append(token_id)
+        if not self._can_be_header():
+            self._header_is_text()
+
+    def _control(self, token_id: int) -> None:
+        if self._position is _Position.HEADER and token_id == MESSAGE:
+            self._end_header()
+        elif self._position is _Position.HEADER and token_id in (CHANNEL, CONSTRAIN):
+            self._header.append(token_id)
+        # a new message; the model may omit the end marker or the start marker
+        elif token_id in (START, CHANNEL):
+            self._end_message()
+            self._position = _Position.HEADER
+            self._header = [token_id]
+        elif token_id in _ENDS:
+            self._end_message()
+
+    def _can_be_header(self) -> bool:
+        """Return False if the text before the first control token can't become a recipient, or is
+        not a header.
+
+        Text with a new line, too many words or too many tokens is not a header.
+        """
+        newest = self._token_bytes(self._header[-1])
+        self._blanks += newest.startswith(b" ")
+        if (
+            b"\n" in newest
+            or self._blanks > _MAX_HEADER_BLANKS
+            or len(self._header) > _MAX_HEADER_TOKENS
+        ):
+            return False
+        if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
+            return True
+        text = self._bytes(self._header)
+        return text.startswith(_RECIPIENT) or _RECIPIENT.startswith(text)
+
+    def _end_header(self) -> None:
+        header = self._read_header()
+        if header is None:
+            self._header_is_text()
+            return
+        self._clear_header()
+        if self._is_call_split and header.call is not None:
+            self._position = _Position.ARGUMENTS
+            self._out.begin_call(self._calls, header.call)
+            self._is_text_call = header.is_text_call
+            if self._is_text_call:
+                self._out.add_arguments(self._calls, text_input.OPENING)
+            self._calls += 1
+        elif header.is_reasoning:
+            self._position = self._reasoning
+        else:
+            self._position = _Position.COMMENTARY if header.is_commentary else _Position.FINAL
+
+    def _read_header(self) -> Header | None:
+        """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None:
+        they are no header.
+
+        The sender begins with the role if `<|start|>` precedes it.
+        """
+        control = START
+        parts: dict[int, list[int]] = {control: []}
+        for token_id in self._header:
+            if token_id < FIRST_SPECIAL:
+                parts[control].append(token_id)
+            elif token_id in parts and token_id != START:
+                return None
+            elif token_id != START:
+                control = token_id
+                parts[token_id] = []
+        words = {
+            control: self._bytes(ids).decode(errors="replace").split()
+            for control, ids in parts.items()
+        }
+        sent, addressed, content_type = (
+            words.get(control, []) for control in (START, CHANNEL, CONSTRAIN)
+        )
+        role = sent.pop(0) if sent and self._header[0] == START else ASSISTANT
+        channel = addressed.pop(0) if addressed else ""
+        recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
+        others = [word for word in addressed if not _is_recipient(word)]
+        if not all(map(_is_recipient, sent)) or _is_recipient(channel):
+            return None
+        if len(recipients) > 1 or len(others) > 1 or len(content_type) > 1:
+            return None
+        return Header(role, channel, "".join(recipients), "".join(content_type or others))
+
+    def _is_cut_header(self) -> bool:
+        """Return True if the withheld tokens are the beginning of a header that the end of the
+        output cut off.
+        """
+        header = self._read_header()
+        if header is None or not ASSISTANT.startswith(header.role):
+            return False
+        is_marked = self._header[0] >= FIRST_SPECIAL or bool(header.recipient)
+        return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
+
+    def _header_is_text(self) -> None:
+        """Emit the withheld header as final text. That goes on up to the next control token."""
+        shown = self._header[self._prefill_ids :]
+        self._clear_header()
+        self._position = _Position.FINAL
+        self._body(shown)
+
+    def _clear_header(self) -> None:
+        self._header = []
+        self._blanks = 0
+        self._prefill_ids = 0
+
+    def _end_message(self) -> None:
+        if self._position is _Position.HEADER and self._header and self._read_header() != Header():
+            self._header_is_text()
+        self._flush()
+        self._clear_header()
+        self._position = _Position.BETWEEN
+
+    def _body(self, ids: list[int]) -> None:
+        if self._position is _Position.REASONING:
+            self._out.reasoning_tokens += len(ids)
+        self._put(self._decoder.decode(self._bytes(ids)))
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return b"".join(map(self._token_bytes, ids))
+
+    def _flush(self) -> None:
+        self._put(self._decoder.decode(b"", final=True))
+        self._decoder.reset()
+        if self._is_text_call:
+            self._out.add_arguments(self._calls - 1, text_input.CLOSING)
+            self._is_text_call = False
+
+    def _put(self, text: str) -> None:
+        channel = _CHANNELS.get(self._position)
+        if channel is not None:
+            self._out.add(channel, text)
+        elif self._position is _Position.ARGUMENTS:
+            arguments = text_input.escaped(text) if self._is_text_call else text
+            self._out.add_arguments(self._calls - 1, arguments)

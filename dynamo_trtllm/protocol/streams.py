@@ -1,0 +1,355 @@
+"""Define the protocol by which the output of a request passes from hop to hop, and adapt it to
+async generators.
+
+Engines and the worker service implement `Generator`. A token takes the same path whether it is the
+first, a middle one or the last: the hop that has it calls `on_event` of the next one, on the event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol, TypeAlias
+
+from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed, InternalError, Overloaded
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    ReleaseOutcome,
+    token_ids,
+)
+
+log = logging.getLogger(__name__)
+
+_KEPT_CHUNKS = 32_768  # of 200 bytes
+
+StreamEvent: TypeAlias = Chunk | DynamoError
+"""A chunk, or the error that ended the stream.
+
+An error or a chunk with `finish_reason` is terminal.
+"""
+
+OnEvent: TypeAlias = Callable[[StreamEvent], None]
+"""A callback that receives the events of one stream on the event loop.
+
+It must not block and must not raise.
+"""
+
+
+OnChunk: TypeAlias = Callable[[Chunk], bool]
+"""A callback that receives the chunks of one stream.
+
+It returns False to end the stream before its last chunk.
+"""
+
+
+class _TokenChunks(dict[int, Chunk]):
+    """The chunk of each token, made at its first use.
+
+    Streams share them, so their ids must not change.
+    """
+
+    def __missing__(self, token_id: int) -> Chunk:
+        if len(self) >= _KEPT_CHUNKS:
+            self.clear()
+        return self.setdefault(token_id, Chunk(token_ids=token_ids((token_id,))))
+
+
+TOKEN_CHUNKS = _TokenChunks()
+
+
+class StreamHandle(Protocol):
+    """One running stream."""
+
+    def cancel(self) -> None:
+        """End the stream and free what its source holds for it. No event follows. Idempotent.
+
+        After the end of a prefill call this aborts the KV transfer that its last chunk offered, if
+        it is pending.
+        """
+
+    def stop(self) -> bool:
+        """Ask the source to end the stream soon.
+
+        Its terminal event follows: an error, or KV that was computed by then.
+
+        Return False if the source can't do this, or if a cancel frees its KV. In both cases the
+        caller calls `cancel`.
+        """
+
+    @property
+    def holds_kv(self) -> bool:
+        """True from the end of a prefill call until its KV was fetched or aborted, or has
+        expired.
+        """
+
+
+class KvHolder(Protocol):
+    """The owner of KV transfers: an engine whose prefill calls return KV transfer parameters."""
+
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """Return whether a transfer is neither released nor expired."""
+
+
+class Generator(Protocol):
+    """A source of streams."""
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        """Start a stream. Pass any number of chunks to `on_event`, then exactly one terminal event.
+
+        The first event comes after this has returned, so the caller always has the handle. Rejected
+        requests end with an error event, too: this raises only for a bug.
+        """
+
+
+async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk) -> None:
+    """Start a stream and wait for its end. Cancelling this cancels the stream.
+
+    Args:
+        start: starts the stream and returns its handle.
+        on_chunk: receives its chunks, within the call that has them.
+
+    Raises:
+        DynamoError: the error that ended the stream.
+        Exception: an exception of `on_chunk`, which cancels the stream.
+    """
+    # True: ended by the stream itself
+    future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()
+
+    def on_event(event: StreamEvent) -> None:
+        if future is None or future.done():
+            return
+        if not isinstance(event, Chunk):
+            future.set_exception(event)
+            return
+        try:
+            goes_on = on_chunk(event)
+        except Exception as exc:  # noqa: BLE001 - raised to the caller of `run_stream`
+            # a future accepts no StopIteration
+            future.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
+            return
+        if event.finish_reason is not None or not goes_on:
+            future.set_result(event.finish_reason is not None)
+
+    handle = start(on_event)
+    is_received = False
+    try:
+        assert future is not None
+        is_received = await future
+    finally:
+        if not is_received:
+            handle.cancel()  # nothing happens if the stream has ended in an error
+        # its error refers to this frame: a cycle that would keep the request in memory
+        future = None
+
+
+async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of a stream and raise its error.
+
+    Consume with `aclosing`: closing cancels the stream.
+
+    For programs that embed an engine, and for tests.
+    """
+    events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by the request's tokens
+    handle = generator.generate(request, events.put_nowait)
+    has_ended = False
+    try:
+        while not has_ended:
+            event = await events.get()
+            if isinstance(event, DynamoError):
+                try:
+                    raise event
+                finally:
+                    # its traceback refers to this frame: a cycle that would keep the request in
+                    # memory
+                    del event
+            has_ended = event.finish_reason is not None
+            yield event
+    finally:
+        if not has_ended:
+            handle.cancel()
+
+
+def unexpected_error(exc: Exception, stream: str) -> DynamoError:
+    """Log an exception that is a bug, and return the error that ends its stream.
+
+    `stream`: its name, for the log.
+    """
+    if isinstance(exc, MemoryError):
+        log.error("request failed: %s: out of memory", stream)  # a traceback would take more memory
+        return Overloaded(
+            "the process is out of memory for this request; try again later or send a shorter one"
+        )
+    log.error("request failed: %s", stream, exc_info=exc)
+    error = InternalError(
+        f"an unexpected error ended the request: {type(exc).__name__}; see the log"
+    )
+    error.__cause__ = exc
+    return error
+
+
+class Stream:
+    """The common part of stream handles: passes events on until the terminal one or `cancel`.
+
+    Args:
+        on_event: receives the events.
+        kv_holder: owner of the KV transfer with which the stream may end.
+    """
+
+    __slots__ = ("_kv_holder", "_on_event", "_transfer_id")
+
+    def __init__(self, on_event: OnEvent, kv_holder: KvHolder | None = None) -> None:
+        self._on_event: OnEvent | None = on_event  # None: the stream has ended
+        self._kv_holder = kv_holder
+        self._transfer_id = ""  # of the transfer with which the stream has ended
+
+    @property
+    def has_ended(self) -> bool:
+        return self._on_event is None
+
+    def emit(self, event: StreamEvent) -> None:
+        """Pass an event on.
+
+        Events after the end are dropped; KV that such an event offers is freed.
+        """
+        on_event = self._on_event
+        if on_event is None:
+            if (
+                isinstance(event, Chunk)
+                and event.kv_params is not None
+                and self._kv_holder is not None
+            ):
+                self._kv_holder.release(event.kv_params.transfer_id, ReleaseOutcome.ABORTED)
+            return
+        # tests the class of most events first
+        if not isinstance(event, Chunk) or event.finish_reason is not None:
+            self._on_event = None
+            if isinstance(event, Chunk) and event.kv_params is not None:
+                self._transfer_id = event.kv_params.transfer_id
+            try:
+                self._close(event)
+            finally:
+                on_event(event)
+            return
+        on_event(event)
+
+    def redirect(self, on_event: OnEvent) -> None:
+        """Pass later events to another receiver. Does nothing after the end."""
+        if self._on_event is not None:
+            self._on_event = on_event
+
+    def cancel(self) -> None:
+        """See `StreamHandle.cancel`."""
+        if self._on_event is not None:
+            self._on_event = None
+            self._close(None)
+        elif self._transfer_id and self._kv_holder is not None:
+            self._kv_holder.release(self._transfer_id, ReleaseOutcome.ABORTED)
+
+    def stop(self) -> bool:
+        """See `StreamHandle.stop`."""
+        return False
+
+    @property
+    def holds_kv(self) -> bool:
+        """See `StreamHandle.holds_kv`."""
+        return (
+            bool(self._transfer_id)
+            and self._kv_holder is not None
+            and self._kv_holder.is_pending(self._transfer_id)
+        )
+
+    def _close(self, last: StreamEvent | None) -> None:
+        """Free what the stream holds.
+
+        Called once, before the terminal event `last` is passed on; None: cancelled.
+        """
+
+
+class TaskStream(Stream):
+    """A stream that runs some of its work, such as the fetch of its KV, as a task: one task at a
+    time.
+
+    Args:
+        on_event: receives the events.
+        tasks: the running tasks of the owner, which awaits them when it shuts down.
+        kv_holder: as for `Stream`.
+    """
+
+    __slots__ = ("_context", "_task", "_tasks", "_work")
+
+    def __init__(
+        self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None
+    ) -> None:
+        super().__init__(on_event, kv_holder)
+        # of log lines: an engine's step runs in another one
+        self._context = contextvars.copy_context()
+        self._tasks = tasks
+        self._task: asyncio.Task[None] | None = None
+        self._work: Coroutine[Any, Any, StreamEvent | None] | None = None
+
+    def run(self, work: Coroutine[Any, Any, StreamEvent | None], name: str) -> None:
+        """Await `work` in a task and emit what it returns; its error ends the stream.
+
+        A cancel cancels the task.
+        """
+        self._work = work
+        task = self._task = asyncio.get_running_loop().create_task(
+            self._await_work(work), name=name, context=self._context
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    async def _await_work(self, work: Coroutine[Any, Any, StreamEvent | None]) -> None:
+        self._work = None
+        event: StreamEvent | None = None
+        try:
+            event = await work
+        except DynamoError as exc:
+            event = exc
+        except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
+            task = asyncio.current_task()
+            event = unexpected_error(exc, task.get_name() if task else "-")
+        # so that the end of the stream does not cancel this task, which is done
+        task = self._task
+        self._task = None
+        try:
+            if task is not None and self.has_ended:  # by a cancel that the work did not see
+                self._free()
+            if event is not None:
+                self.emit(event)
+        finally:
+            # its traceback refers to this frame: a cycle that would keep the request in memory
+            event = None
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._task is not task:
+            return
+        self._task = None  # it was cancelled
+        if self._work is not None:  # before it began
+            self._work.close()
+        if self.has_ended:
+            self._free()
+        else:
+            self.emit(self._shutdown_error())
+
+    def _shutdown_error(self) -> DynamoError:
+        """Return the error for the end of a task that its owner cancelled."""
+        return EngineFailed("the engine shut down during the request")
+
+    def _close(self, last: StreamEvent | None) -> None:
+        if self._task is None:
+            self._free()
+        else:
+            # `_free` follows when it has ended, because it may write to the request's memory
+            self._task.cancel()
+
+    def _free(self) -> None:
+        """Free what the stream holds. Called once; no task of the stream runs."""

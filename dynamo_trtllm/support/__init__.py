@@ -1,0 +1,1 @@
+"""What all processes are built with: background tasks, subprocesses, sockets, the HTTP server."""

@@ -1,0 +1,576 @@
+"""One HTTP/1.1 connection: its socket, its requests, and their limits in size and time.
+
+Bodies are also limited where they are read (`frontend/requests/request_body.read_body`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from urllib.parse import unquote
+
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
+from dynamo_trtllm.support.http_server.exchange import (
+    ClientDisconnected,
+    Exchange,
+    HttpRequest,
+    HttpResponse,
+    ReadTimer,
+)
+from dynamo_trtllm.support.http_server.request_head import SMALL_HEAD_BYTES
+from dynamo_trtllm.support.http_server.request_parser import RequestHead, RequestParser
+from dynamo_trtllm.support.network.addresses import network_of
+
+log = logging.getLogger(__name__)
+
+# time to send the error for a body that arrived too slowly, before the connection is closed
+_GRACE_S = 5.0
+# time for a request that was sent before its client could know that the server shuts down
+_DRAIN_S = 1.0
+# time for a rejected client to read the error: a close while it sends would discard the error
+_LINGER_S = 1.0
+# Beyond these, nothing is received.
+_UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
+_WAITING = 8  # requests that wait behind another one
+# The most that is parsed at once. The parser does not report where in it a head begins, so the
+# received bytes of a head are only known to this precision. Nor does it stop at the end of a
+# request, so a few more than `_WAITING` may wait.
+_PART_BYTES = 2 << 10
+_PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
+_BUG = "an internal error occurred; see the server's log for this request id"
+
+
+def _do_nothing() -> None: ...
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """One connection.
+
+    It runs one handler at a time; requests that the client sends before its response wait.
+    """
+
+    _transport: asyncio.Transport
+    _file = -1  # descriptor of the socket; -1 if there is none
+    _client = ""
+    network = ""  # of the client, see `network_of`
+    _ignores_data = False  # what the client still sends is discarded
+    # The response was sent. The connection stays open so that the client can read it.
+    _is_lingering = False
+    _awaits_request = False  # `_timer` limits the time until the next request begins
+    _is_paused = False  # the client does not read what was written
+    _is_reading = True
+    _unparsed = memoryview(b"")  # received, and left for a turn, or until fewer requests wait
+    _awaits_turn = False  # in `ParsingTurns`; nothing is received until then
+    _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
+    _read_timer: ReadTimer
+
+    def __init__(self, server: ConnectionGroup) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._loop = asyncio.get_running_loop()
+        self._parser = RequestParser(server.limits, self)
+        self._current: Exchange | None = None  # whose handler runs, or was the last to run
+        self._handler: asyncio.Task[None] | None = None  # of `_current`
+        self._newest: Exchange | None = None  # received
+        self._waiting: deque[Exchange] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if this connection is open and runs no request: it may be closed for another one."""
+        return self in self._server.idle
+
+    # --- called by the event loop -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._read_timer = ReadTimer(transport)
+        sock = transport.get_extra_info("socket")
+        self._file = -1 if sock is None else sock.fileno()
+        peer = transport.get_extra_info("peername")
+        self._client = peer[0] if peer else ""
+        self.network = network_of(self._client)
+        self._server.admit(self)
+        self._arm(self._limits.receive_timeout_s, self._cut)
+        if self._server.is_draining:
+            self.drain()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._read_timer.stop()
+        self._server.hangups.discard(self._file)
+        for exchange in self._exchanges():
+            self._lose(exchange)
+        self._current = self._newest = None
+        self._handler = None
+        self._waiting.clear()
+        self._unparsed = memoryview(b"")
+        self._parser.close()
+        self._server.remove(self)
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+        if self._current is not None:
+            self._current.response.pause()
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        if self._current is not None:
+            self._current.response.resume()
+        if self._waiting:
+            self._await_turn(is_behind=True)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes are received.
+
+        All connections share a buffer, because the bytes are copied at once.
+        """
+        return self._server.receive_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Receive bytes that are in the buffer."""
+        self.receive(bytes(self._server.receive_buffer[:nbytes]))
+
+    def receive(self, data: bytes) -> None:
+        """Parse what the client has sent, now or in later turns."""
+        if self._unparsed:
+            data = b"".join((self._unparsed, data))
+        self._unparsed = memoryview(data)
+        turns = self._server.parsing_turns
+        while self._may_parse and not (turns.is_over or self._awaits_turn):
+            turns.count(self._parse_part)
+        if self._may_parse:
+            self._await_turn(is_behind=False)
+        elif self._ignores_data:
+            # What is discarded must take no time from others.
+            self._await_turn(is_behind=True)
+        self._update_reading()
+
+    @property
+    def _may_parse(self) -> bool:
+        """True if something was received that can be parsed.
+
+        A packet can have thousands of requests, of which only a few may wait.
+        """
+        return bool(self._unparsed) and len(self._waiting) < _WAITING
+
+    def _parse_part(self) -> None:
+        """Parse a part of what was received."""
+        part = self._unparsed[:_PART_BYTES]
+        self._unparsed = self._unparsed[_PART_BYTES:]
+        if not self._ignores_data:
+            self._receive(part)
+        if self._ignores_data:
+            self._unparsed = memoryview(b"")
+
+    def _await_turn(self, *, is_behind: bool) -> None:
+        if not self._awaits_turn:
+            self._awaits_turn = True
+            self._server.parsing_turns.wait(self, is_behind=is_behind)
+
+    def take_turn(self) -> None:
+        """Begin the next request that waits, and parse a part of what was received.
+
+        Called by `ParsingTurns`.
+        """
+        self._awaits_turn = False
+        self._begin_next()
+        if self._may_parse:
+            self._parse_part()
+        if self._may_parse:
+            self._await_turn(is_behind=True)
+        self._update_reading()
+
+    def _receive(self, part: memoryview) -> None:
+        """Parse a part of what the client sends, and check the limits of heads and bodies."""
+        parser = self._parser
+        try:
+            if not parser.feed(part):  # another protocol is not offered
+                self._ignores_data = True
+            if self._ignores_data:
+                return
+            parser.check_size()
+            if parser.in_head and parser.received_bytes > SMALL_HEAD_BYTES:
+                self._hold_heads(parser.received_bytes)
+        except DynamoError as error:
+            self._reject(error)
+
+    # --- called by the parser, within `feed` ------------------------------------------------------
+
+    def on_begin(self) -> None:
+        if self._timer is None or self._awaits_request:
+            self._arm(self._limits.receive_timeout_s, self._cut)
+
+    def check_accepting(self) -> None:
+        if self._server.is_draining:
+            raise errors.Draining("the server is shutting down; retry")
+
+    def on_head(self, head: RequestHead) -> None:
+        request = self._new_request(head)
+        if self.is_idle:
+            if not request.is_probe:
+                self._server.check_capacity()
+            self._server.idle.add(self)  # it is the least idle one now
+        if request.large_head_bytes or self in self._server.large_heads:
+            self._hold_heads(request.large_head_bytes)
+        response = HttpResponse(
+            self._transport,
+            self._server.batch,
+            self._on_end,
+            error_form=self._server.error_form,
+            is_head=request.method == "HEAD",
+            is_chunked=head.version == "1.1",
+            keeps_alive=head.keeps_alive,
+        )
+        self._newest = Exchange(request, response)
+        self._waiting.append(self._newest)
+        self._begin_next()
+        if self._waiting:
+            self._arm_body()
+        self._update_reading()
+
+    def _new_request(self, head: RequestHead) -> HttpRequest:
+        """Return the request whose head was parsed."""
+        method = head.method.decode("ascii")
+        path = head.raw_path.decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        query = head.raw_query.decode("latin-1")
+        request = HttpRequest(method, path, query, head.headers, self._client, self._on_read)
+        request.is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
+        if head.num_bytes > SMALL_HEAD_BYTES:
+            request.large_head_bytes = head.num_bytes
+        expectation = head.headers.first(b"expect") or ""
+        request.expects_continue = head.version == "1.1" and expectation.lower() == "100-continue"
+        return request
+
+    def on_body(self, part: bytes) -> None:
+        if self._newest is not None and not self._newest.response.ended:
+            self._newest.request.feed(part)
+            self._update_reading()
+
+    def on_complete(self) -> None:
+        self._disarm()
+        if self._newest is not None:
+            self._newest.request.complete()
+            if self._newest.response.ended:
+                self._forget_request()
+                self._arm_idle()
+            elif self._newest is self._current:
+                self._keep_open()
+
+    def _hold_heads(self, head_bytes: int) -> None:
+        """Count the large heads of this connection: the newest, of `head_bytes`, and its requests'.
+
+        Raises:
+            Overloaded: the large heads of all connections together exceed their limit.
+        """
+        num_bytes = head_bytes + sum(request.large_head_bytes for request, _ in self._exchanges())
+        if not num_bytes:
+            self._server.large_heads.release(self)
+        elif not self._server.large_heads.hold(self, num_bytes):
+            max_bytes = self._limits.max_large_head_bytes
+            raise errors.Overloaded(
+                f"all request heads of more than {SMALL_HEAD_BYTES} bytes together reach their"
+                f" limit of {max_bytes} bytes; send fewer or try again later"
+            )
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _exchanges(self) -> list[Exchange]:
+        """Return the current request, if there is one, and those that wait."""
+        if self._current is None:
+            return list(self._waiting)
+        return [self._current, *self._waiting]
+
+    def _begin_next(self) -> None:
+        """Run the next request's handler, if the response before it was sent and is being read."""
+        if self._current is not None and not self._current.response.ended:
+            return
+        if not self._waiting or self._transport.is_closing():
+            return
+        if self._is_paused:
+            self._read_timer.watch()
+            return
+        self._current = self._waiting.popleft()
+        if self._current.request.is_complete:
+            self._keep_open()
+        else:  # the body could not arrive while others were before it
+            self._arm_body()
+        self._read_timer.stop()
+        self._server.parsing_turns.count_handler()
+        if self._limits.answer_timeout_s is not None:
+            self._read_timer.limit_answer(self._limits.answer_timeout_s, self._current.response)
+        self._handler = self._loop.create_task(self._serve(*self._current))
+        self._server.tasks.add(self._handler)
+        self._handler.add_done_callback(self._served)
+
+    def _keep_open(self) -> None:
+        """Keep this connection, which runs a received request, open even if others need one."""
+        if self._current is not None and not self._current.request.is_probe:
+            self._server.mark_running(self)
+
+    def _forget_request(self) -> None:
+        """Free a request that has ended, with its head."""
+        ended = self._current
+        if ended is None or not ended.request.is_complete:
+            return
+        self._current = None
+        if self._newest is ended:
+            self._newest = None
+        if ended.request.large_head_bytes:
+            self._server.large_heads.reduce(self, ended.request.large_head_bytes)
+
+    def _lose(self, exchange: Exchange) -> None:
+        """End a request whose client gets no response. Cancel its handler if that asked for it."""
+        request, response = exchange
+        request.lose()
+        response.lose()
+        if exchange is not self._current or self._handler is None or response.ended:
+            return
+        if response.cancels_handler:
+            response.cancels_handler = False  # a second call must not cancel the end of the handler
+            self._handler.cancel()
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        if task is self._handler:
+            self._handler = None
+        self._server.tasks.discard(task)
+        self._server.changed.set()
+
+    async def _serve(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Run the handler, and end the response if the handler did not."""
+        failure: DynamoError | None = None  # None: a bug
+        try:
+            await self._server.handler(request, response)
+            if not (response.ended or request.is_lost):
+                raise RuntimeError("the handler has not ended the response")
+        except ClientDisconnected:
+            pass
+        except asyncio.CancelledError:
+            failure = errors.Draining("the server shut down before the request was complete; retry")
+            raise
+        except Exception:  # any bug of a handler: logged here, answered as `internal`
+            log.exception("%s %s failed", request.method, request.path)
+        finally:
+            if not (response.ended or request.is_lost):
+                response.fail(failure or errors.InternalError(_BUG))
+
+    def _on_read(self) -> None:
+        """Receive the body of the current request. Called when its handler reads."""
+        if self._current is None:
+            return
+        request, response = self._current
+        # A client that has begun to send the body, or gets a response, does not wait any more.
+        has_body = request.is_complete or request.unread_bytes > 0
+        if request.expects_continue and not has_body and not response.started:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.expects_continue = False
+        self._update_reading()
+
+    def _on_end(self) -> None:
+        """Close the connection after a response, or go on with the next request."""
+        if self._current is None or self._transport.is_closing():
+            return
+        keeps_alive = self._current.response.keeps_alive
+        self._server.mark_idle(self)
+        self._forget_request()
+        if not keeps_alive:
+            self._close()
+        elif self._waiting:
+            self._await_turn(is_behind=True)
+        elif self._server.is_draining:
+            self.drain()
+        elif self._parser.in_head:
+            self._arm_idle()
+        self._update_reading()
+
+    def _update_reading(self) -> None:
+        """Receive data, unless this connection has received enough or others have their turn.
+
+        It has enough if too many requests wait, or if a handler does not read its body.
+        """
+        newest = self._newest
+        is_full = len(self._waiting) >= _WAITING
+        if newest is not None and not newest.response.ended:
+            is_full = is_full or newest.request.unread_bytes > _UNREAD_BYTES
+        reads = not is_full and not self._awaits_turn
+        if reads == self._is_reading or self._transport.is_closing():
+            return
+        self._is_reading = reads
+        if reads:
+            self._server.hangups.discard(self._file)
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+            if self._file >= 0:
+                self._server.hangups.add(self._file, self.hang_up)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _arm(self, seconds: float, action: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self._loop.call_later(seconds, action)
+
+    def _arm_body(self) -> None:
+        self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
+
+    def _arm_idle(self) -> None:
+        if self._timer is None:  # otherwise the next request has begun
+            self._arm(self._limits.keep_alive_timeout_s, self._close)
+            self._awaits_request = True
+
+    def _disarm(self) -> None:
+        self._awaits_request = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _cut(self) -> None:
+        """End a connection whose request has not arrived in time."""
+        self._timer = None
+        seconds = self._limits.receive_timeout_s
+        if not self._is_reading and self._waiting:
+            self._arm(seconds, self._cut)  # the request could not arrive
+        elif self._parser.in_head and self._parser.received_bytes:
+            self._reject(
+                errors.RequestTimeout(
+                    f"the request line and headers did not arrive within {seconds:g} s"
+                )
+            )
+        else:
+            self._close()
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Close the connection. Data that the client has not read is lost."""
+        self._transport.abort()
+
+    def hang_up(self) -> None:
+        """Close the connection, whose client sends no more.
+
+        The event loop does the same at the end of what it reads.
+        """
+        if self._is_lingering:
+            return  # the client may still read the response, which an early end would discard
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._read_timer.watch()
+
+    def evict(self) -> None:
+        """Close this idle connection at once, so that others can be accepted.
+
+        A partly received request gets 429.
+        """
+        self._server.remove(self)
+        self._disarm()
+        self._ignores_data = True
+        if self._is_lingering or self._transport.get_write_buffer_size():
+            self._transport.abort()  # `close` would wait until the client has read all data
+            return
+        newest = self._newest
+        receives_head = self._parser.in_head and self._parser.received_bytes > 0
+        receives_body = newest is not None and not (
+            newest.request.is_complete or newest.response.started
+        )
+        if receives_head or receives_body:
+            error = errors.Overloaded(
+                "this connection was closed for other clients before the request was received; try"
+                " again later"
+            )
+            response = HttpResponse(
+                self._transport,
+                self._server.batch,
+                _do_nothing,
+                error_form=self._server.error_form,
+                keeps_alive=False,
+            )
+            response.send_error(error)
+            self._read_timer.watch()
+        self._transport.close()
+
+    def drain(self) -> None:
+        """Close the connection after the responses to the requests that were received.
+
+        Of a response that has begun, the client does not know that it is the last one. It may send
+        another request, which gets 503 `draining`.
+        """
+        newest = self._newest
+        if newest is not None and not newest.response.ended:
+            newest.response.keeps_alive = newest.response.keeps_alive and newest.response.started
+        elif self._parser.in_head:
+            self._arm(_DRAIN_S, self._close)
+            self._awaits_request = True
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Close the connection when the client has read all data.
+
+        It may still send a body that is not read.
+        """
+        if self._is_lingering:
+            return
+        self._disarm()
+        current = self._current
+        newest = self._newest
+        if current and newest and current.response.ended and not newest.request.is_complete:
+            self._waiting.clear()
+            self._ignores_data = True
+            self._linger()
+            return
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._read_timer.watch()
+
+    def _reject(self, error: DynamoError) -> None:
+        """Receive no more, and end the connection.
+
+        It ends after the response that is being sent, or else with this error.
+        """
+        self._ignores_data = True
+        self._disarm()
+        newest = self._newest
+        if newest is not None and not self._parser.in_head:  # the error is in this request's body
+            if newest.response.ended:
+                self._linger()
+                return
+            if self._waiting:
+                # Its handler has not begun. The requests before it are still answered.
+                self._waiting.pop()
+                newest = self._waiting[-1] if self._waiting else self._current
+                self._newest = newest
+            elif newest.response.started:
+                self._close()
+                return
+            else:
+                self._lose(newest)
+                newest = None
+        if newest is not None and not newest.response.ended:
+            newest.response.keeps_alive = False
+        else:
+            response = HttpResponse(
+                self._transport,
+                self._server.batch,
+                self._linger,
+                error_form=self._server.error_form,
+                keeps_alive=False,
+            )
+            response.send_error(error)
+
+    def _linger(self) -> None:
+        """Close the connection after the client has had time to read what was sent."""
+        self._is_lingering = True
+        self._transport.write_eof()
+        self._end_linger()
+
+    def _end_linger(self) -> None:
+        if self._transport.get_write_buffer_size():
+            self._read_timer.watch()
+            self._arm(_LINGER_S, self._end_linger)
+        else:
+            self._arm(_LINGER_S, self.abort)

@@ -1,0 +1,409 @@
+"""A request and its response, as handlers see them.
+
+They belong to one connection, the only owner of its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import parse_qs
+
+import orjson
+
+from dynamo_trtllm.protocol.errors import DynamoError, RequestTimeout
+from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S, ErrorForm, to_response
+from dynamo_trtllm.support.http_server.request_head import Headers
+
+STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
+_FLUSH_BYTES = 32 << 10
+JSON = "application/json"
+_SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # of chunks
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response was complete."""
+
+
+class HttpRequest:
+    """A request. Its body may still be arriving."""
+
+    path_params: Mapping[str, str] = {}
+    id = ""  # the client's id for this request, set by the handler
+    is_lost = False  # the client has disconnected
+    is_complete = False  # the whole body has arrived
+    expects_continue = False  # the client sends the body after a response with status 100
+    unread_bytes = 0
+    is_probe = False  # the request asks for the health of this process
+    large_head_bytes = 0  # size of the head, if that counts in `LargeHeads`
+
+    def __init__(
+        self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify
+    ) -> None:
+        """Create a request of which no body has arrived.
+
+        Args:
+            method: in upper case.
+            path: decoded, without the query.
+            query: not decoded.
+            headers: the headers.
+            client: IP address.
+            on_read: is called before `receive` waits, and after it has taken a part of the body.
+        """
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.client = client
+        self.arrived_s = time.monotonic()
+        self._query = query
+        self._on_read = on_read
+        self._parts: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def header(self, name: bytes) -> str | None:
+        """Return the first value of a header. `name` is in lower case."""
+        return self.headers.first(name)
+
+    def query(self) -> dict[str, list[str]]:
+        """Return the values of each query parameter."""
+        return parse_qs(self._query, keep_blank_values=True)
+
+    async def receive(self) -> bytes:
+        """Return the next part of the body, or b"" at its end. Raises ClientDisconnected."""
+        while not self._parts:
+            if self.is_lost:
+                raise ClientDisconnected
+            if self.is_complete:
+                return b""
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._on_read()
+            await self._waiter
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self.unread_bytes = 0
+        self._on_read()
+        return part
+
+    # --- called by the connection -----------------------------------------------------------------
+
+    def feed(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.unread_bytes += len(part)
+        self._wake()
+
+    def complete(self) -> None:
+        self.is_complete = True
+        self._wake()
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class FlushBatch:
+    """The responses written to in this turn of the event loop.
+
+    Each is flushed once, at the end of the turn.
+
+    A worker's message contains tokens of many responses, and of each response several if they
+    arrive fast.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[HttpResponse] = []
+
+    def add(self, response: HttpResponse) -> None:
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._written.append(response)
+
+    def _flush(self) -> None:
+        written = self._written
+        self._written = []
+        for response in written:
+            response.flush()
+
+
+class HttpResponse:
+    """The response to one request: a whole body, or a stream of events.
+
+    What is sent after the client has disconnected is dropped.
+    """
+
+    started = False
+    ended = False
+    status = 0  # HTTP status, once it was sent
+    is_writable = False  # events were started, and the client is connected and keeps up
+    deadline = 0.0  # seconds since the epoch; until then a client may read slowly
+    cancels_handler = False  # if the client disconnects before the response has ended
+    _is_lost = False
+    _is_paused = False
+    _resumed: asyncio.Future[None] | None = None
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        batch: FlushBatch,
+        on_end: _Notify,
+        *,
+        error_form: ErrorForm,
+        is_head: bool = False,
+        is_chunked: bool = True,
+        keeps_alive: bool = True,
+    ) -> None:
+        """Create a response.
+
+        Args:
+            transport: the connection.
+            batch: flushes the response at the end of the loop's turn.
+            on_end: is called after the last byte was written.
+            error_form: the form of errors, unless a handler sets another one.
+            is_head: the body is left out, because the request's method is HEAD.
+            is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the
+                connection.
+            keeps_alive: the connection stays open for another request.
+        """
+        self._transport = transport
+        self._batch = batch
+        self._on_end = on_end
+        self._is_head = is_head
+        self._is_chunked = is_chunked
+        self.keeps_alive = keeps_alive
+        self.headers: dict[str, str] = {}  # sent in addition to those of the handler
+        self.error_form = error_form
+        self.request_id = ""  # of the request, for its errors
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0  # of `send_events`
+
+    def cancel_on_disconnect(self) -> None:
+        """Let a disconnect cancel the handler until the response has ended.
+
+        Raises ClientDisconnected.
+        """
+        if self._is_lost:
+            raise ClientDisconnected
+        self.cancels_handler = True
+
+    def continue_on_disconnect(self) -> None:
+        """Undo `cancel_on_disconnect`."""
+        self.cancels_handler = False
+
+    def send(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send a whole response."""
+        about_body = {"Content-Type": content_type, "Content-Length": str(len(body))}
+        self._start(status, about_body, headers)
+        self._end(b"" if self._is_head else body)
+
+    def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+        self.send(status, orjson.dumps(value), headers=headers)
+
+    def send_error(self, error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> None:
+        """Send an error response, unless a response was started."""
+        if not self.started:
+            if isinstance(error, RequestTimeout):
+                self.keeps_alive = False  # the rest of the request may still arrive
+            response = to_response(
+                error,
+                self.error_form,
+                request_id=self.request_id,
+                retry_after_s=retry_after_s,
+            )
+            self.send_json(response.status, response.body, response.headers)
+
+    def start_events(self, headers: Mapping[str, str]) -> None:
+        """Send the headers of a stream.
+
+        They go together with the first event if that follows in this turn of the loop.
+        """
+        first = {
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx would collect events until its buffer is full
+        }
+        if self._is_chunked:
+            first["Transfer-Encoding"] = "chunked"
+        self._start(200, first, headers)
+        self.is_writable = not (self._is_paused or self._is_lost)
+
+    def write(self, events: bytes) -> None:
+        """Send events, not empty, at the turn's end.
+
+        Called while `is_writable`, or right after `start_events`.
+        """
+        if self.ended:  # the bytes would be part of the next response
+            return
+        unsent = self._unsent
+        if not unsent:
+            self._batch.add(self)
+        if self._is_chunked:
+            size = len(events)
+            size_line = _SIZE_LINES[size] if size < 1024 else b"%x\r\n" % size
+            unsent += (size_line, events, b"\r\n")
+        else:
+            unsent.append(events)
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send events as `write` does, the last ones at once.
+
+        Waits while the client reads slowly; disconnects it if it reads too slowly for too long.
+        """
+        if self._is_paused:
+            await self._until_resumed()
+        if events:
+            self.write(events)
+        if last:
+            self._end(b"0\r\n\r\n" if self._is_chunked else b"")
+            return
+        self._unsent_bytes += len(events)
+        if self._unsent_bytes >= _FLUSH_BYTES:  # so that a client that reads slowly is noticed
+            self.flush()
+
+    def fail(self, error: DynamoError) -> None:
+        """End a response that its handler has not ended: send an error, or close the connection."""
+        self.keeps_alive = False
+        if self.started:
+            self._end(b"")
+        else:
+            self.send_error(error)
+
+    # --- called by the connection and the batch ---------------------------------------------------
+
+    def flush(self) -> None:
+        """Write the data that waits to the socket."""
+        if self._unsent:
+            data = b"".join(self._unsent)
+            self._unsent.clear()
+            self._unsent_bytes = 0
+            if not (self._is_lost or self._transport.is_closing()):
+                self._transport.write(data)
+
+    def pause(self) -> None:
+        self._is_paused = True
+        self.is_writable = False
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self.is_writable = self.started and not (self.ended or self._is_lost)
+        if self._resumed is not None and not self._resumed.done():
+            self._resumed.set_result(None)
+
+    def lose(self) -> None:
+        """Drop the rest of the response."""
+        self._is_lost = True
+        self.resume()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
+        assert not self.started
+        self.started = True
+        self.status = status
+        headers = {"Date": _date(int(time.time())), **first, **self.headers}
+        if more is not None:
+            headers.update(more)
+        if not self.keeps_alive:
+            headers["Connection"] = "close"
+        lines = [_STATUS_LINES[status]]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines.append("\r\n")
+        head = "\r\n".join(lines)
+        if head.count("\n") != len(lines):
+            raise ValueError("a value of a response header contains a line break")
+        self._batch.add(self)
+        self._unsent.append(head.encode("latin-1"))
+
+    def _end(self, data: bytes) -> None:
+        if self.ended:
+            return
+        self._unsent.append(data)
+        self.flush()
+        self.ended = True
+        self.is_writable = False
+        self._on_end()
+
+    async def _until_resumed(self) -> None:
+        """Wait until the client has read enough, or has disconnected.
+
+        The connection is closed if this takes longer than `STALL_S` and the time to the deadline,
+        even if the client reads a little.
+        """
+        loop = asyncio.get_running_loop()
+        longest_s = max(STALL_S, self.deadline - time.time())
+        stalled = loop.call_later(longest_s, self._transport.abort)
+        self._resumed = loop.create_future()
+        try:
+            await self._resumed
+        finally:
+            stalled.cancel()
+
+
+class Exchange(NamedTuple):
+    """A request and its response."""
+
+    request: HttpRequest
+    response: HttpResponse
+
+
+Handler: TypeAlias = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
+_Notify: TypeAlias = Callable[[], None]
+
+
+@functools.lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    return formatdate(second, usegmt=True)
+
+
+class ReadTimer:
+    """Closes a connection whose client does not read.
+
+    One limit applies at a time: the first that was set.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def limit_answer(self, seconds: float, response: HttpResponse) -> None:
+        """Close the connection at this time from now, unless the response was sent."""
+        self._timer = self._loop.call_later(seconds, self._cut_answer, response)
+
+    def watch(self) -> None:
+        """Close the connection once the client has read nothing for a while."""
+        if self._timer is None:
+            unread_bytes = self._transport.get_write_buffer_size()
+            self._timer = self._loop.call_later(STALL_S, self._cut_reader, unread_bytes)
+
+    def stop(self) -> None:
+        """Set no limit any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _cut_answer(self, response: HttpResponse) -> None:
+        self._timer = None
+        if not response.ended or self._transport.get_write_buffer_size():
+            self._transport.abort()
+
+    def _cut_reader(self, unread_bytes: int) -> None:
+        self._timer = None
+        if self._transport.get_write_buffer_size() >= unread_bytes:
+            self._transport.abort()
+        else:
+            self.watch()

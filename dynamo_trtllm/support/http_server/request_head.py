@@ -1,0 +1,211 @@
+"""The head of a request: its headers, their limits, and the replacement of a request to upgrade."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+from dynamo_trtllm.protocol.errors import HeadTooLarge, InvalidRequest
+
+MAX_HEADERS = 100  # of a request, together with its trailers
+SMALL_HEAD_BYTES = 4 << 10  # of a usual head; a larger one counts in `LargeHeads`
+_MAX_TARGET_BYTES = 8 << 10  # path and query; decoded, a path takes up to four times as much
+READ_HEADERS = frozenset(
+    {
+        b"access-control-request-headers",
+        b"access-control-request-method",
+        b"connection",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"origin",
+        b"traceparent",
+        b"transfer-encoding",
+        b"upgrade",
+        b"user-agent",
+        b"x-dynamo-stats",
+        b"x-request-id",
+        b"x-session-id",
+    }
+)
+_LINE_FEED = ord("\n")  # a number is found in bytes twenty times as fast as bytes are
+# The parser needs all values of these headers.
+_LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
+
+
+class Headers:
+    """The headers of a request that this server reads, `READ_HEADERS`.
+
+    The others take no memory. As a list of pairs, short ones would take twenty times as much as
+    their client sent.
+    """
+
+    __slots__ = ("_num_more_hosts", "_values")
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}  # by name in lower case
+        self._num_more_hosts = 0
+
+    def add(self, name: bytes, value: bytes) -> None:
+        """Add a header. Of a repeated one, the first value counts, unless its values form a list.
+
+        Args:
+            name: one of READ_HEADERS.
+            value: the value.
+
+        Raises:
+            InvalidRequest: the value contains a line break.
+        """
+        if _LINE_FEED in value:
+            raise InvalidRequest("the value of a header contains a line break")
+        if name not in self._values:
+            self._values[name] = value
+        elif name in _LISTS:
+            self._values[name] += b", " + value
+        elif name == b"host":
+            self._num_more_hosts += 1
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of Host headers."""
+        if b"host" not in self._values:
+            return 0
+        return 1 + self._num_more_hosts
+
+    def first(self, name: bytes) -> str | None:
+        """Return the first value of a header. `name` is one of READ_HEADERS."""
+        assert name in READ_HEADERS, name
+        value = self._values.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def pairs(self) -> list[tuple[bytes, bytes]]:
+        """Return the names, in lower case, and the values."""
+        return list(self._values.items())
+
+
+class HeadHolder(Hashable, Protocol):
+    """A connection that has received request heads."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the connection is open and runs no request."""
+
+    def evict(self) -> None:
+        """Close the idle connection at once. A partly received request gets 429."""
+
+
+class LargeHeads:
+    """Limit the memory of all large request heads of a server.
+
+    They count from their arrival until their requests end.
+    Heads of up to `SMALL_HEAD_BYTES` are not counted, so that large ones can't use up their memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._in_use = 0
+        self._held: dict[HeadHolder, int] = {}  # bytes by connection, the oldest entry first
+
+    def hold(self, connection: HeadHolder, num_bytes: int) -> bool:
+        """Set the bytes of all large heads of a connection.
+
+        If all connections together have too many, close others that run no request, the oldest
+        entry first. If that is not enough, count nothing for this connection and return False.
+        """
+        self._in_use += num_bytes - self._held.get(connection, 0)
+        self._held[connection] = num_bytes
+        while self._in_use > self._max_bytes:
+            victim = self._oldest_idle(connection)
+            if victim is None:
+                self.release(connection)
+                return False
+            victim.evict()
+        return True
+
+    def _oldest_idle(self, other_than: HeadHolder) -> HeadHolder | None:
+        """Return the holder with the oldest entry that runs no request; None: all run one."""
+        for holder in self._held:
+            if holder is not other_than and holder.is_idle:
+                return holder
+        return None
+
+    def __contains__(self, connection: HeadHolder) -> bool:
+        return connection in self._held
+
+    def reduce(self, connection: HeadHolder, num_bytes: int) -> None:
+        """Subtract the bytes of a request of the connection that has ended."""
+        left = self._held.get(connection, 0) - num_bytes
+        if left > 0:
+            self._held[connection] = left
+            self._in_use -= num_bytes
+        else:
+            self.release(connection)
+
+    def release(self, connection: HeadHolder) -> None:
+        """Remove a connection with all its bytes. A second call does nothing."""
+        self._in_use -= self._held.pop(connection, 0)
+
+
+def check_target(target: bytes) -> None:
+    """Check the length of path and query together. Raises HeadTooLarge."""
+    if len(target) > _MAX_TARGET_BYTES:
+        raise HeadTooLarge(
+            f"path and query are longer than {_MAX_TARGET_BYTES} bytes, their limit; send shorter"
+            " ones"
+        )
+
+
+def too_many_headers() -> HeadTooLarge:
+    """Return the error of a request with more than MAX_HEADERS headers and trailers."""
+    return HeadTooLarge(
+        f"the request has more than {MAX_HEADERS} headers and trailers, their limit; send fewer"
+    )
+
+
+def check_head(version: str, headers: Headers) -> None:
+    """Check a head that was received.
+
+    Raises:
+        InvalidRequest: the HTTP version is not supported, or the Host header is missing or
+            repeated.
+    """
+    if version not in ("1.0", "1.1"):
+        raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
+    hosts = headers.num_hosts
+    if hosts > 1 or (version == "1.1" and not hosts):
+        raise InvalidRequest(
+            f"the request has {hosts} Host headers; HTTP/1.1 requests must have one"
+        )
+
+
+def head_too_large(max_bytes: int) -> HeadTooLarge:
+    """Return the error of a head that is larger than the limit."""
+    return HeadTooLarge(
+        f"the request line and headers are larger than the limit of {max_bytes} bytes; send fewer"
+    )
+
+
+def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes | None:
+    """Return the head of a request for an upgrade without that header; None if it has no body.
+
+    The parser takes no body after such a header, although the request is a usual one to a server
+    that offers no upgrade. The other headers that are read are unchanged, so that the end of the
+    body is where the client's headers say.
+
+    Raises:
+        InvalidRequest: it asks for a tunnel or for WebSocket.
+    """
+    if headers.first(b"content-length") is None and headers.first(b"transfer-encoding") is None:
+        return None
+    upgrade = headers.first(b"upgrade") or ""
+    if method == b"CONNECT" or "websocket" in upgrade.lower():
+        raise InvalidRequest(
+            "a request with a body cannot ask for a tunnel or WebSocket; leave out the header"
+            " Upgrade"
+        )
+    lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
+    lines += [b"%b: %b" % (name, value) for name, value in headers.pairs() if name != b"upgrade"]
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)

@@ -1,0 +1,207 @@
+"""Parse the requests that a client sends, within limits in size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import httptools
+
+from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.support.http_server import request_head
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.request_head import MAX_HEADERS, READ_HEADERS, Headers
+
+# More chunk sizes, chunk extensions and trailers must not exceed the data of a body.
+_FRAMING_BYTES = 16 << 10
+
+
+class RequestHead(NamedTuple):
+    """The head of a request, as it was parsed."""
+
+    method: bytes
+    raw_path: bytes  # not decoded
+    raw_query: bytes
+    version: str  # of HTTP
+    headers: Headers
+    num_bytes: int  # of the head, as far as the parser has reported them
+    keeps_alive: bool  # the connection may stay open after the response
+
+
+class RequestEvents(Protocol):
+    """The receiver of what is parsed. A `DynamoError` that it raises ends `RequestParser.feed`."""
+
+    def on_begin(self) -> None:
+        """Note that a request has begun."""
+
+    def check_accepting(self) -> None:
+        """Check that requests are accepted. Raises Draining."""
+
+    def on_head(self, head: RequestHead) -> None:
+        """Take the head of a request. Raises Overloaded."""
+
+    def on_body(self, part: bytes) -> None:
+        """Take a part of the body."""
+
+    def on_complete(self) -> None:
+        """Note that the body has ended."""
+
+
+class RequestParser:
+    """Parser of the requests of one connection.
+
+    If a head asks for an upgrade, it goes on with one that does not (see `without_upgrade`).
+    """
+
+    in_head = True  # True before and during a request's head
+    received_bytes = 0  # of an incomplete head
+    _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
+    _num_headers = 0  # headers and trailers of the newest request
+    # received bytes of the newest body, with chunk sizes, chunk extensions and trailers
+    _body_bytes = 0
+    _data_bytes = 0  # of the newest body, without them
+
+    def __init__(self, limits: ConnectionLimits, events: RequestEvents) -> None:
+        self._limits = limits
+        self._events = events
+        self._parser = httptools.HttpRequestParser(self)
+        # A client may send more after a request with `Connection: close`. It is not answered.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._url = b""
+        self._headers = Headers()
+        self._plain_head: bytes | None = None  # replaces a head that asks for an upgrade
+
+    def close(self) -> None:
+        """Break the cycles of references. Nothing can be parsed any more."""
+        del self._parser
+        del self._events
+
+    def feed(self, part: memoryview) -> bool:
+        """Parse a part of what the client sends.
+
+        Return False if what follows may be of another protocol.
+
+        Raises:
+            InvalidRequest: it is not HTTP/1.1.
+            DynamoError: a check of the head, or the receiver, has failed.
+        """
+        if self.in_head:
+            self.received_bytes += len(part)
+        else:
+            self._body_bytes += len(part)
+        try:
+            return self._parse(part)
+        except httptools.HttpParserError as exc:
+            # The parser wraps the errors of the methods below. The error has no name here: it would
+            # refer to this frame, and the frame to it.
+            if isinstance(exc.__context__, DynamoError):
+                raise exc.__context__ from None
+            raise errors.InvalidRequest("the request is not valid HTTP/1.1") from exc
+
+    def check_size(self) -> None:
+        """Check the size of the newest head or body, as far as it was received.
+
+        Raises:
+            PayloadTooLarge: the body is too large.
+            InvalidRequest: the body has too much around its data.
+            HeadTooLarge: the head is too large.
+        """
+        limits = self._limits
+        if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
+            text = (
+                f"the request body is larger than the limit of {limits.max_body_bytes} bytes,"
+                " including chunk sizes, extensions and trailers"
+            )
+            raise errors.PayloadTooLarge(text)
+        if self._body_bytes - self._data_bytes > _FRAMING_BYTES + self._data_bytes:
+            text = (
+                "the chunk sizes, chunk extensions and trailers of the request take more bytes than"
+                f" its body, and more than {_FRAMING_BYTES} bytes; send larger chunks"
+            )
+            raise errors.InvalidRequest(text)
+        if self.in_head and self.received_bytes > limits.max_header_bytes:
+            raise request_head.head_too_large(limits.max_header_bytes)
+
+    def _parse(self, view: memoryview) -> bool:
+        while view:
+            try:
+                self._parser.feed_data(view)
+                return True
+            except httptools.HttpParserUpgrade as exc:
+                if self._plain_head is None:
+                    return False
+                view = view[exc.args[0] :]
+            head = self._plain_head
+            self._plain_head = None
+            self._parsed_bytes = 0
+            self._parser.feed_data(head)
+        return True
+
+    # --- called by the parser, within `feed` ------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers = Headers()
+        self._num_headers = 0
+        if not self.received_bytes:  # the end of another request was in the same part
+            self.received_bytes = 1
+        self._events.on_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._count(len(url))
+        request_head.check_target(self._url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise request_head.too_many_headers()
+        name = name.lower()
+        if name in READ_HEADERS and self.in_head:  # after the head, it is a trailer
+            self._headers.add(name, value)
+
+    def on_headers_complete(self) -> None:
+        version = self._parser.get_http_version()
+        url = httptools.parse_url(self._url)
+        request_head.check_head(version, self._headers)
+        self._events.check_accepting()
+        method = self._parser.get_method()
+        asks_for_upgrade = self._parser.should_upgrade()
+        if asks_for_upgrade:
+            self._plain_head = request_head.without_upgrade(
+                method, self._url, version, self._headers
+            )
+            if self._plain_head is not None:
+                return
+        head = RequestHead(
+            method=method,
+            raw_path=url.path or b"/",
+            raw_query=url.query or b"",
+            version=version,
+            headers=self._headers,
+            num_bytes=self._parsed_bytes,
+            keeps_alive=(
+                version == "1.1" and self._parser.should_keep_alive() and not asks_for_upgrade
+            ),
+        )
+        self._events.on_head(head)
+        self.in_head = False
+        self.received_bytes = self._parsed_bytes = self._body_bytes = self._data_bytes = 0
+        self._url = b""
+        self._headers = Headers()  # the request has the others
+
+    def on_body(self, part: bytes) -> None:
+        self._data_bytes += len(part)
+        self._events.on_body(part)
+
+    def on_message_complete(self) -> None:
+        if self._plain_head is None:
+            self.in_head = True
+            self._events.on_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        """Count bytes of a head. Raises HeadTooLarge."""
+        self._parsed_bytes += num_bytes
+        if self._parsed_bytes > self._limits.max_header_bytes:
+            raise request_head.head_too_large(self._limits.max_header_bytes)

@@ -1,0 +1,263 @@
+"""Run the HTTP server of a frontend or worker.
+
+It accepts connections within limits, routes requests and ends gracefully.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple
+
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.http_status import ErrorForm
+from dynamo_trtllm.support.background import first_of
+from dynamo_trtllm.support.http_server.connection import HttpConnection
+from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
+from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.network.listening import ACCEPTS_PER_TURN, Acceptor
+
+ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
+ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
+
+
+_NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
+
+
+class Route(NamedTuple):
+    """A handler of one method of one path.
+
+    In the path, {x} is a part without slashes, and {x:path} any text.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+
+
+class Router:
+    """The handler of all requests. Routes of GET serve HEAD, too."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        hint: str = "",
+        origins: Set[str] = frozenset(),
+        error_forms: Mapping[str, ErrorForm] = _NO_FORMS,
+    ) -> None:
+        """Create the router. The first path that matches decides.
+
+        Args:
+            routes: the routes.
+            hint: ends the error for an unknown path.
+            origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
+            error_forms: the form of errors, by the beginning of the path. Others have that of the
+                server.
+        """
+        self.routes = routes
+        self._hint = hint
+        self._origins = origins
+        self._error_forms = error_forms
+        by_path: dict[str, dict[str, Handler]] = {}
+        for route in routes:
+            by_path.setdefault(route.path, {})[route.method] = route.handler
+        self._exact: dict[str, Mapping[str, Handler]] = {}
+        self._patterns: list[tuple[re.Pattern[str], Mapping[str, Handler]]] = []
+        for path, methods in by_path.items():
+            if "{" in path:
+                self._patterns.append((_compile(path), methods))
+            else:
+                self._exact[path] = methods
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Give the request an id, and run its handler.
+
+        Answers the handler's errors, unknown paths and unknown methods with an error response.
+
+        Raises:
+            DynamoError: the handler failed after it had started the response.
+        """
+        set_request_id(request, response)
+        for beginning, form in self._error_forms.items():
+            if request.path.startswith(beginning):
+                response.error_form = form
+                response.headers["Request-Id"] = response.request_id  # as its clients name it
+        if self._origins and self._answer_origin(request, response):
+            return
+        methods = self._exact.get(request.path) or self._match(request)
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        about = f"{request.method} {request.path}"
+        if not methods:
+            message = f"not found: {about}{self._hint}"
+            response.send_json(404, _body(response, 404, message, "unknown_url"))
+        elif handler is None:
+            message = f"{request.method} is not allowed on {request.path}"
+            body = _body(response, 405, message, "method_not_allowed")
+            allowed = [*methods, "HEAD"] if "GET" in methods else methods
+            response.send_json(405, body, {"Allow": ", ".join(allowed)})
+        else:
+            try:
+                await handler(request, response)
+            except DynamoError as error:
+                if response.started:
+                    raise
+                response.send_error(error)
+
+    def _answer_origin(self, request: HttpRequest, response: HttpResponse) -> bool:
+        """Add the headers for an allowed origin to the response.
+
+        Return True for a preflight, which is answered.
+        """
+        origin = request.header(b"origin")
+        # This is sent without the other headers, too: a cache must not return them to others.
+        response.headers["Vary"] = "Origin"
+        if origin is None or not self._origins & {"*", origin}:
+            return False
+        allowed = "*" if "*" in self._origins else origin
+        response.headers |= {
+            "Access-Control-Allow-Origin": allowed,
+            "Access-Control-Expose-Headers": "*",
+        }
+        if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
+            return False
+        wanted = request.header(b"access-control-request-headers")
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": wanted or "*",
+            "Access-Control-Max-Age": "600",
+        }
+        response.send(200, b"", "text/plain", headers)
+        return True
+
+    def _match(self, request: HttpRequest) -> Mapping[str, Handler]:
+        for pattern, methods in self._patterns:
+            if match := pattern.fullmatch(request.path):
+                request.path_params = match.groupdict()
+                return methods
+        return {}
+
+
+def _body(response: HttpResponse, status: int, message: str, code: str) -> Mapping[str, Any]:
+    return response.error_form(status, message, code=code, request_id=response.request_id)
+
+
+def _compile(path: str) -> re.Pattern[str]:
+    """Return the pattern of a path with parameters."""
+    pattern = re.sub(r"{(\w+):path}", r"(?P<\1>.*)", path.replace(".", r"\."))
+    return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern), re.DOTALL)
+
+
+log = logging.getLogger(__name__)
+
+# idle connections that are closed if there is no file descriptor for another one
+_NUM_RELIEVED = 16
+
+
+def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
+    """Take the id of a request from `X-Request-Id`, or generate one.
+
+    Add it to the response and the log lines.
+    """
+    given = request.header(b"x-request-id") or ""
+    request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
+    # It is never reset: the server logs exceptions in this task, which serves no other request.
+    observe_logging.request_id.set(request_id)
+    request.id = request_id if ENGINE_ID.fullmatch(request_id) else ""
+    response.request_id = request_id
+    response.headers["X-Request-Id"] = request_id
+
+
+class HttpServer(ConnectionGroup):
+    """A server that runs `handler` for each request.
+
+    Args:
+        handler: runs the requests.
+        limits: of the connections.
+        error_form: the form of errors, unless the handler sets another one.
+        shutdown_s: the longest wait for running requests at shutdown.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        limits: ConnectionLimits,
+        *,
+        error_form: ErrorForm,
+        shutdown_s: float,
+    ) -> None:
+        super().__init__(handler, limits, error_form)
+        self._shutdown_s = shutdown_s
+        self._stopped = asyncio.Event()
+        self._interrupted = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept no more connections, and end `serve` after the running requests."""
+        self._stopped.set()
+
+    def interrupt(self) -> None:
+        """Do what `stop` does.
+
+        A second call, or one after `stop`, ends `serve` without waiting for requests.
+        """
+        if self._stopped.is_set():
+            self._interrupted.set()
+        self._stopped.set()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Serve on a listening socket until `stop`.
+
+        Closes the socket. If cancelled, it ends all requests at once.
+        """
+        # With fewer, a connection is open for a few turns of the loop before others replace it, so
+        # its request is read.
+        accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self.max_open // 8))
+        acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
+        try:
+            try:
+                await self._stopped.wait()
+            finally:
+                acceptor.close()
+                sock.close()
+            self.drain()
+            await first_of(self.until_ended(), self._interrupted.wait(), timeout_s=self._shutdown_s)
+        finally:
+            await self._end(acceptor)
+
+    async def _end(self, acceptor: Acceptor) -> None:
+        """Cancel the requests that still run, and close all connections."""
+        running = list(self.tasks)
+        if running:
+            if self._interrupted.is_set():
+                reason = "at the second signal"
+            elif self._stopped.is_set():
+                reason = f"that had not ended within {self._shutdown_s:g} s"
+            else:
+                reason = "because the server was cancelled"
+            log.error("cancelled %d requests %s", len(running), reason)
+            for request in running:
+                request.cancel()
+        await asyncio.gather(acceptor.wait_closed(), *running, return_exceptions=True)
+        for connection in list(self.open):
+            connection.abort()
+        self.hangups.close()
+
+    async def _connect(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: HttpConnection(self), connection)
+        except OSError as exc:
+            connection.close()
+            log.debug("client disconnected while it was accepted: %s", exc)
+
+    def _relieve(self) -> bool:
+        """Close some idle connections. Return False if there is none."""
+        num_closed = 0
+        while num_closed < _NUM_RELIEVED and self.evict_idlest():
+            num_closed += 1
+        return num_closed > 0

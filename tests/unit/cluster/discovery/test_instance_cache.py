@@ -1,0 +1,414 @@
+"""What a list or an event is news of."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.cluster.discovery import instance_cache as mirror_module
+from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed
+from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
+from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
+from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.protocol.messages import Instance, Role, encode
+from tests.instances import CARD, make_instance
+
+
+def entry(instance: Instance) -> tuple[str, bytes]:
+    return instance_key(endpoint_of(instance), instance.id), encode(instance)
+
+
+ONE, TWO, THREE = (make_instance(number) for number in (1, 2, 3))
+TWO_CHANGED = msgspec.structs.replace(TWO, version="2.0")
+
+
+def test_relist_when_some_vanished_and_some_changed_then_exactly_the_difference() -> None:
+    cache = InstanceCache()
+    assert cache.relist(dict([entry(ONE), entry(TWO)])) == [Added(ONE), Added(TWO)]
+    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == [
+        Removed(1),
+        Added(TWO_CHANGED),
+        Added(THREE),
+    ]
+    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == []
+
+
+def test_relist_when_one_is_missing_then_down_after_the_grace_and_news_of_others_at_once() -> None:
+    cache = InstanceCache(grace_s=10)
+    cache.relist(dict([entry(ONE), entry(TWO)]), 100.0)
+    assert cache.next_list_s is None
+    assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)]), 101.0) == [
+        Added(TWO_CHANGED),
+        Added(THREE),
+    ]
+    assert cache.next_list_s == 111.0
+    # another cut does not begin the grace of ONE again
+    assert cache.relist(dict([entry(THREE)]), 105.0) == []
+    assert cache.next_list_s == 111.0
+    assert cache.relist(dict([entry(THREE)]), 111.0) == [Removed(1)]
+    assert cache.next_list_s == 115.0
+    assert cache.relist(dict([entry(THREE)]), 116.0) == [Removed(2)]
+    assert cache.next_list_s is None
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_relist_when_the_missing_came_back_within_the_grace_then_nothing(is_listed: bool) -> None:
+    cache = InstanceCache(grace_s=10)
+    cache.relist(dict([entry(ONE)]), 0.0)
+    cache.relist({}, 1.0)
+    assert (cache.relist(dict([entry(ONE)]), 2.0) if is_listed else cache.put(*entry(ONE))) == []
+    assert cache.next_list_s is None
+    assert cache.relist({}, 20.0) == []  # missing once more: a grace of its own
+    assert cache.next_list_s == 30.0
+
+
+def test_removed_when_missing_then_down_at_once_and_once() -> None:
+    cache = InstanceCache(grace_s=10)
+    cache.relist(dict([entry(ONE)]), 0.0)
+    cache.relist({}, 1.0)
+    assert cache.delete(entry(ONE)[0]) == [Removed(1)]
+    assert cache.next_list_s is None
+    assert cache.relist({}, 20.0) == []
+
+
+def test_wait_anew_when_some_are_missing_then_the_grace_begins_with_the_next_list() -> None:
+    cache = InstanceCache(grace_s=10)
+    cache.relist(dict([entry(ONE)]), 0.0)
+    cache.relist({}, 1.0)
+    cache.restart_grace()
+    assert cache.relist({}, 30.0) == []
+    assert cache.next_list_s == 40.0
+    assert cache.relist({}, 40.0) == [Removed(1)]
+
+
+def test_put_when_record_is_known_then_nothing() -> None:
+    cache = InstanceCache()
+    assert cache.put(*entry(ONE)) == [Added(ONE)]
+    assert cache.put(*entry(ONE)) == []
+
+
+def test_removed_when_known_then_down_once() -> None:
+    cache = InstanceCache()
+    key, record = entry(ONE)
+    cache.put(key, record)
+    assert cache.delete(key) == [Removed(1)]
+    assert cache.delete(key) == []
+    assert cache.put(key, record) == [Added(ONE)]
+
+
+ODD_KEY = "v1/instances/dynamo/a/b/1"
+
+
+def reasons(events: list[Added | Removed | Rejected]) -> list[tuple[str, str | None]]:
+    """Of what was rejected, and nothing else."""
+    assert all(isinstance(each, Rejected) for each in events)
+    return [(each.key, each.reason) for each in events if isinstance(each, Rejected)]
+
+
+def test_put_when_unreadable_then_rejected_once_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = InstanceCache()
+    with caplog.at_level(logging.WARNING):
+        ((key, reason),) = reasons(cache.put(ODD_KEY, b"\xc1"))
+        assert cache.put(ODD_KEY, b"\xc1") == []
+        assert len(cache.put("v1/instances/dynamo/odd", entry(ONE)[1])) == 1
+    assert key == ODD_KEY
+    assert reason is not None
+    assert caplog.records[0].getMessage() == f"etcd record rejected: {reason} (key {ODD_KEY})"
+    assert len(caplog.records) == 2
+
+
+def test_put_when_another_thing_is_wrong_with_it_now_then_rejected_again_with_no_second_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = InstanceCache()
+    cache.put(ODD_KEY, b"\xc1")
+    ((_, reason),) = reasons(cache.put(ODD_KEY, b""))
+    assert reason is not None
+    assert "truncated" in reason
+    assert len(caplog.records) == 1
+
+
+def test_put_when_a_key_holds_anything_then_the_log_has_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ((key, _),) = reasons(
+        InstanceCache().put("v1/instances/dynamo/\n\x1b[2J\udcff" + "x" * 1_000_000, b"")
+    )
+    assert key.startswith(r"v1/instances/dynamo/\n\x1b[2J\udcffxxx")
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 500
+    assert record.getMessage().isprintable()
+
+
+def test_put_when_known_record_becomes_unreadable_then_down_and_rejected() -> None:
+    cache = InstanceCache()
+    key, record = entry(ONE)
+    cache.put(key, record)
+    down, rejected = cache.put(key, b"\xc1")
+    assert down == Removed(1)
+    assert isinstance(rejected, Rejected)
+    assert cache.put(key, record) == [Rejected(key, None), Added(ONE)]
+
+
+def test_removed_when_rejected_then_it_is_over_and_nothing_is_down() -> None:
+    cache = InstanceCache()
+    cache.put(ODD_KEY, b"\xc1")
+    assert cache.delete(ODD_KEY) == [Rejected(ODD_KEY, None)]
+    assert cache.delete(ODD_KEY) == []
+
+
+def test_relist_when_a_rejected_key_is_listed_no_more_then_it_is_over_at_once() -> None:
+    cache = InstanceCache(grace_s=10)
+    cache.relist({ODD_KEY: b"\xc1", **dict([entry(TWO)])})
+    assert cache.relist({ODD_KEY: b"\xc1"}, 1.0) == []
+    assert cache.relist({}, 2.0) == [Rejected(ODD_KEY, None)]
+    assert cache.relist({}, 11.0) == [Removed(2)]
+
+
+def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and_takes_none_down() -> (
+    None
+):
+    """The key of a ghost with the record of a real worker, and a ghost at the key of a real
+    worker.
+    """
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    ghost_key = entry(THREE)[0]
+    ((_, reason),) = reasons(cache.put(ghost_key, entry(ONE)[1]))
+    assert reason == "id is 3 in the key and 1 in the record"
+    assert reasons(cache.delete(ghost_key)) == [(ghost_key, None)]
+    assert cache.put(*entry(ONE)) == []  # it stands as before
+
+
+def moved(instance: Instance, component: str = "zzz") -> Instance:
+    """The same id at another endpoint, with the key and the subject of that endpoint."""
+    endpoint = EndpointId(instance.namespace, component, instance.endpoint)
+    return msgspec.structs.replace(
+        instance, component=component, subject=subject(endpoint, instance.id)
+    )
+
+
+def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_goes() -> None:
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    second_key, third_key = entry(moved(ONE))[0], entry(moved(ONE, "zzzz"))[0]
+    for second in (moved(ONE), moved(ONE, "zzzz")):
+        ((_, reason),) = reasons(cache.put(*entry(second)))
+        assert reason == f"instance id 1 is already registered under the key {entry(ONE)[0]}"
+        assert cache.put(*entry(second)) == []
+    assert cache.put(*entry(ONE)) == []
+    assert cache.next_list_s is None
+    assert cache.delete(entry(ONE)[0]) == [Removed(1)]
+    assert cache.next_list_s == 0.0
+    assert cache.relist(dict([entry(moved(ONE)), entry(moved(ONE, "zzzz"))])) == [
+        Rejected(second_key, None),
+        Added(moved(ONE)),
+        Rejected(third_key, f"instance id 1 is already registered under the key {second_key}"),
+    ]
+    assert cache.next_list_s is None
+    assert cache.delete(third_key) == [Rejected(third_key, None)]
+    assert cache.delete(second_key) == [Removed(1)]
+
+
+def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stands() -> None:
+    cache = InstanceCache()
+    first_key, second_key = entry(ONE)[0], entry(moved(ONE))[0]
+    cache.put(*entry(ONE))
+    cache.put(*entry(moved(ONE)))
+    down, rejected = cache.put(first_key, b"\xc1")
+    assert down == Removed(1)
+    assert isinstance(rejected, Rejected)
+    assert rejected.key == first_key
+    assert cache.next_list_s == 0.0
+    listed = {second_key: entry(moved(ONE))[1], first_key: b"\xc1"}
+    assert cache.relist(listed) == [Rejected(second_key, None), Added(moved(ONE))]
+
+
+def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a_new_list_brings_the_second() -> (
+    None
+):
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    listed = {entry(moved(ONE))[0]: entry(moved(ONE))[1], entry(ONE)[0]: b"\xc1"}
+    assert cache.relist(listed)[1] == Removed(1)
+    assert cache.next_list_s == 0.0
+    assert cache.relist(listed) == [Rejected(entry(moved(ONE))[0], None), Added(moved(ONE))]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_relist_when_the_first_key_of_an_id_is_missing_then_the_second_waits_for_its_grace(
+    is_listed: bool,
+) -> None:
+    cache = InstanceCache(grace_s=10)
+    cache.relist(dict([entry(ONE), entry(moved(ONE))]))
+    second = dict([entry(moved(ONE))])
+    over = Rejected(entry(moved(ONE))[0], None)
+    assert cache.relist(second, 1.0) == []
+    expected = [over, Removed(1)] if not is_listed else [Removed(1), over, Added(moved(ONE))]
+    assert cache.relist(second if is_listed else {}, 11.0) == expected
+
+
+def test_put_when_the_second_key_of_an_id_left_meanwhile_then_it_never_stands() -> None:
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    cache.put(*entry(moved(ONE)))
+    cache.delete(entry(moved(ONE))[0])
+    assert cache.delete(entry(ONE)[0]) == [Removed(1)]
+    assert cache.relist({}) == []
+
+
+def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "MOST_REJECTED", 3)
+    cache = InstanceCache()
+    odd = [f"v1/instances/dynamo/odd-{number}" for number in range(6)]
+    assert [len(cache.put(key, b"")) for key in odd] == [1, 1, 1, 0, 0, 0]
+    assert len(caplog.records) == 4
+    assert "3 etcd records rejected, not logging further ones" in caplog.text
+    assert cache.delete(odd[5]) == []
+    cache.delete(odd[0])
+    assert len(cache.put(odd[5], b"")) == 1  # there is a place again
+    assert cache.put(*entry(ONE)) == [Added(ONE)]
+
+
+def with_card(instance: Instance, **fields: object) -> Instance:
+    return msgspec.structs.replace(instance, card=msgspec.structs.replace(CARD, **fields))
+
+
+PREFILL = make_instance(9, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "field"),
+    [
+        (with_card(TWO, vocab_size=33), "card.vocab_size is 33, and 32 on instance 1,"),
+        (
+            with_card(TWO, renderer="harmony"),
+            "card.renderer is harmony, and chat_template on instance 1,",
+        ),
+        (with_card(TWO, files={"tokenizer.json": "0" * 64}), "card.files.tokenizer.json is 000"),
+        (with_card(TWO, context_length=127), "card.context_length is 127, and 128 on instance 1,"),
+        (with_card(PREFILL, vocab_size=33), "card.vocab_size is 33, and 32 on instance 1,"),
+    ],
+    ids=["vocabulary", "renderer", "tokenizer", "context", "prefill"],
+)
+def test_record_when_its_card_does_not_fit_its_model_then_only_this_instance_is_rejected_until_the_others_left(
+    newcomer: Instance, field: str
+) -> None:
+    cache, later = InstanceCache(), InstanceCache()
+    cache.put(*entry(ONE))
+    (rejected,) = cache.put(*entry(newcomer))
+    assert isinstance(rejected, Rejected)
+    assert str(rejected.reason).startswith(field)
+    assert cache.put(*entry(THREE)) == [Added(THREE)]
+    # A frontend that starts later reads a list in the order of registration.
+    listed = dict([entry(ONE), entry(newcomer), entry(THREE)])
+    assert later.relist(listed) == [Added(ONE), rejected, Added(THREE)]
+
+    cache.delete(entry(ONE)[0])
+    # THREE stays. The reason may name it now.
+    events = cache.relist(dict([entry(newcomer), entry(THREE)]))
+    assert events[1:] == []
+    assert cache.delete(entry(THREE)[0]) == [Removed(3)]
+    assert cache.next_list_s == 0.0
+    assert cache.relist(dict([entry(newcomer)])) == [Rejected(rejected.key, None), Added(newcomer)]
+
+
+@pytest.mark.parametrize(
+    "newcomer",
+    [
+        with_card(TWO, tool_call_parser="hermes", eos_token_ids=(), unsupported_features=("seed",)),
+        with_card(TWO, files={"chat_template.jinja": "0" * 64}),
+        with_card(TWO, context_length=256),
+        with_card(PREFILL, context_length=64),
+        with_card(TWO, name="another", vocab_size=33),
+    ],
+    ids=["parsers", "template", "longer", "prefill", "model"],
+)
+def test_record_when_its_card_differs_but_it_can_run_the_requests_of_its_model_then_added(
+    newcomer: Instance,
+) -> None:
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    assert cache.put(*entry(newcomer)) == [Added(newcomer)]
+
+
+SHORT = with_card(ONE, context_length=64)
+LONG = with_card(TWO, context_length=256)
+UNFIT = with_card(ONE, vocab_size=1, eos_token_ids=())
+
+
+@pytest.mark.parametrize(
+    "writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]]
+)
+@pytest.mark.parametrize("has_followed", ["the changes", "the changes, then a list", "lists"])
+def test_record_when_it_is_written_again_then_a_frontend_that_saw_it_decides_like_a_later_one(
+    writes: list[Instance], has_followed: str
+) -> None:
+    earlier, later = InstanceCache(), InstanceCache()
+    view, later_view = ClusterView(), ClusterView()
+    listed: dict[str, bytes] = {}
+    for number, instance in enumerate(writes):
+        key, record = entry(instance)
+        listed.pop(key, None)
+        listed[key] = record
+        if has_followed == "lists" or (
+            has_followed == "the changes, then a list" and number == len(writes) - 1
+        ):
+            follow(view, earlier.relist(listed))
+        else:
+            follow(view, earlier.put(key, record))
+    if earlier.next_list_s is not None:
+        follow(view, earlier.relist(listed))
+    follow(later_view, later.relist(listed))
+    assert view.instances() == later_view.instances()
+    assert view.models() == later_view.models()
+
+
+def follow(view: ClusterView, events: list[Event]) -> None:
+    for event in events:
+        if isinstance(event, Added):
+            view.add(event.instance)
+        elif isinstance(event, Removed):
+            view.remove(event.instance_id)
+
+
+def num_calls(count: int) -> int:
+    """Return the number of calls of Python functions that registering prefill workers takes."""
+    cache = InstanceCache()
+    entries = [entry(make_instance(number + 1, role=Role.PREFILL)) for number in range(count)]
+    calls = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        for key, record in entries:
+            cache.put(key, record)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_put_when_a_model_has_many_prefill_workers_then_each_costs_the_same() -> None:
+    assert num_calls(400) < 2.1 * num_calls(200)
+
+
+def test_record_when_it_is_overwritten_with_an_unfit_card_then_the_others_stay_and_it_returns_with_its_own() -> (
+    None
+):
+    cache = InstanceCache()
+    cache.relist(dict([entry(ONE), entry(TWO)]))
+    removed, rejected = cache.put(*entry(UNFIT))
+    assert removed == Removed(1)
+    assert isinstance(rejected, Rejected)
+    assert cache.put(*entry(ONE)) == [Rejected(rejected.key, None), Added(ONE)]

@@ -1,0 +1,60 @@
+"""The time limit of a connection to NATS holds although the client drops cancels."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from nats.aio.client import Client
+
+from dynamo_trtllm.cluster.request_plane import nats
+from dynamo_trtllm.cluster.request_plane.nats import connect_client
+from tests.waiting import SOON_S
+
+
+async def retry_for_ever(drops: int) -> None:
+    """Do as the client does when `wait_for` drops a cancel that arrives together with the error of
+    an attempt.
+    """
+    for _ in range(drops):
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(SOON_S)
+    await asyncio.sleep(SOON_S)
+
+
+@pytest.mark.parametrize("drops", [0, 1, 3])
+async def test_connect_when_the_client_drops_cancels_then_the_limit_still_ends_it(
+    drops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", 0.001)
+    client, task = Client(), asyncio.current_task()
+    assert task is not None
+    monkeypatch.setattr(client, "connect", lambda *_, **__: retry_for_ever(drops))
+    with pytest.raises(TimeoutError):
+        await connect_client(client, "", 0.001)
+    assert client.is_closed
+    assert task.cancelling() == 0
+    await asyncio.sleep(0.005)  # nothing cancels it any more
+
+
+async def test_connect_when_its_caller_is_cancelled_after_the_limit_then_that_is_what_it_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", SOON_S)
+    begun = asyncio.Event()
+
+    async def connect(*_: object, **__: object) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(SOON_S)
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(SOON_S)
+
+    client = Client()
+    monkeypatch.setattr(client, "connect", connect)
+    task = asyncio.create_task(connect_client(client, "", 0.0))
+    await begun.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()

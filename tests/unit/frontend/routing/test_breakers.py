@@ -1,0 +1,210 @@
+"""What is known of pairs: breakers, and which pair a canary tries when."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.frontend.routing.breakers import (
+    MOST_STATUSES,
+    BreakerLimits,
+    PairBreakers,
+    PairState,
+)
+from dynamo_trtllm.frontend.routing.pair_probe import suspects
+from dynamo_trtllm.frontend.routing.pairs import format_pair
+
+PAIR = (1, 2)
+LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
+CANARIES = (0.0, 1000.0, 2000.0)  # each when the breaker's time is over
+
+
+def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> (
+    None
+):
+    breakers = PairBreakers(LIMITS)
+    assert not breakers.record_failure(PAIR, "x", 0.0)
+    assert breakers.status(PAIR).state is PairState.FAILING
+    assert not breakers.is_open(PAIR)
+    assert breakers.record_failure(PAIR, "y", 1.0)
+    assert breakers.is_open(PAIR)
+    assert (breakers.status(PAIR).reason, breakers.status(PAIR).open_until) == ("y", 11.0)
+    for now, until in ((11.0, 31.0), (31.0, 66.0), (66.0, 101.0)):
+        assert not breakers.record_failure(PAIR, "z", now)
+        assert breakers.status(PAIR).open_until == until
+
+
+def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_forgotten() -> None:
+    breakers = PairBreakers(LIMITS)
+    for now in (0.0, 1.0, 11.0):
+        breakers.record_failure(PAIR, "x", now)
+    assert breakers.record_success(PAIR, 40.0)
+    assert not breakers.is_open(PAIR)
+    assert not breakers.any_open
+    assert not breakers.record_success(PAIR, 41.0)
+    breakers.record_failure(PAIR, "x", 50.0)
+    assert breakers.status(PAIR).state is PairState.FAILING
+    assert breakers.record_failure(PAIR, "x", 51.0)
+    assert breakers.status(PAIR).open_until == 61.0
+
+
+def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
+    assert breakers.due_at(PAIR, 30.0) <= 0.0
+    breakers.record_success(PAIR, 100.0, is_probe=True)
+    assert breakers.due_at(PAIR, 30.0) > 129.0
+    assert breakers.due_at(PAIR, 30.0) <= 130.0
+    breakers.record_failure(PAIR, "x", 200.0)
+    assert breakers.due_at(PAIR, 30.0) > 209.0
+    assert breakers.due_at(PAIR, 30.0) == 210.0
+    assert breakers.due_at(PAIR, 30.0) <= 210.0
+
+
+def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_are_not_stored() -> (
+    None
+):
+    breakers = PairBreakers(LIMITS)
+    for number in range(MOST_STATUSES):
+        assert breakers.record_success((number, PAIR[1]), 0.0)
+    other = (MOST_STATUSES, PAIR[1])
+    assert not breakers.record_success(other, 0.0)
+    assert (breakers.status(other).state, breakers.is_open(other)) == (PairState.UNTRIED, False)
+    assert breakers.record_success(other, 0.0, is_probe=True)
+    for now in (1.0, 2.0):
+        breakers.record_failure((-1, PAIR[1]), "x", now)
+    assert breakers.is_open((-1, PAIR[1]))
+
+
+def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> None:
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    breakers.record_failure(PAIR, "x", 0.0)
+    breakers.record_failure((None, 3), "x", 0.0)
+    breakers.keep_only({1, 3})
+    assert not breakers.is_open(PAIR)
+    assert breakers.is_open((None, 3))
+
+
+def test_formatted_when_printed_then_ids_are_those_of_subjects() -> None:
+    assert (format_pair((0xA, 0xB)), format_pair((None, 0xB))) == ("pair a -> b", "instance b")
+
+
+def test_poisoned_when_one_prefill_fails_with_everybody_then_it_is_that_one() -> None:
+    pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    for now in CANARIES:
+        for pair in ((1, 11), (1, 12)):
+            breakers.record_failure(pair, "x", now)
+    assert suspects(breakers, pairs) == {1}
+
+
+def test_poisoned_when_one_decode_fails_with_everybody_then_it_is_that_one() -> None:
+    pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    for now in CANARIES:
+        for pair in ((1, 11), (2, 11)):
+            breakers.record_failure(pair, "x", now)
+    assert suspects(breakers, pairs) == {11}
+
+
+def test_poisoned_when_there_is_only_one_pair_then_its_prefill_instance_and_never_too_soon() -> (
+    None
+):
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    first, *more = CANARIES
+    breakers.record_failure(PAIR, "x", first)
+    assert suspects(breakers, [PAIR]) == set()
+    for now in more:
+        breakers.record_failure(PAIR, "x", now)
+    assert suspects(breakers, [PAIR]) == {1}
+
+
+def test_poisoned_when_an_aggregated_instance_fails_then_it_is_that_one() -> None:
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    for now in CANARIES:
+        breakers.record_failure((None, 5), "x", now)
+    assert suspects(breakers, [(None, 5), (None, 6)]) == {5}
+
+
+def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> None:
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
+    breakers.record_failure(PAIR, "x", 0.0)
+    breakers.defer(PAIR, 10.0)
+    assert breakers.is_open(PAIR)
+    assert breakers.due_at(PAIR, 30.0) > 19.0
+    assert breakers.due_at(PAIR, 30.0) <= 20.0
+
+
+def test_failed_when_a_pair_has_failed_for_days_then_it_is_still_only_quarantined() -> None:
+    breakers = PairBreakers(LIMITS)
+    for now in range(0, 200_000, 100):
+        breakers.record_failure(PAIR, "x", float(now))
+    assert breakers.status(PAIR).open_until == 199_900.0 + 35.0
+
+
+def test_failed_when_many_calls_fail_at_once_then_the_breaker_has_opened_once() -> None:
+    breakers = PairBreakers(LIMITS)
+    assert [breakers.record_failure(PAIR, "x", 0.0) for _ in range(2000)].count(True) == 1
+    assert (breakers.status(PAIR).num_openings, breakers.status(PAIR).open_until) == (1, 10.0)
+    assert suspects(breakers, [PAIR]) == set()
+
+
+def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_shuts_for_longer() -> (
+    None
+):
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
+    breakers.record_failure(PAIR, "x", 0.0)
+    breakers.half_open(9.0)
+    assert breakers.is_open(PAIR)
+    breakers.half_open(10.0)
+    assert not breakers.is_open(PAIR)
+    breakers.record_failure(PAIR, "x", 11.0)
+    assert (breakers.is_open(PAIR), breakers.status(PAIR).open_until) == (True, 31.0)
+
+
+def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has_tried_it() -> None:
+    breakers = PairBreakers(LIMITS)
+    breakers.record_success((1, 3), 0.0, is_probe=True)
+    breakers.withhold([PAIR, (1, 3)])
+    assert (breakers.is_open(PAIR), breakers.is_open((1, 3)), breakers.any_open) == (
+        True,
+        False,
+        True,
+    )
+    assert not breakers.record_success(PAIR, 1.0)  # by a request
+    assert breakers.is_open(PAIR)
+    assert breakers.record_success(PAIR, 2.0, is_probe=True)
+    assert not breakers.any_open
+    breakers.keep_only({1, 3})
+    breakers.withhold([PAIR])
+    assert breakers.is_open(PAIR)
+    breakers.keep_only({1, 3})
+    assert not breakers.any_open
+
+
+def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_and_it_is_tried_each_second() -> (
+    None
+):
+    breakers = PairBreakers(LIMITS)
+    breakers.withhold([PAIR])
+    breakers.defer(PAIR, 0.0)
+    assert not breakers.is_open(PAIR)
+    assert breakers.record_success(PAIR, 0.5)
+    breakers.record_success(PAIR, 1.4)
+    assert breakers.due_at(PAIR, 30.0) > 1.4
+    assert breakers.due_at(PAIR, 30.0) <= 1.5
+    breakers.defer(PAIR, 1.5)
+    assert breakers.due_at(PAIR, 30.0) > 2.4
+    assert breakers.due_at(PAIR, 30.0) <= 2.5
+    breakers.record_success(PAIR, 2.5, is_probe=True)
+    assert breakers.due_at(PAIR, 30.0) > 32.4
+
+
+def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_canary_closes_it() -> (
+    None
+):
+    breakers = PairBreakers(LIMITS)
+    breakers.record_success(PAIR, 0.0, is_probe=True)
+    assert breakers.record_failure(PAIR, "wrong", 1.0, is_wrong=True)
+    breakers.record_failure(PAIR, "late", 12.0)
+    assert not breakers.record_success(PAIR, 13.0)
+    assert breakers.is_open(PAIR)
+    assert breakers.record_success(PAIR, 14.0, is_probe=True, note="not compared")
+    assert (breakers.is_open(PAIR), breakers.status(PAIR).reason) == (False, "not compared")
+    assert not breakers.record_success(PAIR, 15.0)

@@ -1,0 +1,429 @@
+"""What the router knows of prefix caches, compared with a naive model of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.frontend.routing import prefix_index
+from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.protocol import kv_events
+from dynamo_trtllm.protocol.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvBlock,
+    KvCacheUpdate,
+    KvEvent,
+    KvEventPublisher,
+    pack_hashes,
+)
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Instance,
+    Role,
+    Sampling,
+    decode,
+    token_ids,
+)
+from tests.instances import make_instance
+
+BLOCK = 4
+MODEL = make_instance(1).card.name
+
+
+def instance(
+    instance_id: int, *, has_events: bool = True, block: int = BLOCK, role: Role = Role.DECODE
+) -> Instance:
+    made = make_instance(instance_id, role=role)
+    layout = msgspec.structs.replace(made.layout, block_tokens=block)
+    return msgspec.structs.replace(made, layout=layout, publishes_kv_events=has_events)
+
+
+def prompt(
+    blocks: list[int], *, salt: str | None = None, scores: int | None = None
+) -> PromptHashes:
+    """Return a prompt of blocks of equal tokens, and one more token, which no engine reuses."""
+    sampling = Sampling(max_tokens=1, prompt_logprobs=scores)
+    ids = token_ids([*(token for token in blocks for _ in range(BLOCK)), 9])
+    return PromptHashes(
+        GenerateRequest(
+            request_id="r",
+            model=MODEL,
+            token_ids=ids,
+            sampling=sampling,
+            deadline=0.0,
+            cache_salt=salt,
+        )
+    )
+
+
+def overlaps_of(
+    known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE, now: float = 0.0
+) -> dict[int, int]:
+    found = known.overlaps(asked, now)
+    return dict(zip(names := found.deepest(role, 100), found.of(names), strict=True))
+
+
+def overlaps(known: KnownPrefixes, blocks: list[int], role: Role = Role.DECODE) -> dict[int, int]:
+    return overlaps_of(known, prompt(blocks), role)
+
+
+def snapshot(
+    instance_id: int, blocks: list[int], number: int = 0, block: int = BLOCK
+) -> KvCacheUpdate:
+    stored = pack_hashes(prompt(blocks).of(block))
+    return KvCacheUpdate(
+        instance_id=instance_id,
+        number=number,
+        block_tokens=block,
+        cleared=True,
+        stored=stored,
+        snapshot=1,
+    )
+
+
+class NaiveCache:
+    """The prefix cache of one engine: a set of prefixes, each a list of blocks.
+
+    It evicts the ends of prefixes.
+    """
+
+    def __init__(self, rnd: random.Random) -> None:
+        self._rnd = rnd
+        self._prefixes: set[tuple[int, ...]] = set()
+        self._names: dict[tuple[int, ...], int] = {}
+
+    def _name(self, prefix: tuple[int, ...]) -> int:
+        return self._names.setdefault(prefix, len(self._names))
+
+    def change(self) -> KvEvent | None:
+        kind = self._rnd.random()
+        if kind < 0.02:
+            self._prefixes.clear()
+            return BlocksCleared()
+        ends = [
+            each
+            for each in self._prefixes
+            if not any(other[:-1] == each for other in self._prefixes)
+        ]
+        if kind < 0.4 and ends:
+            end = self._rnd.choice(sorted(ends))
+            self._prefixes.discard(end)
+            return BlocksRemoved(hashes=(self._name(end),))
+        blocks = tuple(random_blocks(self._rnd))
+        new = [
+            blocks[:end] for end in range(1, len(blocks) + 1) if blocks[:end] not in self._prefixes
+        ]
+        self._prefixes.update(new)
+        if not new:
+            return None
+        stored = tuple(KvBlock(self._name(each), token_ids([each[-1]] * BLOCK)) for each in new)
+        parent = new[0][:-1]
+        return BlocksStored(blocks=stored, parent=self._name(parent) if parent else None)
+
+    def overlap(self, blocks: list[int]) -> int:
+        return BLOCK * max(
+            (end for end in range(len(blocks) + 1) if tuple(blocks[:end]) in self._prefixes),
+            default=0,
+        )
+
+
+def common(blocks: list[int], others: list[int]) -> int:
+    """Return how many blocks at the start are the same."""
+    return next(
+        (at for at, pair in enumerate(zip(blocks, others, strict=False)) if pair[0] != pair[1]),
+        min(len(blocks), len(others)),
+    )
+
+
+def random_blocks(rnd: random.Random) -> list[int]:
+    return [rnd.randrange(2) for _ in range(rnd.randint(1, 8))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal_the_engines_caches(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "_INTERVAL_S": 0,
+        "_RESYNC_INTERVAL_S": 0,
+        "_IDLE_S": 3600,
+        "MAX_UPDATE_BLOCKS": 3,
+    }.items():
+        monkeypatch.setattr(kv_events, name, value)
+    rnd = random.Random(seed)
+    engines = {instance_id: NaiveCache(rnd) for instance_id in (1, 2, 3)}
+    readers, loss = [KnownPrefixes(), KnownPrefixes()], 0.1
+
+    def deliver(data: bytes) -> bool:
+        for reader in readers:
+            if rnd.random() >= loss:
+                reader.on_update(decode(data, KvCacheUpdate))
+        return True
+
+    publishers = {instance_id: KvEventPublisher(instance_id, deliver) for instance_id in engines}
+
+    async def change(instance_id: int) -> None:
+        if (event := engines[instance_id].change()) is not None:
+            publishers[instance_id].on_events([event])
+        await asyncio.sleep(0.0)
+        await asyncio.sleep(0.0)
+
+    async def resync() -> None:
+        for instance_id in {each for reader in readers for each in reader.unsynced}:
+            publishers[instance_id].resync()
+        for _ in range(3):
+            await asyncio.sleep(0.0)
+
+    for reader in readers:
+        for instance_id in engines:
+            reader.add_instance(instance(instance_id))
+    for _ in range(300):
+        await change(rnd.choice([*engines]))
+        if rnd.random() < 0.05:
+            await resync()
+    loss = 0.0
+    for publisher in publishers.values():
+        publisher._idle_at = 0.0
+        publisher.on_events([])  # an empty update shows a gap, if the last update was lost
+    for _ in range(3):
+        await resync()
+    asked = [random_blocks(rnd) for _ in range(50)]
+    naive = [
+        {name: found for name, each in engines.items() if (found := each.overlap(blocks))}
+        for blocks in asked
+    ]
+    for reader in readers:
+        assert not reader.unsynced
+        assert [overlaps(reader, blocks) for blocks in asked] == naive
+    for publisher in publishers.values():
+        publisher.close()
+
+
+def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_stays_out_of_sync() -> (
+    None
+):
+    known = KnownPrefixes()
+    known.add_instance(instance(1))
+    whole = snapshot(1, [1, 2])
+    known.on_update(msgspec.structs.replace(whole, cleared=False, number=1))
+    assert known.unsynced == {1}
+    assert overlaps(known, [1, 2]) == {}
+    known.on_update(snapshot(1, [1, 2], number=2))
+    assert known.unsynced == set()
+    assert overlaps(known, [1, 2]) == {1: 2 * BLOCK}
+    known.on_update(snapshot(1, [], number=3))  # for another reader
+    assert overlaps(known, [1, 2]) == {1: 2 * BLOCK}
+
+
+def test_overlaps_when_an_update_is_malformed_then_the_next_one_shows_a_gap() -> None:
+    known = KnownPrefixes()
+    known.add_instance(instance(1))
+    known.on_update(snapshot(1, [1]))
+    with pytest.raises(ValueError, match="bytes length not a multiple"):
+        known.on_update(KvCacheUpdate(instance_id=1, number=1, stored=b"123"))
+    known.on_update(KvCacheUpdate(instance_id=1, number=2))
+    assert known.unsynced == {1}
+
+
+def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none() -> None:
+    known = KnownPrefixes()
+    known.add_instance(instance(1))
+    known.on_update(snapshot(1, [1, 2]))
+    assert overlaps(known, [1, 2, 3]) == {1: 2 * BLOCK}
+    for asked in (prompt([1, 2], salt="tenant"), prompt([1, 2], scores=0)):
+        assert overlaps_of(known, asked) == {}
+
+
+def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_corrects_the_size() -> (
+    None
+):
+    known = KnownPrefixes()
+    known.add_instance(instance(1))
+    known.add_instance(instance(2, block=16))
+    known.on_update(snapshot(1, [1, 2, 3]))
+    known.on_update(snapshot(2, [1, 2, 3], block=2 * BLOCK))
+    assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 2 * BLOCK}
+    assert known.overlaps(prompt([1, 2, 3]), 0.0).of([3]) == [0]
+
+
+def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
+    known = KnownPrefixes()
+    for name, role in ((1, Role.PREFILL), (2, Role.DECODE)):
+        known.add_instance(instance(name, role=role))
+        known.on_update(snapshot(name, [1]))
+    assert overlaps(known, [1], Role.PREFILL) == {1: BLOCK}
+    assert overlaps(known, [1], Role.DECODE) == {2: BLOCK}
+
+
+def test_overlaps_when_an_instance_leaves_then_its_place_is_reused_without_its_blocks() -> None:
+    known = KnownPrefixes()
+    for name in (1, 2):
+        known.add_instance(instance(name))
+        known.on_update(snapshot(name, [1]))
+    known.remove_instance(1)
+    known.remove_instance(1)
+    known.add_instance(instance(3))
+    known.on_update(snapshot(1, [1]))
+    assert overlaps(known, [1]) == {2: BLOCK}
+
+
+def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_take_turns() -> (
+    None
+):
+    known = KnownPrefixes()
+    for name in range(1, 9):
+        known.add_instance(instance(name))
+        known.on_update(snapshot(name, [1, 2] if name == 5 else [1]))
+    found = [known.overlaps(prompt([1, 2, 3]), 0.0).deepest(Role.DECODE, 3) for _ in range(8)]
+    assert {each[0] for each in found} == {5}
+    assert {name for each in found for name in each[1:]} == {1, 2, 3, 4, 6, 7, 8}
+    assert all(len(each) == 3 for each in found)
+    assert len(overlaps(known, [1])) == 8
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_and_the_deepest_come_first(
+    has_events: bool,
+) -> None:
+    rnd, known, asked = random.Random(1), KnownPrefixes(), [*range(100)]
+    depths = dict(enumerate(rnd.choices(range(101), k=150)))
+    for name, depth in depths.items():
+        known.add_instance(instance(name, has_events=has_events))
+        blocks = asked[:depth] + [200] * rnd.randrange(3)
+        if has_events:
+            known.on_update(snapshot(name, blocks))
+        else:
+            known.record_sent(prompt(blocks), name, now=0)
+    for length in (1, 2, 3, 50, 99, 100):
+        found = known.overlaps(prompt(asked[:length]), 0.0)
+        exact = {name: min(depth, length) for name, depth in depths.items()}
+        assert [tokens // BLOCK for tokens in found.of([*exact])] == [*exact.values()]
+        for limit in (1, 2, 4, 16):
+            deepest = found.deepest(Role.DECODE, limit)
+            assert len(set(deepest)) == len(deepest)
+            longest = sorted(filter(None, exact.values()), reverse=True)[:limit]
+            assert [exact[name] for name in deepest] == longest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_not_expired(
+    seed: int,
+) -> None:
+    rnd, known, now = random.Random(seed), KnownPrefixes(ttl_s=10), 0
+    sent: list[tuple[int, int, list[int]]] = []
+    for name in (1, 2, 3):
+        known.add_instance(instance(name, has_events=False))
+    for _ in range(200):
+        now += rnd.choice((0, 0, 1, 1, 2, 15))
+        for _ in range(rnd.randrange(3)):
+            sent.append((now, rnd.randint(1, 3), random_blocks(rnd) * 3))
+            known.record_sent(prompt(sent[-1][2]), sent[-1][1], now)
+        asked = rnd.choice(sent)[2] if sent else [1]
+        found = known.overlaps(prompt(asked), now)
+        for name in (1, 2, 3):
+            alive = [blocks for sent_s, to, blocks in sent if to == name and sent_s + 10 > now]
+            naive = BLOCK * max((common(blocks, asked) for blocks in alive), default=0)
+            assert found.of([name]) == [naive]
+
+
+def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> (
+    None
+):
+    known = KnownPrefixes(ttl_s=10)
+    known.add_instance(instance(1, has_events=False))
+    for number in range(200):
+        known.record_sent(prompt([number]), 1, now=0)
+    assert overlaps_of(known, prompt([199]), now=9) == {1: BLOCK}
+    found = known.overlaps(prompt([199]), 10)
+    assert (found.deepest(Role.DECODE, 1), found.of([1])) == ([1], [0])
+    for _ in range(10):
+        known.overlaps(prompt([199]), 10)
+    assert known.overlaps(prompt([199]), 10).matches == []
+
+
+def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> (
+    None
+):
+    known = KnownPrefixes(ttl_s=10)
+    known.add_instance(instance(1, has_events=False))
+    known.add_instance(instance(2))
+    sent = [known.record_sent(prompt([1, 2, 3]), name, now=0) for name in (1, 2)]
+    assert known.unsynced == {2}
+    assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK}
+    for each in sent:
+        each.is_computed = True
+        each.end()
+    known.record_sent(prompt([1, 2]), 1, now=5)
+    assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK}
+    known.record_sent(prompt([8]), 1, now=10)
+    assert overlaps(known, [1, 2, 3]) == {1: 2 * BLOCK}
+    known.record_sent(prompt([8]), 1, now=30)
+    assert overlaps(known, [1, 2, 3]) == {}
+    known.remove_instance(1)
+    known.record_sent(prompt([8]), 1, now=60)
+    assert overlaps(known, [8]) == {}
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(
+    has_events: bool,
+) -> None:
+    known = KnownPrefixes()
+    known.add_instance(instance(1, has_events=has_events, role=Role.PREFILL))
+    if has_events:
+        known.on_update(snapshot(1, [1]))
+    else:
+        known.record_sent(prompt([1]), 1, now=0)
+    sent, other = (
+        known.record_sent(prompt([1, 2, 3]), 1, now=1),
+        known.record_sent(prompt([1, 2, 3, 4]), 1, now=1),
+    )
+    if has_events:
+        known.on_update(
+            KvCacheUpdate(instance_id=1, number=1, stored=pack_hashes(prompt([1, 2]).of(BLOCK)))
+        )
+    assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {1: 4 * BLOCK}
+    sent.end()
+    other.end()
+    assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {
+        1: BLOCK * (2 if has_events else 1)
+    }
+    assert known.num_blocks() == {1: 2 if has_events else 1}
+
+
+@pytest.mark.parametrize(("ttl_s", "limit"), [(3600.0, 200), (1.0, 1 << 20)])
+def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_blocks_stay_than_allowed(
+    ttl_s: float, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", limit)
+    known = KnownPrefixes(ttl_s=ttl_s)
+    known.add_instance(instance(1, has_events=False))
+    sent = [[number] for number in range(200)] + [[number] * 100 for number in range(200, 220)]
+    for number, blocks in enumerate(sent):
+        known.record_sent(prompt(blocks), 1, now=0.0 if number < 200 else 1.5 * number)
+    found = [overlaps(known, blocks) for blocks in sent]
+    assert found[-1] == {1: 100 * BLOCK}
+    assert sum(len(blocks) for blocks, each in zip(sent, found, strict=True) if each) <= 200
+
+
+def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", 4)
+    known = KnownPrefixes(reads_events=False)
+    known.add_instance(instance(1))
+    for number in range(6):
+        known.record_sent(prompt([number, 7]), 1, now=number)
+    assert [number for number in range(6) if overlaps(known, [number])] == [4, 5]
+    # more than all may have: it stays until the next one
+    known.record_sent(prompt([6, 7, 7, 7, 7]), 1, now=6)
+    assert [number for number in range(7) if overlaps(known, [number])] == [6]
+    known.record_sent(prompt([7]), 1, now=7)
+    assert [number for number in range(8) if overlaps(known, [number])] == [7]
+    known.on_update(snapshot(1, [0]))
+    assert overlaps(known, [0]) == {}

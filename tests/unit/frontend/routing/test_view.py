@@ -1,0 +1,137 @@
+"""What the router knows, as instances come and go."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from dynamo_trtllm.frontend.routing.pairs import pairing_key
+from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView, PairGroup
+from dynamo_trtllm.protocol.messages import Instance, Role
+from tests.instances import CARD, LAYOUT, make_instance
+
+
+def test_view_when_instances_come_in_any_order_then_they_are_kept_by_id_and_role() -> None:
+    view = ClusterView()
+    for number, role in (
+        (3, Role.DECODE),
+        (1, Role.PREFILL),
+        (2, Role.DECODE),
+        (4, Role.AGGREGATED),
+    ):
+        view.add(make_instance(number, role=role))
+    model = view.model("tiny")
+    assert [[i.id for i in some] for some in (model.prefill, model.decode, model.aggregated)] == [
+        [1],
+        [2, 3],
+        [4],
+    ]
+    assert [i.id for i in view.instances()] == [1, 2, 3, 4]
+
+
+def test_view_when_the_last_instance_leaves_then_the_model_is_gone() -> None:
+    view = ClusterView()
+    view.add(make_instance(1))
+    view.remove(2)
+    assert list(view.models()) == ["tiny"]
+    view.remove(1)
+    assert view.models() == {}
+    assert view.model("tiny").missing_roles() == [Role.PREFILL, Role.DECODE]
+
+
+def test_missing_roles_when_one_call_is_there_then_the_other() -> None:
+    view = ClusterView()
+    view.add(make_instance(1, role=Role.PREFILL))
+    assert view.model("tiny").missing_roles() == [Role.DECODE]
+    view.add(make_instance(2, role=Role.AGGREGATED))
+    assert view.model("tiny").missing_roles() == []
+
+
+def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_instance_counts() -> (
+    None
+):
+    first, second = (
+        msgspec.structs.replace(
+            make_instance(at), card=msgspec.structs.replace(CARD, tool_call_parser=f"p{at}")
+        )
+        for at in (2, 1)
+    )
+    prefill = msgspec.structs.replace(
+        make_instance(3, role=Role.PREFILL),
+        card=msgspec.structs.replace(CARD, tool_call_parser="p3"),
+    )
+    view, in_use = ClusterView(), []
+    for instance in (prefill, first, second):
+        view.add(instance)
+        in_use.append(view.models()["tiny"].tool_call_parser)
+    for instance in (first, second, prefill):
+        view.remove(instance.id)
+        in_use += [card.tool_call_parser for card in view.models().values()]
+    assert in_use == ["p3", "p2", "p2", "p1", "p3"]
+
+
+def test_models_when_prefill_has_less_context_then_the_card_of_those_who_answer_counts() -> None:
+    view = ClusterView()
+    shorter = msgspec.structs.replace(CARD, context_length=64)
+    view.add(msgspec.structs.replace(make_instance(1, role=Role.PREFILL), card=shorter))
+    assert view.models()["tiny"] == shorter
+    view.add(make_instance(2))
+    assert view.models()["tiny"] == CARD
+
+
+def test_view_when_a_record_changes_its_model_then_it_is_found_there_only() -> None:
+    view = ClusterView()
+    view.add(make_instance(1))
+    view.add(
+        msgspec.structs.replace(make_instance(1), card=msgspec.structs.replace(CARD, name="other"))
+    )
+    assert list(view.models()) == ["other"]
+    assert view.model("tiny").decode == ()
+
+
+Instances = tuple[Instance, ...]
+
+
+def grouped(prefill: Instances, decode: Instances) -> tuple[dict[int, str], dict[str, PairGroup]]:
+    """Return the keys and groups of a view, from all of its instances."""
+    keys = {each.id: pairing_key(each) for each in (*prefill, *decode)}
+    members = {
+        key: [tuple(each for each in role if keys[each.id] == key) for role in (prefill, decode)]
+        for key in keys.values()
+    }
+    return keys, {key: PairGroup(*each) for key, each in members.items()}
+
+
+def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_once() -> None:
+    dice = random.Random(4)
+    view, present = ClusterView(), dict[int, Instance]()
+    for _ in range(100):
+        number = dice.randrange(30)
+        if number in present and dice.random() < 0.5:
+            view.remove(number)
+            del present[number]
+        else:
+            layout = msgspec.structs.replace(LAYOUT, block_tokens=dice.choice([16, 64]))
+            present[number] = msgspec.structs.replace(
+                make_instance(number, role=dice.choice([*Role])), layout=layout
+            )
+            view.add(present[number])
+        model, instances = (
+            view.model("tiny"),
+            sorted(present.values(), key=lambda instance: instance.id),
+        )
+        roles = [
+            tuple(each for each in instances if each.role is role)
+            for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+        ]
+        built = ModelView(roles[0], roles[1], roles[2], *grouped(roles[0], roles[1]))
+        assert (model, model.paired) == (built, built.paired)
+        gone = frozenset(dice.sample(range(30), 10))
+        left = [
+            tuple(each for each in role if each.id not in gone)
+            for role in (model.prefill, model.decode)
+        ]
+        reduced = model.excluding(gone)
+        assert [reduced.prefill, reduced.decode] == left
+        assert (reduced.keys, reduced.groups) == grouped(left[0], left[1])

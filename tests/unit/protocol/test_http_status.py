@@ -1,0 +1,74 @@
+"""Every error class has its own row, and the row decides the answer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.protocol.http_status import STATUS, to_response
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in walk(child))]
+
+
+@pytest.mark.parametrize(
+    "cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.protocol.errors"]
+)
+def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
+    assert cls in STATUS
+    response = to_response(cls("change this"), openai_error)
+    assert response.status == STATUS[cls]
+    assert response.body["error"]["code"] == cls.code
+    assert ("Retry-After" in response.headers) == (response.status in (429, 503))
+
+
+def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -> None:
+    rows = [
+        line.split("|")
+        for line in (DOCS / "api.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    listed = {
+        (int(status), code)
+        for _, statuses, *rest in rows
+        for status in re.findall(r"\d{3}", statuses)
+        for code in re.findall(r"`(\w+)`", " ".join(rest))
+    }
+    leaves = [cls for cls in STATUS if cls is InvalidRequest or not cls.__subclasses__()]
+    # one that ends the start
+    wanted = {(STATUS[cls], cls.code) for cls in leaves if cls is not ConfigError}
+    assert wanted <= listed
+
+
+def test_retryable_classes_then_no_client_error_but_429() -> None:
+    for cls in STATUS:
+        if cls.retryable:
+            assert STATUS[cls] >= 500 or cls is Overloaded
+
+
+def test_subclass_without_a_row_then_its_parents() -> None:
+    class Narrower(InvalidRequest):
+        pass
+
+    assert to_response(Narrower("x", field="n"), openai_error).status == 400
+    assert to_response(Narrower("x", field="n"), openai_error).body["error"]["param"] == "n"
+
+
+def test_error_when_it_quotes_megabytes_then_its_words_are_cut_in_the_middle() -> None:
+    quoted = "x" * 1_000_000
+    error = InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)
+    body = to_response(error, openai_error).body["error"]
+    for message in (error.message, str(error), body["message"]):
+        assert message.startswith("xxx")
+        assert message.endswith("is not a known field; leave it out")
+    assert len(error.message) < 4_100
+    assert len(body["message"]) < 1_100
+    assert error.field == body["param"]
+    assert len(body["param"] or "") < 210

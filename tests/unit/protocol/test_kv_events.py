@@ -1,0 +1,328 @@
+"""The publisher of KV events: prefix hashes, numbers, snapshots, and what happens when messages
+can't be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvloop
+
+from dynamo_trtllm.protocol import kv_events
+from dynamo_trtllm.protocol.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvBlock,
+    KvCacheUpdate,
+    KvEventPublisher,
+    pack_hashes,
+    prefix_hashes,
+    root_hash,
+    unpack_hashes,
+)
+from dynamo_trtllm.protocol.messages import decode, token_ids
+from tests.waiting import SOON_S
+
+PROMPT = token_ids(range(12))
+A, B, C = prefix_hashes(PROMPT, 4, 0)  # the engine's names of these blocks are 1, 2 and 3
+
+
+def stored(
+    *names: int, parent: int | None = None, salt: str | None = None, window: int = 0
+) -> BlocksStored:
+    blocks = tuple(KvBlock(name, PROMPT[4 * name - 4 : 4 * name]) for name in names)
+    return BlocksStored(blocks=blocks, parent=parent, cache_salt=salt, cache_group=window)
+
+
+class Reader:
+    """Accepts updates while `is_open`, and is set to what it got."""
+
+    def __init__(self) -> None:
+        self.updates: list[KvCacheUpdate] = []
+        self.is_open = True
+        self.refused = 0
+        self.changed = asyncio.Event()
+        self.publisher = KvEventPublisher(5, self.take)
+
+    def take(self, data: bytes) -> bool:
+        self.changed.set()
+        if self.is_open:
+            self.updates.append(decode(data, KvCacheUpdate))
+        else:
+            self.refused += 1
+        return self.is_open
+
+    async def until(self, count: int) -> list[KvCacheUpdate]:
+        """Return the updates once there are `count`."""
+        async with asyncio.timeout(SOON_S):
+            while len(self.updates) < count:
+                self.changed.clear()
+                await self.changed.wait()
+        return self.updates
+
+    async def blocks_after(self, *events: kv_events.KvEvent) -> set[int]:
+        """Publish events and return the blocks of the next update."""
+        count = len(self.updates)
+        self.publisher.on_events(events)
+        return set(unpack_hashes((await self.until(count + 1))[-1].stored))
+
+
+@pytest.fixture(autouse=True)
+def _no_idle_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_IDLE_S", 3600)
+
+
+def test_prefix_hashes_when_a_prompt_continues_then_equal_those_of_the_whole_prompt() -> None:
+    assert prefix_hashes(PROMPT[4:], 4, A) == [B, C]
+    assert prefix_hashes(PROMPT[:7], 4, 0) == [A]
+    assert prefix_hashes(PROMPT[4:8], 4, 0) != [B]
+
+
+def test_prefix_hashes_when_salts_differ_then_no_block_is_equal() -> None:
+    assert root_hash(None) == root_hash("") == 0
+    salted = [prefix_hashes(PROMPT, 4, root_hash(salt)) for salt in ("a", "b", None)]
+    assert len({each for hashes in salted for each in hashes}) == 9
+
+
+def test_prefix_hashes_then_do_not_change_between_releases() -> None:
+    assert prefix_hashes(token_ids([1, 2, 3, 4]), 2, root_hash("tenant")) == [
+        13398016316182119870,
+        7537757055044245673,
+    ]
+
+
+async def test_events_when_published_then_updates_have_prefix_hashes_and_consecutive_numbers() -> (
+    None
+):
+    reader = Reader()
+    assert await reader.blocks_after(stored(1, 2), stored(3, parent=2)) == {A, B, C}
+    reader.publisher.on_events([BlocksRemoved(hashes=(3, 99))])
+    await reader.until(2)
+    assert reader.updates == [
+        KvCacheUpdate(instance_id=5, number=0, block_tokens=4, stored=pack_hashes([A, B, C])),
+        KvCacheUpdate(instance_id=5, number=1, block_tokens=4, removed=pack_hashes([C])),
+    ]
+
+
+async def test_events_when_salted_then_prefix_hashes_are_those_of_the_salt() -> None:
+    assert await Reader().blocks_after(stored(1, salt="a")) == set(
+        prefix_hashes(PROMPT[:4], 4, root_hash("a"))
+    )
+
+
+async def test_events_when_the_parent_is_unknown_or_blocks_differ_in_size_then_they_are_skipped_and_counted() -> (
+    None
+):
+    reader = Reader()
+    odd = BlocksStored(blocks=(KvBlock(8, PROMPT[:3]),))
+    assert await reader.blocks_after(stored(1), stored(3, parent=2), odd) == {A}
+    assert reader.publisher.num_skipped == 2
+
+
+async def test_events_when_two_ranks_store_a_block_then_it_is_removed_after_both_removed_it() -> (
+    None
+):
+    reader = Reader()
+    other = BlocksStored(blocks=(KvBlock(7, PROMPT[:4]),), dp_rank=1)
+    await reader.blocks_after(stored(1), other)
+    assert await reader.blocks_after(
+        BlocksRemoved(hashes=(1,)), stored(1, 2), BlocksRemoved(hashes=(1,))
+    ) == {B}
+    assert await reader.blocks_after(BlocksRemoved(hashes=(7,), dp_rank=1)) == set()
+    assert [each.removed for each in reader.updates] == [b"", b"", pack_hashes([A])]
+
+
+async def test_events_when_layers_have_windows_then_only_blocks_of_the_largest_are_published() -> (
+    None
+):
+    reader = Reader()
+    assert await reader.blocks_after(stored(1, 2, window=128)) == {A, B}
+    assert await reader.blocks_after(stored(1, window=4096), stored(3, window=128)) == {A}
+    assert reader.updates[-1].cleared
+
+
+async def test_events_when_cleared_then_the_update_says_so_before_what_is_stored() -> None:
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    assert await reader.blocks_after(BlocksCleared(), stored(1)) == {A}
+    assert reader.updates[-1].cleared
+
+
+async def test_events_when_a_block_follows_a_cleared_one_then_that_one_and_all_before_it_are_published_again() -> (
+    None
+):
+    """The engine still has them, and reports nothing about them while it does: such as those of a
+    system prompt.
+    """
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2)) == {A, B, C}
+    assert reader.updates[-1].cleared
+    assert await reader.blocks_after(BlocksCleared(), BlocksCleared(), stored(3, parent=2)) == {
+        A,
+        B,
+        C,
+    }
+    assert reader.publisher.num_skipped == 0
+
+
+async def test_events_when_a_cleared_block_was_removed_then_what_follows_it_is_skipped() -> None:
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    removed = BlocksRemoved(hashes=(1,))
+    assert await reader.blocks_after(BlocksCleared(), removed, stored(3, parent=2), stored(1)) == {
+        A
+    }
+    assert reader.publisher.num_skipped == 1
+
+
+async def test_events_when_a_larger_window_replaces_blocks_then_they_do_not_come_back() -> None:
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2, window=128))
+    assert await reader.blocks_after(stored(3, parent=2, window=4096), stored(1, window=4096)) == {
+        A
+    }
+
+
+async def test_events_when_a_cleared_block_names_itself_as_its_parent_then_it_is_skipped() -> None:
+    reader = Reader()
+    itself = BlocksStored(blocks=(KvBlock(1, PROMPT[4:8]),), parent=1)
+    await reader.blocks_after(stored(1), itself)
+    assert await reader.blocks_after(BlocksCleared(), stored(2, parent=1), stored(1)) == {A}
+
+
+async def test_events_when_many_blocks_were_cleared_then_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_CLEARED", 1)
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2), stored(1)) == {A}
+
+
+async def test_events_when_not_accepted_then_their_net_effect_is_sent_later() -> None:
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2, 3))
+    reader.is_open = False
+    reader.changed.clear()
+    reader.publisher.on_events([BlocksRemoved(hashes=(3,))])
+    async with asyncio.timeout(SOON_S):
+        await reader.changed.wait()
+    reader.publisher.on_events([BlocksRemoved(hashes=(1, 2)), stored(1)])
+    reader.is_open = True
+    _, first, second = await reader.until(3)
+    assert reader.refused >= 1
+    assert [first.number, second.number] == [1, 2]
+    assert [first.removed, second.removed, second.stored] == [
+        pack_hashes([C]),
+        pack_hashes([B]),
+        pack_hashes([A]),
+    ]
+
+
+async def test_events_when_too_many_removals_wait_then_all_blocks_are_sent_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_REMOVALS", 1)
+    reader = Reader()
+    assert await reader.blocks_after(stored(1, 2, 3), BlocksRemoved(hashes=(2, 3))) == {A}
+    assert reader.updates == [
+        KvCacheUpdate(
+            instance_id=5, number=0, block_tokens=4, cleared=True, stored=pack_hashes([A])
+        )
+    ]
+
+
+async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "MAX_UPDATE_BLOCKS", 2)
+    reader = Reader()
+    reader.publisher.on_events([stored(1, 2, 3)])
+    reader.publisher.resync()
+    reader.publisher.resync()
+    await reader.until(4)
+    reader.publisher.on_events([BlocksRemoved(hashes=(3,))])
+    await reader.until(5)
+    rows = [
+        (each.number, each.cleared, each.snapshot, unpack_hashes(each.stored))
+        for each in reader.updates
+    ]
+    assert rows == [
+        (0, False, 0, [A, B]),
+        (1, False, 0, [C]),
+        (2, True, 2, [A, B]),
+        (3, False, 1, [C]),
+        (4, False, 0, []),
+    ]
+
+
+async def test_resync_when_asked_again_within_the_interval_then_the_next_snapshot_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_RESYNC_INTERVAL_S", 3600)
+    reader = Reader()
+    reader.publisher.resync()
+    assert (await reader.until(1))[0].snapshot == 1
+    reader.publisher.resync()
+    assert await reader.blocks_after(stored(1)) == {A}
+    assert [each.snapshot for each in reader.updates] == [1, 0]
+
+
+async def test_events_when_they_pause_then_an_empty_update_shows_the_last_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_IDLE_S", 0.01)
+    reader = Reader()
+    await reader.blocks_after(stored(1))
+    assert (await reader.until(2))[1] == KvCacheUpdate(instance_id=5, number=1, block_tokens=4)
+
+
+def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_with_uvloop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_IDLE_S", 1e-5)
+    monkeypatch.setattr(kv_events, "_HEARTBEAT_S", 3600)
+
+    async def pause_and_go_on() -> None:
+        reader = Reader()
+        await reader.blocks_after(stored(1))
+        reader.publisher.on_events([stored(2, parent=1)])  # before the empty update
+        assert (await reader.until(2))[1].stored == pack_hashes([B])
+
+    uvloop.run(pause_and_go_on())
+
+
+def test_events_when_they_pause_then_uvloop_does_not_poll_until_the_empty_update_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_IDLE_S", "_HEARTBEAT_S"):
+        monkeypatch.setattr(kv_events, name, 0.0054)
+    num_flushes, flush = 0, KvEventPublisher._flush
+
+    def counted(publisher: KvEventPublisher) -> None:
+        nonlocal num_flushes
+        num_flushes += 1
+        flush(publisher)
+
+    async def pause() -> None:
+        monkeypatch.setattr(KvEventPublisher, "_flush", counted)
+        reader = Reader()
+        await reader.blocks_after(stored(1))
+        await reader.until(11)
+        reader.publisher.close()
+        assert num_flushes <= 2 * len(reader.updates)
+
+    uvloop.run(pause())
+
+
+async def test_events_when_closed_then_nothing_is_sent() -> None:
+    reader = Reader()
+    reader.publisher.on_events([stored(1)])
+    reader.publisher.close()
+    reader.publisher.close()
+    reader.publisher.on_events([stored(2, parent=1)])
+    await asyncio.sleep(0.05)
+    assert reader.updates == []

@@ -1,0 +1,191 @@
+"""When the bytes of a response leave: together where they can, in order, and not to a client that
+does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.frontend.api.error_bodies import openai_error
+from dynamo_trtllm.protocol.errors import InvalidRequest
+from dynamo_trtllm.support.http_server.exchange import ClientDisconnected, FlushBatch, HttpResponse
+from tests.memory_http import MemoryTransport
+
+
+class Sent(HttpResponse):
+    def __init__(self, batch: FlushBatch | None = None, **form: bool) -> None:
+        self.transport = MemoryTransport()
+        self.num_ends = 0
+        batch = batch or FlushBatch()
+        super().__init__(self.transport, batch, self._count, error_form=openai_error, **form)
+
+    def _count(self) -> None:
+        self.num_ends += 1
+
+    def started_events(self) -> Sent:
+        """Drop the head."""
+        self.start_events({})
+        self.flush()
+        self.transport.sent.clear()
+        return self
+
+
+async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_the_rest_by_itself() -> (
+    None
+):
+    response = Sent()
+    response.start_events({"X-Some": "value"})
+    await response.send_events(b"data: x\n\n")
+    await response.send_events(b"y")
+    assert response.transport.sent == []
+    await asyncio.sleep(0)
+    head, _, events = response.transport.sent[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"X-Some: value" in head
+    assert b"X-Accel-Buffering: no" in head  # nginx passes events on at once
+    assert events == b"9\r\ndata: x\n\n\r\n1\r\ny\r\n"
+    await response.send_events(b"z")
+    await asyncio.sleep(0)
+    assert response.transport.sent[1:] == [b"1\r\nz\r\n"]
+
+
+async def test_send_events_when_much_comes_in_a_turn_then_it_leaves_before_the_turn_ends() -> None:
+    response = Sent().started_events()
+    for _ in range(4):
+        await response.send_events(b"y" * 10_000)
+    assert [len(each) > 30_000 for each in response.transport.sent] == [True]
+
+
+async def test_head_when_nothing_follows_in_this_turn_then_it_leaves_alone() -> None:
+    response = Sent()
+    response.start_events({})
+    await asyncio.sleep(0)
+    assert len(response.transport.sent) == 1
+    assert response.transport.sent[0].endswith(b"\r\n\r\n")
+
+
+async def test_whole_response_then_head_and_body_leave_at_once() -> None:
+    response = Sent()
+    response.send_json(200, {"a": 1})
+    assert len(response.transport.sent) == 1
+    assert response.transport.sent[0].endswith(b"Content-Length: 7\r\n\r\n" + b'{"a":1}')
+    assert (response.num_ends, response.ended) == (1, True)
+
+
+async def test_whole_response_when_the_method_is_head_then_its_length_and_no_body() -> None:
+    response = Sent(is_head=True)
+    response.send_json(200, {"a": 1})
+    assert response.transport.sent[0].endswith(b"Content-Length: 7\r\n\r\n")
+
+
+async def test_write_when_several_events_come_in_a_turn_then_each_response_is_sent_once() -> None:
+    batch = FlushBatch()
+    one, two = Sent(batch).started_events(), Sent(batch).started_events()
+    await asyncio.sleep(0)
+    for response in (one, two, one):
+        response.write(b"data: x\n\n")
+    assert one.transport.sent == []
+    await asyncio.sleep(0)
+    assert one.transport.sent == [b"9\r\ndata: x\n\n\r\n" * 2]
+    assert two.transport.sent == [b"9\r\ndata: x\n\n\r\n"]
+    one.write(b"y")
+    await asyncio.sleep(0)
+    assert one.transport.sent[1:] == [b"1\r\ny\r\n"]
+
+
+async def test_write_when_the_last_events_follow_then_they_come_behind_it_and_once() -> None:
+    response = Sent().started_events()
+    response.write(b"y")
+    await response.send_events(b"z", last=True)
+    await asyncio.sleep(0)
+    assert response.transport.sent == [b"1\r\ny\r\n1\r\nz\r\n0\r\n\r\n"]
+    assert (response.num_ends, response.is_writable) == (1, False)
+
+
+async def test_stream_of_http_1_0_then_its_events_have_no_frames() -> None:
+    response = Sent(is_chunked=False, keeps_alive=False)
+    response.start_events({})
+    response.write(b"y")
+    await response.send_events(b"z", last=True)
+    head, events = b"".join(response.transport.sent).split(b"\r\n\r\n")
+    assert b"Transfer-Encoding" not in head
+    assert b"Connection: close" in head
+    assert events == b"yz"
+
+
+async def test_write_when_a_connection_closes_then_the_other_responses_are_still_sent() -> None:
+    batch = FlushBatch()
+    gone, closing, there = (Sent(batch).started_events() for _ in range(3))
+    for response in (gone, closing, there):
+        response.write(b"y")
+    gone.lose()
+    closing.transport.set_protocol(asyncio.Protocol())
+    closing.transport.close()
+    await asyncio.sleep(0)
+    assert [len(each.transport.sent) for each in (gone, closing, there)] == [0, 0, 1]
+
+
+async def test_is_writable_when_the_client_does_not_read_or_is_gone_then_not() -> None:
+    response = Sent()
+    assert not response.is_writable
+    response.started_events()
+    assert response.is_writable
+    response.pause()
+    assert not response.is_writable
+    response.resume()
+    assert response.is_writable
+    response.lose()
+    assert not response.is_writable
+
+
+async def test_send_events_when_the_client_does_not_read_then_they_wait_until_it_does() -> None:
+    response = Sent().started_events()
+    response.pause()
+    sending = asyncio.create_task(response.send_events(b"y"))
+    await asyncio.sleep(0.01)
+    assert response.transport.sent == []
+    response.resume()
+    await sending
+    await asyncio.sleep(0)
+    assert response.transport.sent == [b"1\r\ny\r\n"]
+
+
+async def test_cancel_on_disconnect_when_the_client_has_left_then_it_raises() -> None:
+    response = Sent()
+    response.lose()
+    with pytest.raises(ClientDisconnected):
+        response.cancel_on_disconnect()
+
+
+async def test_header_when_its_value_has_a_line_break_then_it_is_not_sent() -> None:
+    response = Sent()
+    with pytest.raises(ValueError, match="line break"):
+        response.send_json(200, {}, {"X-Some": "a\r\nSet-Cookie: b"})
+    await asyncio.sleep(0)
+    assert response.transport.sent == []
+
+
+async def test_response_when_it_has_ended_then_nothing_more_is_sent() -> None:
+    response = Sent().started_events()
+    await response.send_events(b"z", last=True)
+    await response.send_events(b"late", last=True)
+    response.write(b"late")
+    await response.send_events(b"late")
+    response.fail(InvalidRequest("late"))
+    await asyncio.sleep(0)
+    assert (response.transport.sent, response.num_ends) == ([b"1\r\nz\r\n0\r\n\r\n"], 1)
+
+
+async def test_fail_when_a_stream_was_started_then_it_ends_without_its_last_chunk() -> None:
+    response = Sent().started_events()
+    response.write(b"y")
+    response.fail(InvalidRequest("late"))
+    assert b"".join(response.transport.sent) == b"1\r\ny\r\n"
+    assert (response.num_ends, response.ended, response.is_writable, response.keeps_alive) == (
+        1,
+        True,
+        False,
+        False,
+    )

@@ -1,0 +1,105 @@
+"""Which handler gets a request, and what is answered if none does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynamo_trtllm.protocol.errors import InvalidRequest
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.server import Route, Router
+from tests.memory_http import MemoryClient
+
+
+async def show(request: HttpRequest, response: HttpResponse) -> None:
+    response.send_json(200, [request.path_params, request.query()])
+
+
+ROUTER = Router(
+    [
+        Route("GET", "/a", show),
+        Route("GET", "/r/{id}", show),
+        Route("DELETE", "/r/{id}", show),
+        Route("POST", "/r/{id}/cancel", show),
+        Route("GET", "/m/{name:path}/ready", show),
+        Route("GET", "/m/{name:path}", show),
+    ],
+    "; see /docs",
+)
+
+
+async def ask(method: str, target: str) -> tuple[int, str, bytes]:
+    client = MemoryClient(ROUTER)
+    client.send(f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    await client.until_answered()
+    head, _, body = client.received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode(), body
+
+
+@pytest.mark.parametrize(
+    ("target", "params"),
+    [
+        ("/a", {}),
+        ("http://x/a", {}),
+        ("/r/1", {"id": "1"}),
+        ("/r/a%20%C5%82", {"id": "a ł"}),
+        ("/m/", {"name": ""}),
+        ("/m/lab/tiny", {"name": "lab/tiny"}),
+        ("/m/lab%2Ftiny/ready", {"name": "lab/tiny"}),
+    ],
+)
+async def test_path_when_a_route_matches_then_its_parameters_are_decoded(
+    target: str, params: dict[str, str]
+) -> None:
+    status, _, body = await ask("GET", target)
+    assert (status, json.loads(body)[0]) == (200, params)
+
+
+async def test_query_then_every_value_of_a_parameter_also_an_empty_one() -> None:
+    _, _, body = await ask("GET", "/a?x=1&x=2%20&y=&z[]=3")
+    assert json.loads(body)[1] == {"x": ["1", "2 "], "y": [""], "z[]": ["3"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status", "allow"),
+    [
+        ("GET", "/b", 404, None),
+        ("GET", "/a/", 404, None),
+        ("GET", "//a", 404, None),
+        ("GET", "/r/1/2", 404, None),
+        ("POST", "/a", 405, "GET, HEAD"),
+        ("OPTIONS", "/r/1", 405, "GET, DELETE, HEAD"),
+        ("HEAD", "/r/1/cancel", 405, "POST"),
+    ],
+)
+async def test_request_when_no_route_takes_it_then_404_or_405_with_the_methods(
+    method: str, target: str, status: int, allow: str | None
+) -> None:
+    got, head, body = await ask(method, target)
+    assert got == status
+    assert (f"Allow: {allow}" in head.split("\r\n")) == (allow is not None)
+    if method != "HEAD":
+        assert target in json.loads(body)["error"]["message"]
+
+
+async def test_head_then_the_headers_of_get_and_no_body() -> None:
+    _, head, body = await ask("GET", "/a")
+    status, only, nothing = await ask("HEAD", "/a")
+    assert (status, nothing) == (200, b"")
+    assert f"Content-Length: {len(body)}" in head.split("\r\n")
+    assert f"Content-Length: {len(body)}" in only.split("\r\n")
+
+
+async def test_error_when_the_response_was_started_then_it_is_logged_and_the_connection_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(request: HttpRequest, response: HttpResponse) -> None:
+        response.start_events({})
+        raise InvalidRequest("too late")
+
+    client = MemoryClient(Router([Route("GET", "/a", fail)]))
+    client.send(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n")
+    await client.until_answered()
+    assert "too late" in caplog.text
+    assert client.transport.is_closing()

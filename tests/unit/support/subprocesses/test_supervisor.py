@@ -1,0 +1,198 @@
+"""What the supervisor of real child processes does at their ends, at its own, and at failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import psutil
+import pytest
+
+from dynamo_trtllm.config.deployment import RestartConfig
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support import subprocesses as child
+from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, spawn
+from tests.waiting import SOON_S
+
+DRAINS = (
+    "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True);"
+    " signal.pause()"
+)
+IGNORES = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True);"
+    " signal.pause()"
+)
+FAILS = "exit(5)"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = psutil.Process().children()
+    yield
+    assert psutil.Process().children() == before
+
+
+class Programs:
+    """A supervisor of short programs, which are named in the order of their start and their
+    ends.
+    """
+
+    def __init__(self, **restart: float) -> None:
+        self.said: list[str] = []
+        self.ended: list[str] = []
+        self.children: dict[str, Child] = {}
+        self.supervisor = Supervisor(RestartConfig(**restart), self.said.append)
+        self._starts = asyncio.Semaphore(0)
+
+    async def run(
+        self, programs: dict[str, str], then: Callable[[], Awaitable[None]]
+    ) -> dict[str, int]:
+        """Run programs, and `then` once each has started. The first is stopped last."""
+
+        async def work() -> None:
+            for rank, (name, code) in enumerate(programs.items()):
+                self.supervisor.keep(name, self._running(name, code, -rank))
+            for _ in programs:
+                await self.next_start()
+            await then()
+
+        async with asyncio.timeout(3 * SOON_S):
+            return await self.supervisor.run(work())
+
+    async def next_start(self) -> None:
+        await self._starts.acquire()
+
+    def _running(
+        self, name: str, code: str, rank: int
+    ) -> Callable[[], AbstractAsyncContextManager[Child]]:
+        @asynccontextmanager
+        async def running() -> AsyncIterator[Child]:
+            process = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            child = self.children[name] = Child(process, SOON_S)
+            child.stop_rank = rank
+            with process.stdout:
+                try:
+                    await asyncio.to_thread(process.stdout.readline)
+                except BaseException:
+                    child.kill()
+                    await child.ended()
+                    raise
+                self._starts.release()
+                yield child
+            self.ended.append(name)
+
+        return running
+
+
+async def nothing() -> None:
+    """Do nothing."""
+
+
+async def test_run_when_a_signal_comes_then_programs_end_in_the_order_of_their_ranks() -> None:
+    made = Programs()
+
+    async def then() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    assert await made.run({"a": DRAINS, "b": DRAINS, "c": DRAINS}, then) == {"a": 0, "b": 0, "c": 0}
+    assert made.ended == ["c", "b", "a"]
+    assert made.said == ["stopping all processes; a second Ctrl-C or SIGTERM kills them"]
+
+
+async def test_run_when_a_second_signal_comes_then_all_are_killed() -> None:
+    async def then() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        signal.raise_signal(signal.SIGTERM)
+
+    assert await Programs().run({"a": IGNORES, "b": IGNORES}, then) == {"a": -9, "b": -9}
+
+
+async def test_run_when_a_program_survives_sigkill_then_the_others_are_stopped_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Programs()
+    monkeypatch.setattr(child, "KILL_TIMEOUT_S", 0.05)
+
+    async def then() -> None:
+        made.children["b"]._stop_timeout_s = 0.05
+        monkeypatch.setattr(os, "killpg", lambda *_: None)
+        made.supervisor.stop()
+
+    try:
+        assert await made.run({"a": DRAINS, "b": IGNORES}, then) == {"a": 0, "b": -9}
+    finally:
+        made.children["b"]._process.kill()
+        await asyncio.to_thread(made.children["b"]._process.wait)
+
+
+async def test_run_when_stopped_twice_then_programs_still_drain() -> None:
+    made = Programs()
+
+    async def then() -> None:
+        made.supervisor.stop()
+        made.supervisor.stop()
+
+    assert await made.run({"a": DRAINS}, then) == {"a": 0}
+
+
+async def test_run_when_a_program_is_given_up_then_that_is_said_first_and_the_others_drain() -> (
+    None
+):
+    made = Programs(max_restarts=1)
+
+    async def then() -> None:
+        await made.next_start()
+
+    reason = "b exited with status 5; it was restarted 1 times in 60 s, which is the limit"
+    with pytest.raises(RunFailed) as failed:
+        await made.run({"a": DRAINS, "b": FAILS}, then)
+    assert (str(failed.value), failed.value.exit_status) == (reason, 1)
+    assert made.said == [
+        "b exited with status 5; starting it again (1 of 1 in 60 s)",
+        f"stopping all processes: {reason}",
+    ]
+    assert made.children["a"].has_ended
+
+
+async def test_run_when_a_program_is_asked_to_end_then_its_restart_does_not_count() -> None:
+    made = Programs(max_restarts=0)
+
+    async def then() -> None:
+        made.children["a"].terminate()
+        await made.next_start()
+        made.supervisor.stop()
+
+    assert await made.run({"a": DRAINS}, then) == {"a": 0}
+    assert made.said == ["a exited with status 0 as requested; restarting"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), ValueError("bug")])
+async def test_run_when_the_work_fails_then_programs_drain_first(error: Exception) -> None:
+    async def then() -> None:
+        raise error
+
+    made = Programs()
+    with pytest.raises(type(error) if isinstance(error, ConfigError) else ExceptionGroup):
+        await made.run({"a": DRAINS}, then)
+    assert await made.children["a"].ended() == 0
+    assert made.said == []
+
+
+async def test_run_when_stopped_in_the_pause_before_a_restart_then_it_ends_at_once() -> None:
+    made = Programs(pause_s=600)
+
+    async def then() -> None:
+        await made.next_start()
+        asyncio.get_running_loop().call_later(1, made.supervisor.stop)
+
+    assert await made.run({"a": FAILS}, then) == {"a": 5}
+    assert made.said[-1].startswith(
+        "a exited with status 5; starting it again in 600 s (2 of 3 in 60 s)"
+    )
