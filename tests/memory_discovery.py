@@ -69,7 +69,8 @@ class MemoryRegistration:
         self._key: str | None = key
 
     async def aclose(self) -> None:
-        key, self._key = self._key, None
+        key = self._key
+        self._key = None
         if key is not None:
             self._store.delete(key)
 
@@ -91,7 +92,8 @@ class MemoryDiscovery:
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """Yield events like `Discovery.watch`. End when this object is closed."""
-        prefix, cache = namespace_prefix(namespace), InstanceCache()
+        prefix = namespace_prefix(namespace)
+        cache = InstanceCache()
         queue = self._store.subscribe(prefix)
         self._queues.append(queue)
         try:

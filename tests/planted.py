@@ -300,7 +300,8 @@ PLANTS = (
 class _PlantedLoader(SourceFileLoader):
     def __init__(self, name: str, path: str, old: str, new: str) -> None:
         super().__init__(name, path)
-        self._old, self._new = old, new
+        self._old = old
+        self._new = new
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_source(fullname) or ""
@@ -314,7 +315,9 @@ class _Planter:
     """Finds one module, and loads it with another text."""
 
     def __init__(self, module: str, old: str, new: str) -> None:
-        self._module, self._old, self._new = module, old, new
+        self._module = module
+        self._old = old
+        self._new = new
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

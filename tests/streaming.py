@@ -71,7 +71,8 @@ class WorkerCalls:
     """The calls of one worker, at its subject, as a `Generator`."""
 
     def __init__(self, plane: RequestPlane, subject: str) -> None:
-        self._plane, self._subject = plane, subject
+        self._plane = plane
+        self._subject = subject
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         return self._plane.client.generate(self._subject, request, on_event)
@@ -87,7 +88,8 @@ class RouterCalls:
     """The requests of a router, as a `Generator`."""
 
     def __init__(self, router: RequestRouter, trace: ChoiceTimeline) -> None:
-        self._router, self._trace = router, trace
+        self._router = router
+        self._trace = trace
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         return self._router.generate(request, self._trace, on_event)

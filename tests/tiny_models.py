@@ -70,7 +70,10 @@ def write_tiny_llama(folder: Path) -> Path:
     """As save_tiny_llama, with other weights, and without the seconds that importing torch and
     transformers takes.
     """
-    hidden, inner, vocabulary, kv = 64, 128, 512, 32
+    hidden = 64
+    inner = 128
+    vocabulary = 512
+    kv = 32
     shapes = {
         "model.embed_tokens": (vocabulary, hidden),
         "lm_head": (vocabulary, hidden),

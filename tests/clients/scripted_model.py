@@ -70,7 +70,8 @@ class Script(PlayedRouter):
 
     def begin(self, answers: Sequence[str]) -> None:
         """Set the answers of the next requests, and forget the prompts."""
-        self.answers, self.prompts = answers, []
+        self.answers = answers
+        self.prompts = []
 
     async def play(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk

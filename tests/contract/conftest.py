@@ -67,7 +67,8 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     """Intercept messages of request planes. Must be requested before the planes."""
     network = Network()
-    take_at_caller, take_at_worker = PlaneClient._on_message, PlaneServer._on_message
+    take_at_caller = PlaneClient._on_message
+    take_at_worker = PlaneServer._on_message
 
     def at_caller(plane: PlaneClient, data: bytes, reply: str) -> None:
         for each in network.to_caller(data):

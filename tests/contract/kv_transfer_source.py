@@ -30,7 +30,8 @@ _OFFERED: deque[bytearray] = deque(maxlen=8)
 
 def split(buffer: bytearray, sizes: list[int]) -> list[MemoryRegion]:
     _OFFERED.append(buffer)
-    start, regions = address_of(buffer), []
+    start = address_of(buffer)
+    regions = []
     for size in sizes:
         regions.append(MemoryRegion(start, size))
         start += size

@@ -120,7 +120,9 @@ async def test_generate_when_run_twice_then_gives_the_same_greedy_tokens(pool: E
 async def test_stream_when_it_runs_then_nothing_comes_before_generate_returns_and_one_end_comes_last(
     pool: EnginePool,
 ) -> None:
-    engine, events, has_ended = pool.open(), [], asyncio.Event()
+    engine = pool.open()
+    events = []
+    has_ended = asyncio.Event()
 
     def take(event: StreamEvent) -> None:
         events.append(event)
@@ -145,7 +147,9 @@ async def test_stream_when_it_runs_then_nothing_comes_before_generate_returns_an
 
 
 async def test_stream_when_cancelled_in_an_event_then_none_follows(pool: EnginePool) -> None:
-    engine, events, second = pool.open(), [], asyncio.Event()
+    engine = pool.open()
+    events = []
+    second = asyncio.Event()
 
     def take(event: StreamEvent) -> None:
         events.append(event)
@@ -193,7 +197,9 @@ async def test_prefill_when_one_token_is_wanted_then_there_is_no_transfer(pool: 
 async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sides_are_empty(
     pool: EnginePool,
 ) -> None:
-    whole, prefill, decode = pool.open(), pool.open(Role.PREFILL), pool.open(Role.DECODE)
+    whole = pool.open()
+    prefill = pool.open(Role.PREFILL)
+    decode = pool.open(Role.DECODE)
     async with pool.started(whole, prefill, decode):
         chunks = await prefill_then_decode(prefill, decode, prompt_of(100), max_tokens=20)
         assert tokens(chunks) == await answer(whole, prompt_of(100), max_tokens=20)
@@ -210,7 +216,9 @@ async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sid
 async def test_timings_when_the_first_chunk_comes_then_its_phases_fit_into_the_time_until_then(
     pool: EnginePool,
 ) -> None:
-    whole, prefill, decode = pool.open(), pool.open(Role.PREFILL), pool.open(Role.DECODE)
+    whole = pool.open()
+    prefill = pool.open(Role.PREFILL)
+    decode = pool.open(Role.DECODE)
     async with pool.started(whole, prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(70))
         for engine, request in (
@@ -253,7 +261,9 @@ async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
 async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_that_of_an_undisturbed_run(
     kind: Kind, pool: EnginePool
 ) -> None:
-    whole, prefill, decode = pool.open(), pool.open(Role.PREFILL), pool.open(Role.DECODE)
+    whole = pool.open()
+    prefill = pool.open(Role.PREFILL)
+    decode = pool.open(Role.DECODE)
     async with pool.started(whole, prefill, decode):
         # others promise it for greedy ones only
         for sampling in ({}, *SAMPLED) if kind.engine == "torch" else ({},):
@@ -271,7 +281,8 @@ async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_tha
 async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_those_of_an_aggregated_one(
     pool: EnginePool,
 ) -> None:
-    whole, decode = pool.open(), pool.open(Role.DECODE)
+    whole = pool.open()
+    decode = pool.open(Role.DECODE)
     async with pool.started(whole, decode):
         assert await answer(decode, prompt_of(70)) == await answer(whole, prompt_of(70))
         await pool.check_nothing_left(decode)
@@ -280,7 +291,8 @@ async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_t
 async def test_transfer_when_held_then_blocks_stay_counted_until_release_and_are_gone_after_it(
     kind: Kind, pool: EnginePool
 ) -> None:
-    prefill, decode = pool.open(Role.PREFILL), pool.open(Role.DECODE)
+    prefill = pool.open(Role.PREFILL)
+    decode = pool.open(Role.DECODE)
     async with pool.started(prefill, decode):
         transfers = [await prefill_params(prefill, prompt_of(100, seed)) for seed in (1, 2)]
         await check_stats(prefill, tickets_held=2, ticket_kv_blocks=8, kv_blocks_used=8)
@@ -301,7 +313,8 @@ async def test_transfer_when_held_then_blocks_stay_counted_until_release_and_are
 async def test_transfer_when_it_expires_then_blocks_are_freed_and_decode_is_refused(
     pool: EnginePool,
 ) -> None:
-    prefill, decode = pool.open(Role.PREFILL, ttl_s=0.05), pool.open(Role.DECODE)
+    prefill = pool.open(Role.PREFILL, ttl_s=0.05)
+    decode = pool.open(Role.DECODE)
     async with pool.started(prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(100))
         await pool.check_nothing_left(prefill)
@@ -311,7 +324,8 @@ async def test_transfer_when_it_expires_then_blocks_are_freed_and_decode_is_refu
 
 
 async def test_decode_when_layout_differs_then_refused_by_name(pool: EnginePool) -> None:
-    prefill, decode = pool.open(Role.PREFILL), pool.open(Role.DECODE, kv_block_size=16)
+    prefill = pool.open(Role.PREFILL)
+    decode = pool.open(Role.DECODE, kv_block_size=16)
     async with pool.started(prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(100))
         with pytest.raises(TransferMismatch) as caught:
@@ -343,7 +357,8 @@ class Overwriting(LoopbackBackend):
 async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_the_next_answer_is_right(
     pool: EnginePool,
 ) -> None:
-    whole, decode = pool.open(), pool.open(Role.DECODE)
+    whole = pool.open()
+    decode = pool.open(Role.DECODE)
     prefill = pool.open(Role.PREFILL, backend=Overwriting())
     async with pool.started(whole, prefill, decode):
         with pytest.raises(TransferFailed, match="checksum"):
@@ -358,7 +373,8 @@ async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_th
 
 @pytest.mark.parametrize("role", [Role.AGGREGATED, Role.DECODE])
 async def test_cancel_when_tokens_flow_then_nothing_left(pool: EnginePool, role: Role) -> None:
-    prefill, engine = pool.open(Role.PREFILL), pool.open(role)
+    prefill = pool.open(Role.PREFILL)
+    engine = pool.open(role)
     async with pool.started(prefill, engine):
         request = ask(prompt_of(100), max_tokens=500)
         if role is Role.DECODE:

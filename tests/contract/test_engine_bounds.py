@@ -76,7 +76,8 @@ async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_n
     error: type[DynamoError],
     said: str,
 ) -> None:
-    prefill, decode = make(kind, gpt_oss, Role.PREFILL), stuck(kind, gpt_oss, handoff_timeout_s)
+    prefill = make(kind, gpt_oss, Role.PREFILL)
+    decode = stuck(kind, gpt_oss, handoff_timeout_s)
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         call = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params)

@@ -136,7 +136,8 @@ async def test_arguments_when_a_request_names_rank_conversation_and_priority_the
         async with started(engine):
             await collect(engine, request(dp_rank=1, conversation_id="c", priority=-(1 << 19)))
             await collect(engine, request())
-    chosen, plain = calls[-2], calls[-1]
+    chosen = calls[-2]
+    plain = calls[-1]
     assert (
         chosen["scheduling_params"].attention_dp_rank,
         chosen["scheduling_params"].attention_dp_relax,

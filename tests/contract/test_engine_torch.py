@@ -162,10 +162,8 @@ async def test_two_calls_when_cancelled_while_fetching_then_nothing_left(gpt_oss
     config = WorkerConfig(
         model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE
     )
-    prefill, decode = (
-        make("torch", gpt_oss, Role.PREFILL),
-        TorchEngine(config, instance_id=3, backend=Stuck()),
-    )
+    prefill = make("torch", gpt_oss, Role.PREFILL)
+    decode = TorchEngine(config, instance_id=3, backend=Stuck())
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(100))
         task = asyncio.create_task(
@@ -216,10 +214,12 @@ async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_th
 ) -> None:
     engine = make("torch", gpt_oss, Role.PREFILL, prefill_chunk_tokens=64)
     assert isinstance(engine, TorchEngine)
-    entered, goes_on = asyncio.Event(), threading.Event()
+    entered = asyncio.Event()
+    goes_on = threading.Event()
     async with started(engine):
         assert engine._scheduler is not None
-        loop, module = asyncio.get_running_loop(), engine._scheduler.model_runner.module
+        loop = asyncio.get_running_loop()
+        module = engine._scheduler.model_runner.module
 
         def slow(**inputs: Any) -> Any:
             loop.call_soon_threadsafe(entered.set)

@@ -112,7 +112,9 @@ async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_n
 ) -> None:
     prefill = torch_engine(llama, Role.PREFILL, prefill_chunk_tokens=16)
     async with started(prefill):
-        pool, finite_keys, slots = pool_of(prefill), KvPool.finite_keys, []
+        pool = pool_of(prefill)
+        finite_keys = KvPool.finite_keys
+        slots = []
 
         def spoiled(self: KvPool, written: torch.Tensor) -> torch.Tensor:
             slots.append(len(written))
@@ -165,16 +167,16 @@ async def test_start_when_the_model_computes_nothing_finite_then_engine_failed(
 async def test_transfer_when_it_fails_midway_then_what_has_arrived_changes_no_later_answer(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = torch_engine(llama, Role.PREFILL), torch_engine(llama, Role.DECODE)
+    prefill = torch_engine(llama, Role.PREFILL)
+    decode = torch_engine(llama, Role.DECODE)
     async with started(prefill, decode):
-        wanted, pool, arrived = (
-            tokens(await prefill_then_decode(prefill, decode, prompt(20))),
-            pool_of(decode),
-            [],
-        )
+        wanted = tokens(await prefill_then_decode(prefill, decode, prompt(20)))
+        pool = pool_of(decode)
+        arrived = []
 
         async def partial(seq: TorchSequence, *args: Any) -> None:
-            pool.keys[:, seq.blocks], pool.values[:, seq.blocks] = torch.nan, torch.inf
+            pool.keys[:, seq.blocks] = torch.nan
+            pool.values[:, seq.blocks] = torch.inf
             arrived.append(seq.block_table.numbers)
             raise RuntimeError("it broke off")
 

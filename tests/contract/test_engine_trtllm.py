@@ -330,7 +330,8 @@ async def test_requests_when_the_release_does_not_support_them_then_the_engine_g
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
     engines: TrtllmEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = "dynamo_trtllm.engines.trtllm", "tensorrt_llm"
+    ours = "dynamo_trtllm.engines.trtllm"
+    theirs = "tensorrt_llm"
     bugs = [
         (f"{ours}.{p}", "internal")
         for p in (
@@ -385,10 +386,8 @@ async def test_decode_when_the_kv_does_not_come_then_a_transfer_error(
 async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(
     gpt_oss: Path, package: Any
 ) -> None:
-    prefill, decode = (
-        make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4),
-        make("trtllm", gpt_oss, Role.DECODE),
-    )
+    prefill = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4)
+    decode = make("trtllm", gpt_oss, Role.DECODE)
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         with package.standin.traps.turned("transfer_hangs"), pytest.raises(TransferTimeout):

@@ -50,7 +50,8 @@ def engine(folder: Path, role: Role) -> Any:
 async def test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_the_engine_goes_on(
     gpt_oss: Path,
 ) -> None:
-    prefill, decode = engine(gpt_oss, Role.PREFILL), engine(gpt_oss, Role.DECODE)
+    prefill = engine(gpt_oss, Role.PREFILL)
+    decode = engine(gpt_oss, Role.DECODE)
     async with started(decode):
         async with started(prefill):
             expected = await prefill_then_decode(prefill, decode, PROMPT)
@@ -68,14 +69,17 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitte
     gpt_oss: Path, package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only its fetch frees the KV at the prefill worker."""
-    probing, answers, submitted = asyncio.Event(), asyncio.Event(), []
+    probing = asyncio.Event()
+    answers = asyncio.Event()
+    submitted = []
 
     async def connect(host: str, port: int) -> None:
         probing.set()
         await answers.wait()
 
     monkeypatch.setattr(transfers, "_connect", connect)
-    prefill, decode = engine(gpt_oss, Role.PREFILL), engine(gpt_oss, Role.DECODE)
+    prefill = engine(gpt_oss, Role.PREFILL)
+    decode = engine(gpt_oss, Role.DECODE)
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         monkeypatch.setattr(
@@ -97,10 +101,8 @@ async def test_decode_when_the_kv_is_of_the_other_transceiver_then_it_is_rejecte
     """Even if its worker registered the same settings, as a build may have that chooses another by
     itself.
     """
-    prefill, decode = (
-        engine(gpt_oss, Role.PREFILL),
-        make("trtllm", gpt_oss, Role.DECODE, transceiver="UCX"),
-    )
+    prefill = engine(gpt_oss, Role.PREFILL)
+    decode = make("trtllm", gpt_oss, Role.DECODE, transceiver="UCX")
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         own = msgspec.structs.replace(kv_params, kv_compat=decode._kv_compat)  # type: ignore[attr-defined]

@@ -27,7 +27,9 @@ async def test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_
     release: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch)
-    index, first, longer = KvIndex(), prompt_of(70), prompt_of(70) + prompt_of(60, seed=2)
+    index = KvIndex()
+    first = prompt_of(70)
+    longer = prompt_of(70) + prompt_of(60, seed=2)
     with fake_tensorrt_llm(release):
         events = {"kv_cache_config": {"event_buffer_max_size": 64}, "kv_cache_blocks": 12}
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED, **events)
@@ -89,7 +91,8 @@ async def test_stats_when_events_are_lost_or_unreadable_then_they_are_counted_an
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch)
-    index, prompts = KvIndex(), [prompt_of(70, seed=seed) for seed in range(1, 5)]
+    index = KvIndex()
+    prompts = [prompt_of(70, seed=seed) for seed in range(1, 5)]
     with fake_tensorrt_llm() as package:
         engine: Any = make(
             "trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64}

@@ -115,10 +115,8 @@ async def test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_th
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
-        prefill, decode = (
-            make("trtllm", gpt_oss, Role.PREFILL),
-            make("trtllm", gpt_oss, Role.DECODE),
-        )
+        prefill = make("trtllm", gpt_oss, Role.PREFILL)
+        decode = make("trtllm", gpt_oss, Role.DECODE)
         async with started(prefill, decode):
             if version >= "1.3":
                 chunks = await prefill_then_decode(prefill, decode, PROMPT, logprobs=1)

@@ -31,7 +31,8 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
     with fake_tensorrt_llm(version) as package:
         executor_class = package.executor.executor.GenerationExecutor
         rounds = [asyncio.Event()]  # each is set by a call that began in its round and gave nothing
-        loop, get_stats = asyncio.get_running_loop(), executor_class.get_stats
+        loop = asyncio.get_running_loop()
+        get_stats = executor_class.get_stats
 
         def watched(executor: Any, *args: Any) -> Any:
             rows: list[Any] = []
@@ -73,7 +74,8 @@ async def test_statistics_when_none_came_for_a_while_then_new_ones_are_read_with
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
         async with started(engine), asyncio.timeout(SOON_S):
             await asyncio.sleep(3 * StatsPoller.timeout_s)
-            poller, before = engine.library._stats_poller, time.monotonic()
+            poller = engine.library._stats_poller
+            before = time.monotonic()
             engine._llm._executor.note_step()
             while poller.changed_at < before:  # noqa: ASYNC110 - a thread sets it
                 await asyncio.sleep(0.005)
@@ -117,7 +119,8 @@ async def test_steps_when_rows_have_them_then_they_are_measured_but_not_in_a_pip
             **times,
         }
 
-    polls, ended = iter([[row(0)], [row(n) for n in range(1, 6)]]), asyncio.Event()
+    polls = iter([[row(0)], [row(n) for n in range(1, 6)]])
+    ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def get_stats(llm: Any, timeout: float) -> Any:

@@ -112,7 +112,8 @@ def core_of(engine: Engine) -> Any:
 async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(
     engines: Engines, phase: Phase
 ) -> None:
-    engine, prompt = engines.prefill if phase is Phase.PREFILL else engines.whole, prompt_of(1500)
+    engine = engines.prefill if phase is Phase.PREFILL else engines.whole
+    prompt = prompt_of(1500)
     chunks = await collect(
         engine, ask(prompt, phase=phase, prompt_logprobs=1, logprobs=1, max_tokens=2)
     )
@@ -201,10 +202,8 @@ async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_not
     folder: Path,
 ) -> None:
     with fake_vllm():
-        prefill, decode = (
-            make("vllm", folder, Role.PREFILL, ttl_s=0.3),
-            make("vllm", folder, Role.DECODE),
-        )
+        prefill = make("vllm", folder, Role.PREFILL, ttl_s=0.3)
+        decode = make("vllm", folder, Role.DECODE)
         async with started(prefill, decode):
             kv_params = await prefill_params(prefill, PROMPT)
             core_of(decode).stuck = True
@@ -314,7 +313,8 @@ async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = "dynamo_trtllm.engines.vllm", "vllm.sampling_params.SamplingParams.__init__"
+    ours = "dynamo_trtllm.engines.vllm"
+    theirs = "vllm.sampling_params.SamplingParams.__init__"
     bugs = [
         (f"{ours}.{p}", "internal")
         for p in ("library.VllmRequest", "bindings.VllmBindings.arguments", "library.VllmCall.read")
@@ -392,7 +392,8 @@ async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder
 async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compiled_code_is_the_same_each_time(
     folder: Path,
 ) -> None:
-    seen, ports = [], set()
+    seen = []
+    ports = set()
     with fake_vllm():
         for _ in range(3):
             engine = make("vllm", folder, Role.PREFILL)

@@ -90,7 +90,8 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
 ) -> None:
     """Both engines publish. The prefill engine ran requests before anything read its events."""
     engine: Any = windowed.prefill
-    early, first = prompt_of(70, 401), prompt_of(140, 402)
+    early = prompt_of(70, 401)
+    first = prompt_of(140, 402)
     index = KvIndex()
     await collect(engine, ask(early, max_tokens=2))
     engine.start_kv_events(index.on_events)
@@ -111,7 +112,8 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
     monkeypatch.setattr(
         VllmEventConverter, "read", lambda *each: iter(()) if lost and lost.pop() else read(*each)
     )
-    missed, later = prompt_of(100, 403), prompt_of(100, 404)
+    missed = prompt_of(100, 403)
+    later = prompt_of(100, 404)
     for prompt in (missed, later):
         await collect(engine, ask(prompt, max_tokens=2))
     await index.until(later, 96)

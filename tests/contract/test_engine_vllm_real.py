@@ -227,7 +227,8 @@ class _Counted(Coroutine[Any, Any, Any]):
     """A coroutine that counts how often its task continues it, by name."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], wakes: Counter[str]) -> None:
-        self._work, self._wakes = work, wakes
+        self._work = work
+        self._wakes = wakes
 
     def send(self, value: Any) -> Any:
         self._wakes[getattr(self._work, "__qualname__", "?")] += 1
@@ -263,7 +264,8 @@ async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_comput
     for engine in (pair.prefill, pair.decode):
         engine.steps.clear()
     await prefill_then_decode(pair.prefill, pair.decode, prompt_of(70, 31), max_tokens=9)
-    prefills, decodes = list(pair.prefill.steps), list(pair.decode.steps)
+    prefills = list(pair.prefill.steps)
+    decodes = list(pair.decode.steps)
     assert sum(step.prefill_tokens for step in prefills) == 70
     assert 7 <= len(decodes) <= 9
     assert {step.decode_requests for step in decodes} == {1}
@@ -353,7 +355,8 @@ async def test_cache_salt_when_it_differs_then_nothing_is_reused(pair: Pair) -> 
 async def test_prefill_when_its_prompt_is_cached_then_it_reports_the_tokens_that_it_did_not_compute(
     pair: Pair,
 ) -> None:
-    prompt, counts = prompt_of(600, 63), []
+    prompt = prompt_of(600, 63)
+    counts = []
     for _ in range(2):
         (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL))
         assert last.kv_params is not None

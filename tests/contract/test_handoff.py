@@ -55,8 +55,10 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_it_once(
     sides: Start, sizes: list[int]
 ) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", sum(sizes)), bytearray(sum(sizes))
+    holder = await sides()
+    reader = await sides()
+    source = content("a", sum(sizes))
+    target = bytearray(sum(sizes))
     offer = await holder.backend.publish("t", split(source, sizes))
     await reader.backend.read("t", offer, Destination(split(target, sizes)), timeout_s=10)
     assert target == source
@@ -71,7 +73,8 @@ async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_
 async def test_fetch_when_no_bytes_are_offered_then_the_prefill_side_learns_it(
     sides: Start,
 ) -> None:
-    holder, reader = await sides(), await sides()
+    holder = await sides()
+    reader = await sides()
     await reader.backend.read(
         "t", await holder.backend.publish("t", []), Destination([]), timeout_s=10
     )
@@ -80,8 +83,10 @@ async def test_fetch_when_no_bytes_are_offered_then_the_prefill_side_learns_it(
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(5000)
+    holder = await sides()
+    reader = await sides()
+    source = content("a", 5000)
+    target = bytearray(5000)
     offers = {
         kv_params: await holder.backend.publish(kv_params, split(source, [5000]))
         for kv_params in ("gone", "kept")
@@ -100,8 +105,10 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sides: Start) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(5000)
+    holder = await sides()
+    reader = await sides()
+    source = content("a", 5000)
+    target = bytearray(5000)
     old = await holder.backend.publish("t", split(source, [5000]))
     await holder.backend.unpublish("t")
     new = await holder.backend.publish("t", split(source, [5000]))
@@ -117,8 +124,10 @@ async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sid
 async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(
     sides: Start, sizes: list[int]
 ) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(sum(sizes))
+    holder = await sides()
+    reader = await sides()
+    source = content("a", 5000)
+    target = bytearray(sum(sizes))
     offer = await holder.backend.publish("t", split(source, [5000]))
     with pytest.raises(TransferFailed, match=r"regions|bytes"):
         await reader.backend.read("t", offer, Destination(split(target, sizes)), timeout_s=10)
@@ -160,7 +169,8 @@ async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_trans
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) -> None:
-    one, two = await sides(), await sides()
+    one = await sides()
+    two = await sides()
     transfers = [(f"t{i}", *((one, two) if i % 2 else (two, one))) for i in range(8)]
     sources = {kv_params: content(kv_params, 300_001) for kv_params, _, _ in transfers}
     targets = {kv_params: bytearray(300_001) for kv_params in sources}
@@ -181,10 +191,12 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kind: str) -> None:
-    tasks, threads = len(asyncio.all_tasks()), own_threads()
+    tasks = len(asyncio.all_tasks())
+    threads = own_threads()
     backend = named_backend(kind)
     await backend.start(lambda transfer_id: None)
-    source, target = content("a", 100), bytearray(100)
+    source = content("a", 100)
+    target = bytearray(100)
     offer = await backend.publish("t", split(source, [100]))
     if kind != "nixl":  # an agent does not read from itself
         await backend.read("t", offer, Destination(split(target, [100])), timeout_s=10)
@@ -305,7 +317,9 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
         )
         assert await holder.answer() == {"fetched": "w"}
         offer = await holder.publish("t", size)
-        tasks, threads, sockets = len(asyncio.all_tasks()), own_threads(), open_sockets()
+        tasks = len(asyncio.all_tasks())
+        threads = own_threads()
+        sockets = open_sockets()
         holder.freeze()
         began = time.monotonic()
         fetch = asyncio.create_task(

@@ -52,8 +52,12 @@ async def start(kind: str) -> AsyncIterator[Start]:
 async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_the_rest_is_right(
     start: Start,
 ) -> None:
-    holder, reader, chance = await start(), await start(), random.Random(7)
-    source, target, flips = content("a", BLOCK_BYTES + 200_000), bytearray(BLOCK_BYTES + 200_000), 0
+    holder = await start()
+    reader = await start()
+    chance = random.Random(7)
+    source = content("a", BLOCK_BYTES + 200_000)
+    target = bytearray(BLOCK_BYTES + 200_000)
+    flips = 0
     for side, memory in ((holder, source), (reader, target)):
         await side.register(split(memory, [len(memory)])[0])
     for number in range(TRANSFERS):
@@ -80,8 +84,11 @@ async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_th
 async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdrawal_does_too(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, reader = await start(), await start()
-    begun, gate, hash_block = threading.Event(), threading.Event(), holder.checksums.hash
+    holder = await start()
+    reader = await start()
+    begun = threading.Event()
+    gate = threading.Event()
+    hash_block = holder.checksums.hash
 
     def late(block: MemoryRegion) -> int:
         begun.set()
@@ -89,7 +96,8 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
         return hash_block(block)
 
     monkeypatch.setattr(holder.checksums, "hash", late)
-    source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
+    source = content("a", sum(LARGE))
+    target = bytearray(sum(LARGE))
     for ends in ("fetched", "withdrawn"):
         gate.clear()
         begun.clear()
@@ -122,8 +130,10 @@ async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_
     start: Start, modes: tuple[ChecksumMode | Literal["before"], ChecksumMode]
 ) -> None:
     """A holder of an earlier version says nothing of checksums in its offer."""
-    holder, reader = await start("off" if modes[0] == "before" else modes[0]), await start(modes[1])
-    source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
+    holder = await start("off" if modes[0] == "before" else modes[0])
+    reader = await start(modes[1])
+    source = content("a", sum(LARGE))
+    target = bytearray(sum(LARGE))
     offer = await holder.publish("t", split(source, LARGE))
     if modes[0] == "before":
         facts = msgspec.msgpack.decode(offer)
@@ -137,8 +147,10 @@ async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_
 async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer_failed_says_what_to_do(
     start: Start,
 ) -> None:
-    holder, reader = await start("off"), await start("on")
-    source, target = content("a", 100), bytearray(100)
+    holder = await start("off")
+    reader = await start("on")
+    source = content("a", 100)
+    target = bytearray(100)
     offer = await holder.publish("t", split(source, [100]))
     with pytest.raises(TransferFailed, match="set kv_checksums to auto"):
         await reader.read("t", offer, Destination(split(target, [100])), timeout_s=SOON_S)
@@ -147,12 +159,15 @@ async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer
 
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
 async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: Start) -> None:
-    holder, reader, chance = await start(), await start(), random.Random(8)
+    holder = await start()
+    reader = await start()
+    chance = random.Random(8)
     relay = await ChangingRelay.start("127.0.0.1:0")
     failed = 0
     for number in range(TRANSFERS):
         sizes = [chance.randrange(200, 9000) for _ in range(chance.randrange(1, 4))]
-        source, target = content(str(number), sum(sizes)), bytearray(sum(sizes))
+        source = content(str(number), sum(sizes))
+        target = bytearray(sum(sizes))
         facts = msgspec.msgpack.decode(await holder.publish("t", split(source, sizes)))
         relay.point_at(facts["host"], facts["port"])
         relay.change = flip_bit if chance.random() < 0.5 else None
@@ -174,13 +189,15 @@ async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: S
 async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_failed_at_once(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, reader = await start(), await start()
+    holder = await start()
+    reader = await start()
 
     def broken(block: MemoryRegion) -> int:
         raise RuntimeError("the GPU is gone")
 
     monkeypatch.setattr(holder.checksums, "hash", broken)
-    source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
+    source = content("a", sum(LARGE))
+    target = bytearray(sum(LARGE))
     offer = await holder.publish("t", split(source, LARGE))
     with pytest.raises(TransferFailed, match="no longer published"):
         await reader.read("t", offer, Destination(split(target, LARGE)), timeout_s=SOON_S)

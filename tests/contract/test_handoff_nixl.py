@@ -25,7 +25,8 @@ async def fetched() -> list[str]:
 
 @pytest.fixture
 async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlBackend, NixlBackend]]:
-    holder, reader = NixlBackend(), NixlBackend()
+    holder = NixlBackend()
+    reader = NixlBackend()
     await holder.start(fetched.append)
     await reader.start(fetched.append)
     yield holder, reader
@@ -38,9 +39,11 @@ async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_st
 ) -> None:
     monkeypatch.setattr(fetch, "PEER_LOADS", 3)
     holder, reader = pair
-    known, kept = [], []
+    known = []
+    kept = []
     for i in range(7):
-        source, target = content(f"t{i}", SIZE), bytearray(SIZE)
+        source = content(f"t{i}", SIZE)
+        target = bytearray(SIZE)
         offer = await holder.publish(f"t{i}", split(source, [SIZE]))
         await reader.read(f"t{i}", offer, Destination(split(target, [SIZE])), timeout_s=5)
         await holder.unpublish(f"t{i}")
@@ -109,7 +112,8 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, reader = pair
-    source, target = content("a", SIZE), bytearray(SIZE)
+    source = content("a", SIZE)
+    target = bytearray(SIZE)
     offer = await holder.publish("t", split(source, [SIZE]))
     slots = len(reader._validity_slots.free_slots)
     freed = threading.Event()

@@ -33,9 +33,12 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_reported_and_none_is_read_early(
     sides: Start, begin: int
 ) -> None:
-    holder, reader = await sides(), await sides()
+    holder = await sides()
+    reader = await sides()
     sizes = [1, 4097, 65_537, 300_003]
-    source, target, arrived = content("a", sum(sizes)), bytearray(sum(sizes)), asyncio.Queue[int]()
+    source = content("a", sum(sizes))
+    target = bytearray(sum(sizes))
+    arrived = asyncio.Queue[int]()
     loop = asyncio.get_running_loop()
 
     def hear(index: int) -> None:
@@ -62,8 +65,10 @@ async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_reported_
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sides: Start) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(5000)
+    holder = await sides()
+    reader = await sides()
+    source = content("a", 5000)
+    target = bytearray(5000)
     offer = await holder.backend.publish("t", split(source, [2500, 2500]), ready=1)
     fetch = asyncio.create_task(
         reader.backend.read("t", offer, Destination(split(target, [2500, 2500])), timeout_s=10)
@@ -77,8 +82,10 @@ async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sid
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(sides: Start) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(5000)
+    holder = await sides()
+    reader = await sides()
+    source = content("a", 5000)
+    target = bytearray(5000)
     offer = await holder.backend.publish("t", split(source, [2500, 2500]), ready=1)
     with pytest.raises(TransferTimeout):
         await reader.backend.read(
@@ -93,8 +100,10 @@ async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(side
 async def test_register_when_both_sides_did_then_parts_of_it_move_without_another_registration(
     kind: str, sides: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 100_000), bytearray(100_000)
+    holder = await sides()
+    reader = await sides()
+    source = content("a", 100_000)
+    target = bytearray(100_000)
     for side, memory in ((holder, source), (reader, target)):
         await side.backend.register(split(memory, [len(memory)])[0])
     ends = [side.backend for side in (holder, reader)]

@@ -60,7 +60,8 @@ async def test_serve_when_token_is_wrong_then_nothing_is_given_away(
 async def test_serve_when_a_stranger_calls_then_offers_stay_good(
     holder: TcpBackend, fetched: list[str], noise: bytes
 ) -> None:
-    source, target = content("a", 1000), bytearray(1000)
+    source = content("a", 1000)
+    target = bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     _, writer = await ask(offer, noise)
     await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
@@ -91,7 +92,8 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
         writer.close()
         await writer.wait_closed()
 
-    source, target = content("a", 1000), bytearray(1000)
+    source = content("a", 1000)
+    target = bytearray(1000)
     facts = msgspec.msgpack.decode(await holder.publish("t", split(source, [1000])))
     async with await asyncio.start_server(short, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
@@ -115,7 +117,8 @@ async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
         writer.write(reply + b"x" * 1000)
         writer.close()
 
-    source, target = content("a", 1000), bytearray(1000)
+    source = content("a", 1000)
+    target = bytearray(1000)
     facts = msgspec.msgpack.decode(await holder.publish("t", split(source, [1000])))
     async with await asyncio.start_server(wrong, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
@@ -132,7 +135,8 @@ async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpBackend) -> 
 async def test_fetch_when_time_is_short_then_handoff_timeout(
     holder: TcpBackend, fetched: list[str]
 ) -> None:
-    source, target = content("a", 1000), bytearray(1000)
+    source = content("a", 1000)
+    target = bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     with pytest.raises(TransferTimeout, match="within 0 s"):
         await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=0)
@@ -158,7 +162,8 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
         for number, (holder, reader) in enumerate([(one, two), (two, one)]):
             await holder.start(fetched.append)
             stack.push_async_callback(holder.aclose)
-            source, target = content("a", 1000), bytearray(1000)
+            source = content("a", 1000)
+            target = bytearray(1000)
             offer = await holder.publish("t", split(source, [1000]))
             facts = msgspec.msgpack.decode(offer)
             assert facts["host"] == advertised[number]
@@ -198,7 +203,8 @@ async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     if files > 16:
         monkeypatch.setattr(tcp, "_MAX_UNASKED", 4)
-    source, target = content("a", 1000), bytearray(1000)
+    source = content("a", 1000)
+    target = bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     strangers = [await ask(offer, b"DKV1") for _ in range(12)]
     async with asyncio.timeout(SOON_S):
@@ -217,7 +223,8 @@ async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once
 ) -> None:
     monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)
     # more than the sockets' buffers hold
-    source, target = content("a", 32 << 20), bytearray(32 << 20)
+    source = content("a", 32 << 20)
+    target = bytearray(32 << 20)
     offer = await holder.publish("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
     readers = [await ask(offer, _REQUEST.pack(_CHECKED, token, 1) + b"t") for _ in range(2)]

@@ -35,7 +35,8 @@ from tests.loopback_backend import LoopbackBackend
 from tests.streaming import routed_stream
 from tests.waiting import SOON_S
 
-GOOD, BAD = (1, 2), (1, 3)
+GOOD = (1, 2)
+BAD = (1, 3)
 Way = Callable[[memoryview], None]
 
 
@@ -220,7 +221,8 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works_and_the_other_answers_rightly(
     kind: str, deployment: Deployment
 ) -> None:
-    request, right = ask(token_ids(range(100, 200))), None
+    request = ask(token_ids(range(100, 200)))
+    right = None
     for way in (None, *WAYS[kind.partition(" ")[0]]):
         deployment.read_wrongly(way)
         deployment.codes.clear()

@@ -112,7 +112,8 @@ class LossyNetwork:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
     network = LossyNetwork()
-    at_caller, at_worker = PlaneClient._on_message, PlaneServer._on_message
+    at_caller = PlaneClient._on_message
+    at_worker = PlaneServer._on_message
 
     def take_at_caller(plane: PlaneClient, data: bytes, reply: str) -> None:
         if data != PING:
@@ -153,7 +154,9 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster() -> AsyncIterator[Cluster]:
-    plane, view, engines = InprocPlane(LIMITS), ClusterView(), []
+    plane = InprocPlane(LIMITS)
+    view = ClusterView()
+    engines = []
     for number, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE), start=1):
         config = WorkerConfig(
             model_path=CARD.name,

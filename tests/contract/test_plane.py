@@ -61,7 +61,8 @@ async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Pla
 async def test_load_when_a_worker_streams_or_broadcasts_then_watching_callers_get_few_reports_and_one_after_the_end(
     bench: PlanePair,
 ) -> None:
-    service, got = ScriptedService(count_up), list[LoadReport]()
+    service = ScriptedService(count_up)
+    got = list[LoadReport]()
 
     def load() -> LoadReport:
         return LoadReport(7, 1, service.open, 0, 0, 0, 0, 0)

@@ -129,7 +129,8 @@ async def begun(
 
     Return its service, its stream and the events so far.
     """
-    service, events = ScriptedService(script), list[StreamEvent]()
+    service = ScriptedService(script)
+    events = list[StreamEvent]()
     await bench.worker.serve(SUBJECT, service)
     call = bench.caller.client.generate(SUBJECT, make_request(seconds=60), events.append)
     await until(lambda: call.last_ping_before_ack is not None)
@@ -139,7 +140,8 @@ async def begun(
 async def test_stop_when_the_transfer_is_on_its_way_then_the_caller_gets_it_and_the_worker_keeps_it(
     network: Network, bench: PlanePair
 ) -> None:
-    gate, sent = asyncio.Event(), list[bytes]()
+    gate = asyncio.Event()
+    sent = list[bytes]()
 
     def hold_back(data: bytes) -> list[bytes]:
         if data != PING and decode(data, Batch).frames and not sent:

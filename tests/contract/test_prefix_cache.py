@@ -170,10 +170,12 @@ async def test_prefill_and_decode_when_separate_then_both_have_the_blocks(
     kind: str, model: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(model)
-    prefill, decode = caching(kind, folder, Role.PREFILL), caching(kind, folder, Role.DECODE)
+    prefill = caching(kind, folder, Role.PREFILL)
+    decode = caching(kind, folder, Role.DECODE)
     asked = prompt(200)
     async with started(prefill, decode):
-        of_prefill, of_decode = Events(prefill), Events(decode)
+        of_prefill = Events(prefill)
+        of_decode = Events(decode)
         outputs = []
         for counted in (0, 192):
             kv_params, count = await prefilled(prefill, asked, max_tokens=40, ignore_eos=True)
@@ -214,7 +216,8 @@ async def test_answers_when_prompts_share_beginnings_then_equal_to_those_without
     model: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(model)
-    base, sampling = prompt(300), {"max_tokens": 10, "logprobs": 0}
+    base = prompt(300)
+    sampling = {"max_tokens": 10, "logprobs": 0}
     asked = [
         ask(base[:length] + prompt(more, 9), **sampling)
         for length, more in ((300, 0), (300, 40), (129, 3))

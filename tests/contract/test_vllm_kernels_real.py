@@ -124,7 +124,8 @@ def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    first, second = save_model(tmp_path / "first"), tmp_path / "second"
+    first = save_model(tmp_path / "first")
+    second = tmp_path / "second"
     shutil.copytree(first, second)
     other = save_tiny_llama(tmp_path / "other", head_dim=32)
 
@@ -169,7 +170,8 @@ def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_th
     assert dispatcher.dispatch(3, uniform_decode=True)[0] is CUDAGraphMode.FULL
 
     class Worker:
-        vllm_config, model_runner = config, SimpleNamespace(cudagraph_dispatcher=dispatcher)
+        vllm_config = config
+        model_runner = SimpleNamespace(cudagraph_dispatcher=dispatcher)
 
         def compile_or_warm_up_model(self) -> list[CUDAGraphMode]:
             return [mode for mode, _ in dispatcher.get_capture_descs()]

@@ -61,8 +61,10 @@ def count_registrations(backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[o
     """Return a list of the memory that the NIXL agent has registered from now on and not
     deregistered.
     """
-    agent, registered = backend._bindings.agent, []
-    register, deregister = agent.register_memory, agent.deregister_memory
+    agent = backend._bindings.agent
+    registered = []
+    register = agent.register_memory
+    deregister = agent.deregister_memory
 
     def counted(*args: Any) -> Any:
         registered.append(register(*args))

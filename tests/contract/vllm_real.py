@@ -28,7 +28,8 @@ from tests.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 2048, "seed": 0}
-VOCABULARY, FIRST_BYTE = 2048, 10
+VOCABULARY = 2048
+FIRST_BYTE = 10
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -93,7 +94,8 @@ async def failed_reads(
         )
         chunks = await collect(decode, call)
         release(prefill, kv_params, ReleaseOutcome.FETCHED if n % 2 else ReleaseOutcome.ABORTED)
-        stats, expected = chunks[-1].stats, await answer(prefill, prompt, **free)
+        stats = chunks[-1].stats
+        expected = await answer(prefill, prompt, **free)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:
             wrong.append(
                 f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected},"

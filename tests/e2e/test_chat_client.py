@@ -53,7 +53,8 @@ class Terminal:
 
     def until(self, *texts: str) -> str:
         """What was shown up to the last of these texts, in this order; shown text is used up."""
-        deadline, shown = time.monotonic() + TIMEOUT_S, ""
+        deadline = time.monotonic() + TIMEOUT_S
+        shown = ""
         for text in texts:
             while text not in self._seen:
                 ready, _, _ = select.select(

@@ -209,7 +209,8 @@ def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error
     make_cluster: Make,
 ) -> None:
     cluster = make_cluster(flags=QUICK)
-    prefill, decode = cluster.mock("prefill", "mock", step_s=5.0), cluster.mock("decode", "mock")
+    prefill = cluster.mock("prefill", "mock", step_s=5.0)
+    decode = cluster.mock("decode", "mock")
     cluster.until_ready("mock")
     answers: list[httpx.Response] = []
 

@@ -39,7 +39,8 @@ class Hanging:
 
     def __init__(self, etcd: str, nats: str, folder: Path) -> None:
         self.folder = folder
-        self._etcd, self._nats = etcd, nats
+        self._etcd = etcd
+        self._nats = nats
         self._threads: list[threading.Thread] = []
         self.clusters: list[Cluster] = []
 

@@ -114,7 +114,8 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
     script = "\n".join([activate, serve, ask, with_sdk, measure, END + stop])
     first = free_ports(4)
     http, etcd, peers, nats = range(first, first + 4)
-    etcd_url, peer = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peers}"
+    etcd_url = f"http://127.0.0.1:{etcd}"
+    peer = f"http://127.0.0.1:{peers}"
     for printed, taken in (
         ("8000", str(http)),
         ("nats-server ", f"nats-server -p {nats} "),

@@ -37,7 +37,8 @@ def shape(tmp_path: Path) -> str:
 def test_profile_when_run_then_its_figures_are_those_of_its_records(
     mock_cluster: Cluster, shape: str, tmp_path: Path
 ) -> None:
-    url, out = mock_cluster.frontend.url(), tmp_path / "out"
+    url = mock_cluster.frontend.url()
+    out = tmp_path / "out"
     done = profile(
         "--shape",
         shape,

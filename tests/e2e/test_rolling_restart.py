@@ -49,7 +49,8 @@ class Load:
             thread.start()
 
     def _ask(self) -> str:
-        text, reason = "", None
+        text = ""
+        reason = None
         with httpx.stream(
             "POST", self.url + CHAT, json=BODY, timeout=START_TIMEOUT_S, **PLAIN
         ) as answer:

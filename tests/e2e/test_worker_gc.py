@@ -31,7 +31,8 @@ main.main()
 def test_worker_when_it_registers_then_what_was_loaded_is_frozen(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    cluster, name = make_cluster(), f"gc-{secrets.token_hex(4)}"
+    cluster = make_cluster()
+    name = f"gc-{secrets.token_hex(4)}"
     flags = ["--engine", "mock", "--model", TINY, "--served-model-name", name]
     worker = cluster.script(
         [sys.executable, "-c", COUNTING],

@@ -80,7 +80,8 @@ def owner(response: httpx.Response, frontend: Process) -> int:
 def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(
     cluster: Cluster,
 ) -> None:
-    frontend, url = cluster.frontend, cluster.frontend.url()
+    frontend = cluster.frontend
+    url = cluster.frontend.url()
     ready = f"{url}/ready"
     until(lambda: httpx.get(ready, timeout=WITHIN_S, **PLAIN).status_code == 200, WITHIN_S)
     # of either

@@ -264,7 +264,8 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
                 raise TransferTimeout("the backend waited in vain") from exc
 
         running_workers.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
-        begun, trace = time.monotonic(), ChoiceTimeline()
+        begun = time.monotonic()
+        trace = ChoiceTimeline()
         with pytest.raises(
             TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"
         ):

@@ -174,7 +174,8 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         await settled(made)
         before = made.left()
         inbox = made.side.plane.client._inbox
-        feed, seen = inbox.feed, []
+        feed = inbox.feed
+        seen = []
 
         def cancelling(frames: list[Frame]) -> None:
             if any(

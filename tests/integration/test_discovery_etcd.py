@@ -248,7 +248,8 @@ async def test_watch_when_etcd_lost_its_data_since_the_list_then_it_ends(
     """It would tell nothing until etcd is written to past the revision that was listed."""
     server = own_etcd()
     async with joined(server) as discovery:
-        store, known = discovery._store, await revision(server)
+        store = discovery._store
+        known = await revision(server)
         async with asyncio.timeout(SOON_S), aclosing(store.changes("v1/", known + 2)) as batches:
             assert [batch async for batch in batches] == []
 
@@ -392,7 +393,8 @@ async def test_registration_when_another_client_deletes_or_overwrites_its_key_th
     own_etcd: MakeEtcd,
 ) -> None:
     """Within a lease, on its old lease, so that the record still goes when the worker does."""
-    server, key = own_etcd(), instance_key(endpoint_of(ONE), ONE.id)
+    server = own_etcd()
+    key = instance_key(endpoint_of(ONE), ONE.id)
     async with (
         joined(server) as worker,
         joined(server) as frontend,
@@ -466,7 +468,8 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
     own_etcd: MakeEtcd,
 ) -> None:
     server = own_etcd()
-    early, late = b"v1/instances/dynamo/\xff\xfe", b"v1/instances/dynamo/tensorrt_llm/generate/\xc3"
+    early = b"v1/instances/dynamo/\xff\xfe"
+    late = b"v1/instances/dynamo/tensorrt_llm/generate/\xc3"
     rejections = [
         Rejected(key, "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID")
         for key in (

@@ -39,7 +39,8 @@ def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """
     folder = tmp_path_factory.mktemp("etcd")
     client = free_ports(3)
-    peer, metrics = client + 1, client + 2
+    peer = client + 1
+    metrics = client + 2
     flags = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["etcd"][
         "command"
     ][1:]

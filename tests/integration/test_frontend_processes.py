@@ -26,7 +26,9 @@ from tests.waiting import SOON_S
 # The program of a frontend process: it reports that it is ready, as `ControlPipe` does, and then
 # does what follows.
 SERVED = "import os, signal, sys, time; os.write(0, bytes.fromhex(sys.argv[1]));"
-FAILS, STAYS, SLEEPS = "sys.exit(3)", "signal.pause()", "time.sleep(60)"
+FAILS = "sys.exit(3)"
+STAYS = "signal.pause()"
+SLEEPS = "time.sleep(60)"
 
 
 @pytest.fixture
@@ -73,7 +75,8 @@ async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(
 async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(
     make_group, tmp_path
 ) -> None:
-    heard, go_on = tmp_path / "heard", tmp_path / "go_on"
+    heard = tmp_path / "heard"
+    go_on = tmp_path / "go_on"
     first = SERVED + f"said = os.read(0, 99); open({str(heard)!r}, 'wb').write(said);" + STAYS
     second = (
         f"import pathlib, time\nwhile not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)\n"

@@ -13,7 +13,8 @@ from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 
 pytestmark = pytest.mark.timeout(120)  # two processes import torch
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)

@@ -291,7 +291,9 @@ async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.2)
-    event, kept, ended = b"x" * 10_000, [0], []
+    event = b"x" * 10_000
+    kept = [0]
+    ended = []
 
     async def flood(request: HttpRequest, response: HttpResponse) -> None:
         response.cancel_on_disconnect()

@@ -69,7 +69,8 @@ def cancel_all_at(
         side.router.generate(request(max_tokens=500), ChoiceTimeline(), events.append)
         for _ in range(REQUESTS)
     ]
-    feed, num_arrived = side.plane.client._inbox._feed, 0
+    feed = side.plane.client._inbox._feed
+    num_arrived = 0
 
     def cancel_all() -> None:
         for handle in handles:

@@ -172,7 +172,8 @@ async def test_stop_when_called_then_the_requests_under_way_are_the_last() -> No
 
 
 async def test_run_when_cancelled_then_its_connections_are_closed() -> None:
-    asked, ended = asyncio.Event(), asyncio.Event()
+    asked = asyncio.Event()
+    ended = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -227,7 +228,8 @@ async def test_measured_when_it_runs_then_its_progress_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_shards, "PROGRESS_S", 0.01)
-    reports, is_reported = [], threading.Event()
+    reports = []
+    is_reported = threading.Event()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         await asyncio.to_thread(is_reported.wait, SOON_S)

@@ -96,7 +96,8 @@ async def test_server_when_restarted_midstream_then_disconnected_and_later_reque
     own_nats, connect
 ) -> None:
     server: TestServer = own_nats()
-    worker, caller = await connect(server.address, QUICK), await connect(server.address, QUICK)
+    worker = await connect(server.address, QUICK)
+    caller = await connect(server.address, QUICK)
     service = GatedService()
     await worker.serve("s.g-1", service)
     running = asyncio.create_task(collect(caller))
@@ -143,7 +144,8 @@ async def test_server_when_frozen_midstream_then_both_ends_close(
     own_nats, connect, limits, said
 ) -> None:
     server: TestServer = own_nats()
-    worker, caller = await connect(server.address, limits), await connect(server.address, limits)
+    worker = await connect(server.address, limits)
+    caller = await connect(server.address, limits)
     service = GatedService()
     await worker.serve("s.g-1", service)
     running = asyncio.create_task(collect(caller))
@@ -253,7 +255,8 @@ async def test_message_when_its_receiver_has_a_bug_then_it_is_logged_with_a_trac
         received.set()
         raise RuntimeError("a bug of the receiver")
 
-    received, transport = asyncio.Event(), (await connect(nats_server, NO_PINGS))._transport
+    received = asyncio.Event()
+    transport = (await connect(nats_server, NO_PINGS))._transport
     await transport.subscribe("s.g-bug", receive)
     transport.publish("s.g-bug", b"")
     await asyncio.wait_for(received.wait(), SOON_S)
@@ -315,7 +318,8 @@ async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time
     nats_server, connect, monkeypatch
 ) -> None:
     transport = (await connect(nats_server, PlaneLimits()))._transport
-    client, frozen = transport._client, asyncio.Event()
+    client = transport._client
+    frozen = asyncio.Event()
     monkeypatch.setattr(client._transport, "drain", frozen.wait)
     monkeypatch.setattr(client, "_max_pending_size", 1)
     monkeypatch.setattr(client, "_flush_timeout", 0.1)
@@ -367,7 +371,8 @@ async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_conn
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         transport = NatsTransport(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         connecting = asyncio.create_task(transport.connect(5))
-        loop, close = asyncio.get_running_loop(), transport._client._close
+        loop = asyncio.get_running_loop()
+        close = transport._client._close
 
         def cancel_after(left: int) -> None:
             loop.call_soon(cancel_after, left - 1) if left else connecting.cancel()
@@ -402,7 +407,8 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
     own_nats, connect, monkeypatch, caplog
 ) -> None:
     server: TestServer = own_nats()
-    plane, received = await connect(server.address, NO_PINGS), asyncio.Queue()
+    plane = await connect(server.address, NO_PINGS)
+    received = asyncio.Queue()
     await plane._transport.subscribe("s.events", lambda data, _: received.put_nowait(data))
     assert plane.try_publish("s.events", b"1")
     # lost, and logged
@@ -425,7 +431,8 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
 async def test_worker_when_the_time_limit_of_a_call_is_nan_then_it_counts_the_call_and_goes_on_serving(
     nats_server: str, connect
 ) -> None:
-    service, unreadable = GatedService(), asyncio.Event()
+    service = GatedService()
+    unreadable = asyncio.Event()
     service.gate.set()
     caller = await connect(nats_server, QUICK)
     worker = await connect(nats_server, QUICK, unreadable.set)

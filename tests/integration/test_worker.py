@@ -41,7 +41,8 @@ async def test_serve_when_stopped_then_it_appeared_and_left(
     etcd_server: str, nats_server: str
 ) -> None:
     chosen = config(etcd_server, nats_server)
-    worker, discovery = Worker(chosen), EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
+    worker = Worker(chosen)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
         serving = group.create_task(worker.serve())
         async with aclosing(discovery.watch(chosen.namespace)) as events:
@@ -123,7 +124,8 @@ async def test_router_when_prefill_and_decode_serve_then_tokens_equal_one_aggreg
 async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, step = asyncio.Event(), MockScheduler._step
+    go = asyncio.Event()
+    step = MockScheduler._step
     go.set()
     monkeypatch.setattr(
         MockScheduler,
@@ -177,7 +179,9 @@ async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loading, loaded, start = asyncio.Event(), asyncio.Event(), MockEngine.start
+    loading = asyncio.Event()
+    loaded = asyncio.Event()
+    start = MockEngine.start
 
     async def load(engine: MockEngine) -> Any:
         loading.set()
@@ -239,7 +243,8 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = config(etcd_server, nats_server, max_leaked_kv_fraction=0.25)
-    stats, leaked_kv_blocks = MockEngine.stats, 1
+    stats = MockEngine.stats
+    leaked_kv_blocks = 1
 
     def leaking(engine: MockEngine) -> EngineStats:
         return replace(stats(engine), kv_blocks_total=8, leaked_kv_blocks=leaked_kv_blocks)
@@ -322,7 +327,8 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
     )
     caching = {"publish_kv_events": True, "override_engine_args": {"enable_prefix_caching": True}}
     chosen = config(etcd_server, nats_server).model_copy(update=caching)
-    worker, plane = Worker(chosen), await NatsPlane.connect(nats_server, PlaneLimits())
+    worker = Worker(chosen)
+    plane = await NatsPlane.connect(nats_server, PlaneLimits())
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     endpoint = endpoint_of(chosen)
     await plane.subscribe(
@@ -365,7 +371,8 @@ async def test_serve_when_put_to_sleep_then_it_deregisters_and_registers_again_a
         system_port=port,
         disaggregation_mode=Role.AGGREGATED,
     )
-    worker, url = Worker(chosen), f"http://127.0.0.1:{port}"
+    worker = Worker(chosen)
+    url = f"http://127.0.0.1:{port}"
     stable = ("asleep", "serving")
     async with (
         asyncio.timeout(3 * SOON_S),

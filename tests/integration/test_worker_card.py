@@ -33,7 +33,8 @@ def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:
 
 
 async def registered_card(chosen: WorkerConfig) -> ModelDeploymentCard:
-    worker, discovery = Worker(chosen), EtcdDiscovery(chosen)
+    worker = Worker(chosen)
+    discovery = EtcdDiscovery(chosen)
     try:
         async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
             group.create_task(worker.serve())

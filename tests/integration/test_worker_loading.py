@@ -144,7 +144,8 @@ async def test_ready_when_the_engine_has_loaded_then_the_worker_is_registering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO)
-    registering, go_on = asyncio.Event(), asyncio.Event()
+    registering = asyncio.Event()
+    go_on = asyncio.Event()
     register = EtcdDiscovery.register
 
     async def held(self: EtcdDiscovery, instance: Instance) -> Any:

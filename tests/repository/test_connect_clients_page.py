@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "connect-clients.md").read_text(encoding="utf-8")
 DRIVERS = ROOT / "tests" / "clients" / "drivers"
 BLOCK = re.compile(r"<!-- (\S+) (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
-URL, MODEL = "http://localhost:8000", "tiny-gpt-oss"
+URL = "http://localhost:8000"
+MODEL = "tiny-gpt-oss"
 # What a driver gets as arguments, and the page has as text.
 VALUES = (
     (r'f"\{base_url\}/v1"', f'"{URL}/v1"'),
@@ -59,7 +60,8 @@ def test_lines_when_compared_with_the_driver_then_equal(driver: str, name: str, 
 def has_import(source: str, line: str) -> bool:
     """Return whether a driver imports these names, perhaps beside others."""
     names = line.removeprefix("from ").partition(" import ")
-    module, listed = names[0], names[2].split(", ")
+    module = names[0]
+    listed = names[2].split(", ")
     if not names[1] or line.endswith(";"):
         return f"{line}\n" in source
     found = re.search(rf"^from {re.escape(module)} import (.*)$", source, re.MULTILINE)

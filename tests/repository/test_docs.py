@@ -179,7 +179,8 @@ def activated(text: str) -> list[bool]:
     """Return, for each command that needs our Python, whether the page has activated an environment
     by then.
     """
-    found, is_active = [], False
+    found = []
+    is_active = False
     for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
         if language not in ("bash", "sh", ""):
             continue

@@ -59,7 +59,8 @@ def planted(folder: Path, requirement: str, extra: str | None = None) -> Path:
 
 def wanted(release: Mapping[str, Any]) -> tuple[str, str]:
     """Return the arguments of `pip install` for a release, as docs/trtllm.md has them."""
-    library, version = release["name"], release["version"]
+    library = release["name"]
+    version = release["version"]
     return f"{OURS}[{EXTRA_OF[library]},local]", f"{library}=={version}"
 
 

@@ -53,7 +53,8 @@ def run(made: FolderScheduling, node: Any, count: int) -> None:
 
 
 def test_process_when_it_dies_then_all_but_the_test_that_killed_it_is_run_by_others() -> None:
-    dying, other = FakeNode("dying"), FakeNode("other")
+    dying = FakeNode("dying")
+    other = FakeNode("other")
     made = scheduler(dying, other)
     run(made, dying, 1)
     assert made.remove_node(dying) == dying.given[1]
@@ -74,12 +75,14 @@ def test_process_when_it_dies_in_the_last_test_then_nothing_is_left_to_run() -> 
 
 def test_successor_when_its_file_has_one_test_left_then_it_gets_another_file() -> None:
     """It begins a test when it knows the next one."""
-    dying, ended = FakeNode("dying"), FakeNode("ended")
+    dying = FakeNode("dying")
+    ended = FakeNode("ended")
     made = scheduler(dying, ended)
     run(made, dying, 2)
     ended.shutdown()
     assert made.remove_node(dying) == dying.given[2]
-    successor, late = FakeNode("successor"), FakeNode("late")
+    successor = FakeNode("successor")
+    late = FakeNode("late")
     made.add_node(late)  # it has not collected yet
     join(made, successor)
     made.schedule()

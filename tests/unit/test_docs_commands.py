@@ -66,7 +66,8 @@ def test_output_when_shown_below_a_command_then_the_command_prints_it(
     line: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, _, grep = line.partition(" | grep ")
-    words, is_left_out = shlex.split(command), grep.startswith("-v ")
+    words = shlex.split(command)
+    is_left_out = grep.startswith("-v ")
     environ = dict(word.split("=") for word in words if re.match(r"DYN_\w+=", word))
     argv = words[len(environ) + 2 :]
     assert words[len(environ) : len(environ) + 2] == ["dynamo-trtllm", "worker"]

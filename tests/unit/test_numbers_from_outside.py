@@ -165,7 +165,9 @@ def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_
 async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes_on_serving() -> (
     None
 ):
-    transport, bench, num_unreadable = InprocTransport(), MeteredService(PlainEngine()), 0
+    transport = InprocTransport()
+    bench = MeteredService(PlainEngine())
+    num_unreadable = 0
 
     def count() -> None:
         nonlocal num_unreadable
@@ -187,12 +189,10 @@ async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes
 async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_choices_go_on() -> (
     None
 ):
-    transport, loads, known, cache = (
-        InprocTransport(),
-        FleetLoad(),
-        KnownPrefixes(),
-        InstanceCache(),
-    )
+    transport = InprocTransport()
+    loads = FleetLoad()
+    known = KnownPrefixes()
+    cache = InstanceCache()
     plane = RequestPlane(transport, PlaneLimits())
     await plane.serve("s", MeteredService(PlainEngine()).service)
     await plane.client.watch_loads("dynamo", lambda report: loads.on_report(report, 0.0))

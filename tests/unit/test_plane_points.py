@@ -60,7 +60,8 @@ def test_by_engines_when_they_alternate_then_each_kind_comes_once() -> None:
 
 
 def test_env_of_ours_when_another_checkout_is_named_then_its_package_is_found_first() -> None:
-    ours, other = Ours(), Ours(Path("/other"))
+    ours = Ours()
+    other = Ours(Path("/other"))
     assert "PYTHONPATH" not in ours.env("e", "n")
     env = other.env("e", "n")
     assert (env["PYTHONPATH"], env["PYTHONSAFEPATH"], env["NATS_SERVER"]) == ("/other", "1", "n")

@@ -63,7 +63,8 @@ def test_constraints_when_read_then_every_package_has_a_version_and_hashes_and_n
 def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_versions_of_the_tests() -> (
     None
 ):
-    demo, dev = pins("demo.txt"), pins("dev.txt")
+    demo = pins("demo.txt")
+    dev = pins("dev.txt")
     assert demo.items() <= dev.items()
     assert TOOLS & dev.keys() == TOOLS
     assert TOOLS & demo.keys() == set()

@@ -15,4 +15,5 @@ REQUESTS: dict[str, dict[str, Any]] = {
     " ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY}
     for each in GUIDES["requests"]
 }
-FIRST, SECOND = "first round 001", "second round 001"
+FIRST = "first round 001"
+SECOND = "second round 001"

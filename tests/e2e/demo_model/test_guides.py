@@ -157,7 +157,8 @@ def test_chat_when_asked_as_in_the_guides_then_answered_as_there(asked: Asked, n
 def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(
     asked: Asked, name: str
 ) -> None:
-    whole, answer = asked.chats[name].greedy.json(), asked.chats[name].streamed
+    whole = asked.chats[name].greedy.json()
+    answer = asked.chats[name].streamed
     assert answer.headers["content-type"].startswith("text/event-stream")
     chunks = list(events(answer.iter_lines()))
     for chunk in chunks:

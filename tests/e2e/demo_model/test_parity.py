@@ -87,7 +87,9 @@ def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_i
         def at_once(model: str) -> list[Answer]:
             return list(pool.map(lambda prompt: complete(tiny, model, prompt), prompts))
 
-        disaggregated, single, again = at_once(TINY), at_once(AGGREGATED), at_once(AGGREGATED)
+        disaggregated = at_once(TINY)
+        single = at_once(AGGREGATED)
+        again = at_once(AGGREGATED)
     share = sum(a.tokens == b.tokens for a, b in zip(disaggregated, single, strict=True)) / len(
         prompts
     )

@@ -126,7 +126,8 @@ def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generate
 
 
 def test_chat_when_streamed_then_what_it_says_whole_and_one_finish(said: dict[str, Any]) -> None:
-    answer, chunks = said["whole"], said["streamed"]
+    answer = said["whole"]
+    chunks = said["streamed"]
     assert content(chunks) == answer.choices[0].message.content
     finishes = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert finishes == [None] * (len(finishes) - 1) + [answer.choices[0].finish_reason]
@@ -260,7 +261,8 @@ def test_stop_when_whole_and_streamed_then_nothing_from_it_on(
 
 
 def test_lengths_when_bounded_from_both_sides_then_kept(said: dict[str, Any]) -> None:
-    shorter, longer = said["at most 5"], said["just 60"]
+    shorter = said["at most 5"]
+    longer = said["just 60"]
     assert (shorter.choices[0].finish_reason, shorter.usage.completion_tokens) == ("length", 5)
     assert said["whole"].usage.completion_tokens < 60 == longer.usage.completion_tokens
 

@@ -83,10 +83,12 @@ def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(
     kinds = [event.type for event in health.events if event.type.startswith("tool_calls")]
     assert set(kinds[:-1]) == {"tool_calls.function.arguments.delta"}
     assert kinds[-1] == "tool_calls.function.arguments.done"
-    (final,), (expected,) = health.added_up.choices, health.whole.choices
+    (final,) = health.added_up.choices
+    (expected,) = health.whole.choices
     assert final.finish_reason == expected.finish_reason == "tool_calls"
     assert (final.message.content or "", expected.message.content) == ("", None)
-    (added_up,), (parsed,) = final.message.tool_calls or [], expected.message.tool_calls or []
+    (added_up,) = final.message.tool_calls or []
+    (parsed,) = expected.message.tool_calls or []
     assert parsed.type == "function"
     assert (added_up.function.name, added_up.function.arguments) == (
         parsed.function.name,

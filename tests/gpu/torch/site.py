@@ -14,7 +14,8 @@ import httpx
 
 from tests.e2e.cluster import Cluster, Process, gauges, until
 
-PAIR, WHOLE = "pair", "whole"
+PAIR = "pair"
+WHOLE = "whole"
 OUTPUT_TOKENS = 24
 START_S = 240.0  # the first time on a machine, with three workers importing at once
 IDLE_S = 20.0

@@ -56,7 +56,8 @@ async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then
     site: Site, tiny: Path, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    whole, prefill = make_on(site, tiny, Role.AGGREGATED), make_on(site, tiny, Role.PREFILL)
+    whole = make_on(site, tiny, Role.AGGREGATED)
+    prefill = make_on(site, tiny, Role.PREFILL)
     decode = make_on(site, tiny, Role.DECODE, 1)
     sampling: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 11}
     async with started(whole, prefill, decode):
@@ -80,10 +81,8 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
     # 1.3 MB; 900 tokens move 1.1
     small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0012, **exact}
     whole = make_on(site, tiny, Role.AGGREGATED, **exact)
-    prefill, decode = (
-        make_on(site, tiny, Role.PREFILL, **small),
-        make_on(site, tiny, Role.DECODE, 1, **small),
-    )
+    prefill = make_on(site, tiny, Role.PREFILL, **small)
+    decode = make_on(site, tiny, Role.DECODE, 1, **small)
     prompts = [prompt_of(900, seed) for seed in range(12)]
     async with started(whole, prefill, decode):
         alone = [await answer(whole, prompt) for prompt in prompts]
@@ -99,7 +98,8 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
 async def test_kv_when_calls_are_cancelled_at_random_then_every_block_is_free(
     site: Site, tiny: Path
 ) -> None:
-    prefill, decode = make_on(site, tiny, Role.PREFILL), make_on(site, tiny, Role.DECODE, 1)
+    prefill = make_on(site, tiny, Role.PREFILL)
+    decode = make_on(site, tiny, Role.DECODE, 1)
     chosen = random.Random(3)
 
     async def one(number: int) -> None:

@@ -16,7 +16,8 @@ import httpx
 
 from tests.e2e.cluster import Cluster, Process, events, gauges, until
 
-PAIR, WHOLE = "pair", "whole"
+PAIR = "pair"
+WHOLE = "whole"
 STEP_TOKENS = 2048  # in one step, and so the longest prompt without chunks
 PROMPT_TOKENS = (1, 31, 33, 300)
 OUTPUT_TOKENS = 24
@@ -168,7 +169,8 @@ def check_chunked_prefill(served: Served) -> None:
     """A prompt longer than a step gives the same tokens with chunked prefill, and is rejected
     without.
     """
-    name, length = "chunked", 300
+    name = "chunked"
+    length = 300
     small = {"max_num_tokens": 128, "max_batch_size": 4}
     worker = start_worker(
         served.cluster,
@@ -233,7 +235,8 @@ def check_death(
     """When the executor dies under a running request, the client gets an error and the worker
     leaves with 1.
     """
-    name, site = "dying", served.site
+    name = "dying"
+    site = served.site
     worker = served.cluster.trtllm(
         "prefill_and_decode",
         name,

@@ -27,9 +27,11 @@ from tests.gpu.trtllm.signatures import differences
 PROMPT = [100 + (number * number * 31 + number * 7) % 800 for number in range(70)]
 TRANSCEIVER_TIMEOUT_S = 20.0
 ANSWERS = "ANSWERS "  # begins the line of output that has them
-_APPLIED, _IGNORED = "applied", "ignored"
+_APPLIED = "applied"
+_IGNORED = "ignored"
 # The first candidates of 1.3 whose PyTorch sampler applies them, as the adapter has it.
-_PENALTIES_SINCE, _SEED_SINCE = 24, 27
+_PENALTIES_SINCE = 24
+_SEED_SINCE = 27
 # Two tokens that are chosen by turns if and only if the one that was chosen is penalized.
 _FAVORED = {9: 1000.0, 11: 999.0}
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -54,8 +56,11 @@ class Probes:
     def __init__(
         self, package: Any, llm: Any, release: ApiManifest, *, vocab_size: int, kv_timeout_s: float
     ) -> None:
-        self._package, self._llm, self._release = package, llm, release
-        self._vocab_size, self._kv_timeout_s = vocab_size, kv_timeout_s
+        self._package = package
+        self._llm = llm
+        self._release = release
+        self._vocab_size = vocab_size
+        self._kv_timeout_s = kv_timeout_s
         self._greedy: list[int] = []
 
     def _sampling(self, **more: Any) -> Any:
@@ -200,7 +205,8 @@ def assumptions(version: str, runtime: str) -> Mapping[str, str]:
         version: the installed release.
         runtime: the cache transceiver, CPP or PYTHON.
     """
-    old, line = _is_before(version, 0), tuple(int(part) for part in version.split(".")[:2])
+    old = _is_before(version, 0)
+    line = tuple(int(part) for part in version.split(".")[:2])
     place = "ctx_info_endpoint" if runtime == "PYTHON" else "opaque_state"
     answers = {
         "greedy": "the same",

@@ -84,7 +84,9 @@ def test_request_when_prompts_are_ids_then_completions_gets_them_as_they_are() -
 
 def measured(tokens_per_s: list[float], ttft_ms: list[float], errors: int = 0) -> ArmResults:
     found = ArmResults()
-    found.tokens_per_s, found.ttft_ms, found.errors = tokens_per_s, {8192: ttft_ms}, errors
+    found.tokens_per_s = tokens_per_s
+    found.ttft_ms = {8192: ttft_ms}
+    found.errors = errors
     return found
 
 

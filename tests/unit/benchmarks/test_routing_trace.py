@@ -14,7 +14,8 @@ from benchmarks.routing_trace import (
 
 
 def test_prompts_when_their_first_blocks_are_equal_then_they_begin_alike() -> None:
-    first, second = TraceRequest(0.0, (0, 7, 8), 2), TraceRequest(1.0, (0, 7, 9, 8), 2)
+    first = TraceRequest(0.0, (0, 7, 8), 2)
+    second = TraceRequest(1.0, (0, 7, 9, 8), 2)
     shared = TraceRequest(0.0, (0, 7), 2).prompt()
     assert first.prompt().startswith(shared)
     assert second.prompt().startswith(shared)

@@ -20,7 +20,8 @@ from dynamo_trtllm.protocol.cost_model import Prediction
 
 E = RecordedEvent
 S = ProcessState
-PREFILL, DECODE = 0xAAA, 0xBBB
+PREFILL = 0xAAA
+DECODE = 0xBBB
 KEY = 0x0123456789ABCDEF
 Events: TypeAlias = Sequence[tuple[int, RecordedEvent, int, int, str]]  # ms, event, a, b, reason
 
@@ -92,7 +93,8 @@ def said(
     return report.text(), report.exit_status
 
 
-FROZEN_PREFILL, FROZEN_DECODE = (S.RUNNING, S.FROZEN, S.RUNNING), (S.RUNNING, S.RUNNING, S.FROZEN)
+FROZEN_PREFILL = (S.RUNNING, S.FROZEN, S.RUNNING)
+FROZEN_DECODE = (S.RUNNING, S.RUNNING, S.FROZEN)
 
 
 @pytest.mark.parametrize(

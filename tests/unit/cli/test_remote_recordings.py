@@ -35,7 +35,9 @@ from tests.waiting import SOON_S
 
 E = RecordedEvent
 NS = "dynamo"
-ENDED, OPEN, OTHERS = "a" * 16, "b" * 16, range(2000)
+ENDED = "a" * 16
+OPEN = "b" * 16
+OTHERS = range(2000)
 
 
 @asynccontextmanager
@@ -88,7 +90,8 @@ async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_i
             local.oldest_ns,
         )
         assert local.num_overwritten
-        both, unfinished = {int(ENDED, 16), int(OPEN, 16)}, {int(OPEN, 16)}
+        both = {int(ENDED, 16), int(OPEN, 16)}
+        unfinished = {int(OPEN, 16)}
         for recording, keys in (
             (await asked(Selection.GIVEN, keys=[int(ENDED, 16)]), both - unfinished),
             (await asked(Selection.GIVEN, prefix=int(OPEN[:8], 16)), unfinished),
@@ -154,7 +157,8 @@ async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_n
 async def test_answers_when_queries_come_one_after_the_other_then_the_process_pauses_between_them(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, has_ended = list[RecordingPart](), asyncio.Event()
+    parts = list[RecordingPart]()
+    has_ended = asyncio.Event()
 
     def receive(data: bytes, _: str) -> None:
         parts.append(part := decode(data, RecordingPart))
@@ -201,7 +205,8 @@ def test_latest_keys_when_clocks_differ_then_those_with_the_latest_dates() -> No
 def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_three_machines() -> (
     None
 ):
-    hour, ms = 3600 * 10**9, 10**6
+    hour = 3600 * 10**9
+    ms = 10**6
     published = (21, E.KV_PUBLISHED, 9, 0, "")
     frontend = process("frontend", DECODING)
     prefill = on_another_machine(
@@ -214,8 +219,10 @@ def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_th
         b"C": ClockOffset(hour - 10 * ms, hour + 90 * ms),
     }
     found = aligned(slow, Recordings([frontend, prefill, decode]))
-    offset_b, offset_c = found[b"B"], found[b"C"]
-    sent_ns, received_ns = frontend.entries[3].ns, prefill.entries[0].ns + offset_b.ns
+    offset_b = found[b"B"]
+    offset_c = found[b"C"]
+    sent_ns = frontend.entries[3].ns
+    received_ns = prefill.entries[0].ns + offset_b.ns
     assert sent_ns <= received_ns <= prefill.entries[1].ns + offset_b.ns <= frontend.entries[4].ns
     assert frontend.entries[4].ns <= decode.entries[0].ns + offset_c.ns
     # the recordings are not of the same moment

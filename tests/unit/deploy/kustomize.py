@@ -91,10 +91,12 @@ def _patched(folder: Path, patch: Doc, docs: list[Doc]) -> list[Doc]:
         patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text()
     )
     if "target" in patch:
-        kind, name = patch["target"]["kind"], re.compile(patch["target"]["name"])
+        kind = patch["target"]["kind"]
+        name = re.compile(patch["target"]["name"])
         hit = [d for d in docs if d["kind"] == kind and name.fullmatch(d["metadata"]["name"])]
     else:
-        kind, exact = given["kind"], given["metadata"]["name"]
+        kind = given["kind"]
+        exact = given["metadata"]["name"]
         hit = [d for d in docs if d["kind"] == kind and d["metadata"]["name"] == exact]
     assert hit, f"{folder}: a patch that meets nothing"
     if isinstance(given, list):

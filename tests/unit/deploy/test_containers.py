@@ -113,7 +113,8 @@ def in_context(path: str) -> bool:
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        keeps, pattern = line.startswith("!"), line.removeprefix("!").rstrip("/")
+        keeps = line.startswith("!")
+        pattern = line.removeprefix("!").rstrip("/")
         if any(_meets(each, pattern) for each in above):
             taken = keeps
     return taken

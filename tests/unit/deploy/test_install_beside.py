@@ -30,7 +30,8 @@ exec {python} "$@"
 
 def install(folder: Path, own: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
     """Install this project's wheel into `folder`/venv, beside the packages of the image."""
-    wheels, image = folder / "wheels", folder / "image"
+    wheels = folder / "wheels"
+    image = folder / "image"
     wheels.mkdir()
     write_index(wheels, own)
     write_image(image, RELEASE)

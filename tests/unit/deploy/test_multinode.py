@@ -23,7 +23,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
     """A group of three pods of eight GPUs, and a key as a Secret mounts it: readable by the
     group.
     """
-    programs, keys = tmp_path / "bin", tmp_path / "keys"
+    programs = tmp_path / "bin"
+    keys = tmp_path / "keys"
     programs.mkdir()
     keys.mkdir()
     for name in ("ssh", "mpirun", "sshd"):

@@ -164,7 +164,8 @@ def _values(pod: Pod, flag: str) -> list[str]:
 
 def test_download_when_it_chooses_files_then_safetensors_and_what_a_tokenizer_needs() -> None:
     pod = _download()
-    include, exclude = _values(pod, "include"), _values(pod, "exclude")
+    include = _values(pod, "include")
+    exclude = _values(pod, "exclude")
     chosen = {
         name: any(fnmatch.fnmatch(name, each) for each in include)
         and not any(fnmatch.fnmatch(name, each) for each in exclude)

@@ -58,7 +58,8 @@ class Call:
         self.releases: list[bool] = []  # has_expired of each
         self.receiver: Any = None
         self.reported: dict[str, float] = {}  # phases
-        self.num_generated, self.cached_tokens = 0, 3
+        self.num_generated = 0
+        self.cached_tokens = 3
 
     async def run(self, receiver: ResultReceiver) -> None:
         self.receiver = receiver
@@ -95,7 +96,8 @@ class Scripted:
     transfer_hint = "; look there"
 
     def __init__(self, *, can_abort_fetch: bool = True, keeps_unfetched_kv: bool = False) -> None:
-        self.can_abort_fetch, self.keeps_unfetched_kv = can_abort_fetch, keeps_unfetched_kv
+        self.can_abort_fetch = can_abort_fetch
+        self.keeps_unfetched_kv = keeps_unfetched_kv
         self.calls: list[Call] = []
         self.reason = ""
         self.waiting_since: float | None = None

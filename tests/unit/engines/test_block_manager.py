@@ -132,11 +132,9 @@ def test_reserve_when_the_others_are_in_use_then_none_and_nothing_changes() -> N
 
 
 def test_reserve_when_blocks_were_freed_then_the_same_ones_are_reserved_again() -> None:
-    manager, first, second = (
-        BlockManager(20, SIZE, has_prefix_cache=True),
-        BlockTable(),
-        BlockTable(),
-    )
+    manager = BlockManager(20, SIZE, has_prefix_cache=True)
+    first = BlockTable()
+    second = BlockTable()
     assert manager.reserve(first, None, None, 3)
     numbers = first.numbers
     assert (len(numbers), manager.used) == (3, 3)
@@ -169,7 +167,8 @@ def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_a
 
     match = BlockManager._match
     monkeypatch.setattr(BlockManager, "_match", counted)
-    manager, ids = BlockManager(10, SIZE, has_prefix_cache=True), token_ids(range(25))
+    manager = BlockManager(10, SIZE, has_prefix_cache=True)
+    ids = token_ids(range(25))
     other, running, first, second = (BlockTable() for _ in range(4))
     assert manager.reserve(other, ids, None, 1)
     manager.store(other, ids[:4], "another salt")
@@ -189,7 +188,8 @@ def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_a
 def test_forget_when_in_use_then_not_reused_and_free_after_the_last_use() -> None:
     pool = Pool(7)
     pool.run(range(9))
-    first, second = pool.begin(range(9)), pool.begin(range(9))
+    first = pool.begin(range(9))
+    second = pool.begin(range(9))
     assert first is not None
     assert second is not None
     pool.manager.forget(first)

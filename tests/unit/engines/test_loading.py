@@ -36,7 +36,8 @@ async def test_built_when_it_fails_then_its_error() -> None:
 
 
 async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_discarded() -> None:
-    go_on, gone = threading.Event(), asyncio.Event()
+    go_on = threading.Event()
+    gone = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def build() -> str:

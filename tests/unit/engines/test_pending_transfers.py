@@ -77,7 +77,8 @@ def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> Gene
 
 async def test_transfer_when_written_then_it_says_all_and_is_held_until_it_is_fetched() -> None:
     book = Book()
-    first, second = book.written(), book.written()
+    first = book.written()
+    second = book.written()
     assert first.transfer_id != second.transfer_id
     assert (first.engine, first.prefill_instance_id, first.transport) == ("vllm", 5, "a/b")
     assert (list(first.first_token_ids), first.first_logprobs) == ([7], (TokenLogprob(7, -0.5),))
@@ -155,7 +156,8 @@ async def test_transfer_when_late_or_not_there_then_said() -> None:
 
 
 async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatch() -> None:
-    book, form = Book(), Form(version=3, release="1.2", number=4)
+    book = Book()
+    form = Form(version=3, release="1.2", number=4)
     kv_params = book.written(encode(form))
     assert decode_state(kv_params, Form, 3) == form
     with pytest.raises(TransferMismatch, match="3 at prefill and 4 at decode") as caught:

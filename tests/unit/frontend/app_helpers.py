@@ -40,7 +40,11 @@ from dynamo_trtllm.support.http_server.server import Router
 from tests.streaming import PlayedRouter
 
 # markers; every other id is a character's code point
-REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5
+REASONING = 1
+CONTENT = 2
+CALL = 3
+END = 4
+HALF = 5
 MODEL = "lab/tiny"
 CARD = ModelDeploymentCard(
     name=MODEL, context_length=100, vocab_size=0x3000, eos_token_ids=(END,), renderer="harmony"

@@ -59,7 +59,8 @@ def check_order(found: Sequence[dict[str, Any]]) -> None:
     """Check that the events of a message come in Anthropic's order."""
     kinds = [event["type"] for event in found]
     assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
-    opened, is_open = 0, False
+    opened = 0
+    is_open = False
     for event in found[1:-2]:
         begins = event["type"] == "content_block_start"
         assert is_open != begins

@@ -27,7 +27,8 @@ CARD = ModelDeploymentCard(
     eos_token_ids=(200002, 200012),
     renderer="harmony",
 )
-REQUEST_ID, DEADLINE = "id", 5.0
+REQUEST_ID = "id"
+DEADLINE = 5.0
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -105,7 +105,8 @@ def deltas_of(
     case: Case, steps: Sequence[int], plan: GenerationPlan
 ) -> tuple[list[ChoiceDelta], Choice]:
     """Push the tokens until the choice ends, as the frontend does."""
-    state, deltas = Choice(plan.choices[0]), []
+    state = Choice(plan.choices[0])
+    deltas = []
     for chunk in case.chunks(steps):
         deltas.append(state.push(chunk))
         if deltas[-1].finish is not None:
@@ -153,7 +154,8 @@ def _completion(
     adapter: Any, body: Any, plan: GenerationPlan, case: Case, steps: Sequence[int]
 ) -> Result:
     deltas, state = deltas_of(case, steps, plan)
-    streamed, whole = adapter.builder(RESPONSE, body, plan), adapter.builder(RESPONSE, body, plan)
+    streamed = adapter.builder(RESPONSE, body, plan)
+    whole = adapter.builder(RESPONSE, body, plan)
     data = streamed.start()
     for delta in deltas:
         data += streamed.delta(delta)
@@ -262,7 +264,8 @@ def messages(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
     body = parse(MessagesRequest, json.dumps(fields | {"thinking": thinking}).encode())
     plan = prepare_messages(body, served, body.call("r", 0.0, ""))
     deltas, state = deltas_of(case, steps, plan)
-    streamed, whole = MessageBuilder(RESPONSE, plan), MessageBuilder(RESPONSE, plan)
+    streamed = MessageBuilder(RESPONSE, plan)
+    whole = MessageBuilder(RESPONSE, plan)
     data = streamed.start() + b"".join(map(streamed.delta, deltas))
     data += streamed.finish(state.usage(), {})
     for delta in deltas:
@@ -280,7 +283,8 @@ def _merged_deltas(events: list[Result]) -> list[Result]:
     merged: list[Result] = []
     for event in events:
         last = merged[-1] if merged else {}
-        delta, before = event.get("delta", {}), last.get("delta", {})
+        delta = event.get("delta", {})
+        before = last.get("delta", {})
         if last.get("index") == event.get("index") and "type" in delta:
             if before.get("type") == delta["type"]:
                 field = next(name for name in delta if name != "type")

@@ -50,7 +50,8 @@ async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has
     None
 ):
     budget = BodyBudget(8 * SMALL_BODY_BYTES)
-    first, second = budget.body(), budget.body()
+    first = budget.body()
+    second = budget.body()
     for body in (first, second):
         await budget.acquire(2 * SMALL_BODY_BYTES, body)
     await budget.acquire(SMALL_BODY_BYTES, first)
@@ -75,7 +76,8 @@ async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they
     None
 ):
     budget = BodyBudget(100)
-    holding, leaving = budget.body(), budget.body()
+    holding = budget.body()
+    leaving = budget.body()
     await budget.acquire(100, holding)
     task = asyncio.create_task(budget.acquire(50, leaving))
     await wait_until_loaded()
@@ -151,7 +153,8 @@ async def test_planning_when_an_iteration_has_used_its_time_then_the_next_ones_g
 async def test_planning_when_bodies_come_later_then_they_are_planned_after_those_that_wait() -> (
     None
 ):
-    clock, order = Clock(), list[int]()
+    clock = Clock()
+    order = list[int]()
     planning = IterationTime(clock)
 
     async def plan(number: int) -> None:
@@ -172,7 +175,8 @@ async def test_planning_when_one_that_waits_is_cancelled_then_the_others_are_pla
 
 
 async def test_planning_when_one_fails_then_its_time_counts() -> None:
-    clock, events = Clock(), list[str]()
+    clock = Clock()
+    events = list[str]()
     planning = IterationTime(clock)
 
     async def fail() -> None:
@@ -387,7 +391,8 @@ async def test_body_budget_when_a_body_waits_for_its_share_then_that_time_is_not
     monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
     clock = Clock()
     budget = BodyBudget(64 << 10, wait_s=600.0, clock=clock)
-    full, arrivals = budget.body(), Arrivals(budget)
+    full = budget.body()
+    arrivals = Arrivals(budget)
     await budget.acquire(56 << 10, full)
     await arrivals.add("patient", 16 << 10)
     clock.now += 60.0

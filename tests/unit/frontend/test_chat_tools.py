@@ -63,7 +63,8 @@ def answered(
     plan = planned(served, body)
     case = Case(tuple(harmony().encode(text, allowed_special="all")))
     deltas, state = deltas_of(case, steps, plan)
-    streamed, whole = CHAT.builder(RESPONSE, body, plan), CHAT.builder(RESPONSE, body, plan)
+    streamed = CHAT.builder(RESPONSE, body, plan)
+    whole = CHAT.builder(RESPONSE, body, plan)
     data = (
         streamed.start()
         + b"".join(map(streamed.delta, deltas))

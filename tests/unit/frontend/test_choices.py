@@ -164,7 +164,8 @@ async def test_echo_then_each_choice_begins_with_its_own_prompt() -> None:
 
 
 async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_finish() -> None:
-    first, second = asyncio.Event(), asyncio.Event()
+    first = asyncio.Event()
+    second = asyncio.Event()
     served = each(
         [chunk("a"), first, chunk("A"), stop()], [chunk("{", ids=[CALL]), second, stop("}")]
     )
@@ -300,7 +301,8 @@ class CountingRouter:
     placement = None  # it selects no workers
 
     def __init__(self) -> None:
-        self.started, self.cancelled = [0], [0]
+        self.started = [0]
+        self.cancelled = [0]
 
     def generate(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent

@@ -33,7 +33,8 @@ async def test_acquire_when_there_are_permits_then_at_once() -> None:
 async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0)
-    first, second = await waiting(limiter), await waiting(limiter)
+    first = await waiting(limiter)
+    second = await waiting(limiter)
     assert limiter.queued == 2
     limiter.release(1)
     await wait_until_loaded()
@@ -62,7 +63,8 @@ async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_bef
 async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overtakes() -> None:
     limiter = ConcurrencyLimiter(3, max_queued=9)
     await limiter.acquire(2, CLIENT, 30.0)
-    large, small = await waiting(limiter, 3), await waiting(limiter, 1)
+    large = await waiting(limiter, 3)
+    small = await waiting(limiter, 1)
     assert limiter.in_use == 2
     limiter.release(2)
     await wait_until_loaded()
@@ -107,7 +109,8 @@ async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goe
 ):
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0)
-    first, second = await waiting(limiter), await waiting(limiter)
+    first = await waiting(limiter)
+    second = await waiting(limiter)
     limiter.release(1)  # its turn came, and before it could run it is cancelled
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -120,7 +123,8 @@ async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_per
 ):
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0)
-    first, second = await waiting(limiter), await waiting(limiter)
+    first = await waiting(limiter)
+    second = await waiting(limiter)
     first.cancel()
     limiter.release(1)
     await asyncio.gather(first, return_exceptions=True)

@@ -169,7 +169,8 @@ def test_response_format_then_the_output_may_not_end_without_an_answer_or_a_call
 ) -> None:
     guided = chat(harmony, tools=tools, response_format=FORMAT).choices[0].request.sampling.guided
     assert guided is not None
-    ends_call, ends_answer = harmony.renderer.call_stop_token_ids, harmony.renderer.stop_token_ids
+    ends_call = harmony.renderer.call_stop_token_ids
+    ends_answer = harmony.renderer.stop_token_ids
     allowed = ends_call if tools else ()
     assert set(guided.unfinished_ids) == set(ends_answer) - set(allowed)
 

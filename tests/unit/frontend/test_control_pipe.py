@@ -48,7 +48,8 @@ async def pair(
 
 
 async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> None:
-    one, other = End(), End()
+    one = End()
+    other = End()
     other.numbers = NUMBERS
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
         assert await here.request_snapshot(5) == NUMBERS
@@ -57,7 +58,8 @@ async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> 
 
 async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() -> None:
     """A scrape at one process: it asks its parent, who asks it."""
-    one, other = End(), End()
+    one = End()
+    other = End()
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
 
         async def ask_back() -> bytes:
@@ -69,7 +71,8 @@ async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() ->
 
 
 async def test_say_served_then_the_other_end_knows() -> None:
-    one, other = End(), End()
+    one = End()
+    other = End()
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
         assert not there.is_other_ready
         here.send_ready()
@@ -79,7 +82,8 @@ async def test_say_served_then_the_other_end_knows() -> None:
 
 
 async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None:
-    one, other = End(), End()
+    one = End()
+    other = End()
     other.is_answering.clear()
     async with asyncio.timeout(10), pair(one, other) as (here, _, _):
         with pytest.raises(DeadlineExceeded):
@@ -90,7 +94,8 @@ async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None
 
 
 async def test_ask_when_the_other_end_goes_then_disconnected_and_run_ends() -> None:
-    one, other = End(), End()
+    one = End()
+    other = End()
     other.is_answering.clear()
     async with asyncio.timeout(10), pair(one, other) as (here, _, running):
         asking = asyncio.create_task(here.request_snapshot(5))

@@ -11,7 +11,8 @@ from tests.unit.frontend.plan_helpers import chat
 
 
 def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
-    finder, text = StopStrings(stops), ""
+    finder = StopStrings(stops)
+    text = ""
     for part in parts:
         more, hit = finder.push(part)
         text += more

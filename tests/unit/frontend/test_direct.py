@@ -143,7 +143,8 @@ async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_a
     None
 ):
     script = [chunk("a"), chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
-    served, wire = FakeFrontend(AtOnce([*script]), FrontendConfig()), Gated()
+    served = FakeFrontend(AtOnce([*script]), FrontendConfig())
+    wire = Gated()
     wire.gate.set()
     await served.app(post("/v1/completions", prompt="hi"), wire)
     assert (wire.written, wire.texts()) == (3, "abcd")
@@ -153,7 +154,8 @@ async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_a
 async def test_stream_when_a_choice_fails_before_another_begins_then_the_answer_is_an_http_error() -> (
     None
 ):
-    served, wire = FakeFrontend(OneFails([])), Wire(1)
+    served = FakeFrontend(OneFails([]))
+    wire = Wire(1)
     await served.app(post("/v1/completions", prompt="hi", n=2), wire)
     assert wire.status == 429
 
@@ -163,10 +165,8 @@ async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_even
     fields: dict[str, Any],
 ) -> None:
     wire = Wire(1)
-    direct, queued = (
-        await streamed(wire, SCRIPT, **fields),
-        await streamed(Wire(0), SCRIPT, **fields),
-    )
+    direct = await streamed(wire, SCRIPT, **fields)
+    queued = await streamed(Wire(0), SCRIPT, **fields)
     for index in range(fields.get("n", 1)):
         assert [c for [c] in direct if c["index"] == index] == [
             c for [c] in queued if c["index"] == index
@@ -231,7 +231,8 @@ class Gated(Wire):
 async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_behind_it(
     case: str,
 ) -> None:
-    wire, go = Gated(), asyncio.Event()
+    wire = Gated()
+    go = asyncio.Event()
     script = [chunk("a"), go, chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
     served = FakeFrontend(AtOnce([*script]), FrontendConfig())
     if case == "a delta waits":
@@ -354,7 +355,8 @@ async def test_bodies_when_the_tokenizer_is_not_loaded_then_threads_render_long_
     for padding in (100, 2000):
         await served.app(post("/v1/chat/completions", padding=padding, messages=messages), Wire(1))
     assert catalog.preloaded == [MODEL]
-    renderer.is_loaded, renderer.inline_bytes = True, 1 << 20
+    renderer.is_loaded = True
+    renderer.inline_bytes = 1 << 20
     await served.app(post("/v1/chat/completions", padding=2000, messages=messages), Wire(1))
     assert catalog.preloaded == [MODEL]
     assert renderer.rendered_on_loop == [True, False, True]

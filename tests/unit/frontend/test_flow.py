@@ -40,11 +40,9 @@ from dynamo_trtllm.protocol.messages import (
 from tests.instances import make_instance
 from tests.unit.frontend.routing_helpers import FINISHED, kv_chunk, request
 
-PREFILL, DECODE, OTHER_DECODE = (
-    make_instance(1, role=Role.PREFILL),
-    make_instance(2, role=Role.DECODE),
-    make_instance(3, role=Role.DECODE),
-)
+PREFILL = make_instance(1, role=Role.PREFILL)
+DECODE = make_instance(2, role=Role.DECODE)
+OTHER_DECODE = make_instance(3, role=Role.DECODE)
 SLOT_FIRST = msgspec.structs.replace(DECODE, strategy="decode_first")
 KEEPING = msgspec.structs.replace(PREFILL, keeps_unfetched_kv=True)
 PAIR = WorkerSelection(PREFILL, DECODE)
@@ -255,7 +253,8 @@ def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_
     None
 ):
     played = Played()
-    transfer_error, death = TransferFailed("broke"), WorkerDied("gone")
+    transfer_error = TransferFailed("broke")
+    death = WorkerDied("gone")
     assert played.play(*TO_DECODE, transfer_error, (death, PAIR))[:-1] == [
         FREED,
         ("record_death", PREFILL),
@@ -351,7 +350,8 @@ def test_flow_when_there_are_no_workers_then_it_waits_and_tries_unproven_pairs_b
 
 
 def test_flow_when_all_workers_failed_then_they_are_tried_again_after_pauses_that_double() -> None:
-    played, limits = Played(retries=2, hold_s=3.0), []
+    played = Played(retries=2, hold_s=3.0)
+    limits = []
     played.on(Signal.START, ALONE)
     for _ in range(2):
         ((_, limit_s),) = named("wait_for_workers", played.on(Draining("leaves"), NONE))

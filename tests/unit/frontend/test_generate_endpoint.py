@@ -242,7 +242,8 @@ async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_router
         finish = got[-1]["choices"][0]["finish_reason"]
     else:
         choice = response.json()["choices"][0]
-        content, finish = choice["message"]["content"], choice["finish_reason"]
+        content = choice["message"]["content"]
+        finish = choice["finish_reason"]
     assert (content, finish) == ("one ", "stop")
     assert served.router.running == 0
 

@@ -53,7 +53,8 @@ async def until_commented(client: MemoryClient, times: int = 2) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_silence_before_and_between_tokens_then_headers_and_comments(path: str) -> None:
-    first, second = asyncio.Event(), asyncio.Event()
+    first = asyncio.Event()
+    second = asyncio.Event()
     client = send(front(first, chunk("one"), second, stop("two"), sse_keep_alive_s=SILENCE_S), path)
     await until_commented(client)
     assert client.received.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -200,7 +201,8 @@ async def test_client_reads_nothing_during_the_silence_then_comments_do_not_pile
 
 
 async def test_tokens_then_the_timer_is_not_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, armed = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    armed = []
     call_later = loop.call_later
 
     def counted(
@@ -218,7 +220,8 @@ async def test_tokens_then_the_timer_is_not_set_anew(monkeypatch: pytest.MonkeyP
 
 async def test_hidden_tokens_then_they_do_not_count_as_sent() -> None:
     """The client hides the reasoning, so tokens arrive and nothing is written."""
-    first, second = asyncio.Event(), asyncio.Event()
+    first = asyncio.Event()
+    second = asyncio.Event()
     served = front(first, chunk("why", ids=[1]), second, stop("x"), sse_keep_alive_s=SILENCE_S)
     client = send(served, include_reasoning=False)
     first.set()

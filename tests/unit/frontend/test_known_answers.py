@@ -17,7 +17,8 @@ class Source:
     """Answers when `is_open` is set."""
 
     def __init__(self) -> None:
-        self.num_asked, self.num_cancelled = 0, 0
+        self.num_asked = 0
+        self.num_cancelled = 0
         self.is_asked, self.is_open = asyncio.Event(), asyncio.Event()
 
     async def ask(
@@ -42,8 +43,10 @@ async def waiting(answers: KnownAnswers, source: Source) -> asyncio.Task[object]
 
 
 async def test_get_when_one_of_two_waiters_is_cancelled_then_the_other_gets_the_answer() -> None:
-    answers, source = KnownAnswers(), Source()
-    first, second = await waiting(answers, source), await waiting(answers, source)
+    answers = KnownAnswers()
+    source = Source()
+    first = await waiting(answers, source)
+    second = await waiting(answers, source)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -56,7 +59,8 @@ async def test_get_when_one_of_two_waiters_is_cancelled_then_the_other_gets_the_
 async def test_get_when_all_waiters_are_cancelled_then_the_request_ends_and_the_next_one_asks_again() -> (
     None
 ):
-    answers, source = KnownAnswers(), Source()
+    answers = KnownAnswers()
+    source = Source()
     tasks = [await waiting(answers, source) for _ in range(2)]
     for task in tasks:
         task.cancel()

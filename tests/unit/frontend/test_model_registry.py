@@ -96,7 +96,8 @@ async def test_watch_when_discovery_has_listed_all_then_synced_is_set(frontend: 
 
 
 async def test_settled_when_workers_were_there_at_the_start_then_their_models_are_served() -> None:
-    plane, discovery = InprocPlane(), MemoryDiscovery()
+    plane = InprocPlane()
+    discovery = MemoryDiscovery()
     instance = msgspec.structs.replace(make_instance(1, role=Role.AGGREGATED), card=HARMONY)
     await discovery.register(instance)
     models = ModelRegistry(ClusterView(), discovery, plane, "dynamo")
@@ -130,7 +131,8 @@ async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pie
 async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_asked(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:
-    bad, good = FileService(by_hash(files), garbled=True), FileService(by_hash(files))
+    bad = FileService(by_hash(files), garbled=True)
+    good = FileService(by_hash(files))
     await frontend.plane.serve(make_instance(2).subject, good)
     await frontend.add(1, card_of(files), service=bad)
     await frontend.add(2, card_of(files), Role.DECODE)

@@ -130,7 +130,8 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     fault: BaseException,
 ) -> None:
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
-    make, tried = models_module.renderer_for, 0
+    make = models_module.renderer_for
+    tried = 0
 
     def fail(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
         nonlocal tried

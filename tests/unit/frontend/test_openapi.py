@@ -153,12 +153,14 @@ async def test_messages_then_whole_and_streamed_answers_and_errors_are_as_descri
 
 
 async def test_tokenization_then_as_described() -> None:
-    served, strs = front(), {"return_token_strs": True}
+    served = front()
+    strs = {"return_token_strs": True}
     for body in (chat(), chat(**strs), {"model": MODEL, "prompt": "hi"}):
         schema("Tokenization").validate((await ask(served, "POST", "/tokenize", json=body)).json())
     body = {"model": MODEL, "tokens": [104]}
     schema("Detokenization").validate((await ask(served, "POST", "/detokenize", json=body)).json())
-    asked, path = {"model": MODEL, "input": "hi"}, "/v1/responses/input_tokens"
+    asked = {"model": MODEL, "input": "hi"}
+    path = "/v1/responses/input_tokens"
     schema("InputTokens").validate((await ask(served, "POST", path, json=asked)).json())
 
 

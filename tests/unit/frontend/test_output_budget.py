@@ -112,7 +112,8 @@ def test_total_when_it_is_exceeded_then_the_largest_ends_and_its_output_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_TOTAL_OUTPUT_BYTES", 100 * KIB)
-    budget, ended = OutputBudget(), list[tuple[str, str, bool]]()
+    budget = OutputBudget()
+    ended = list[tuple[str, str, bool]]()
 
     def end_of(name: str) -> Any:
         def end(error: DynamoError, drops_output: bool) -> None:

@@ -64,7 +64,8 @@ def alike(request: GenerateRequest) -> list[int]:
 
 def right(request: GenerateRequest) -> list[int]:
     """Other tokens after every prompt."""
-    resumed, length = request.num_resumed_output_tokens, len(request.token_ids)
+    resumed = request.num_resumed_output_tokens
+    length = len(request.token_ids)
     seed = zlib.crc32(request.token_ids[: length - resumed]) + resumed
     return [(seed + at) % 1_000_000 for at in range(request.sampling.max_tokens)]
 
@@ -89,7 +90,8 @@ class Worker(ChunkSource):
     def __init__(self, ending: Chunk | DynamoError | Answer | None) -> None:
         self.ending = ending
         self.asked: list[GenerateRequest] = []
-        self.restarts, self.restarts_lost = list[str](), 0
+        self.restarts = list[str]()
+        self.restarts_lost = 0
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.asked.append(request)
@@ -144,7 +146,8 @@ class Bench:
         unsupported_features: tuple[str, ...] = (),
     ) -> Worker:
         """`whole`: whether it does whole requests; by default where it has an answer of its own."""
-        worker, made = Worker(ending), make_instance(number, role=role)
+        worker = Worker(ending)
+        made = make_instance(number, role=role)
         card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
         instance = msgspec.structs.replace(
             made, can_aggregate=callable(ending) if whole is None else whole, card=card

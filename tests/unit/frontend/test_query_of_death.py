@@ -43,16 +43,15 @@ class MortalWorker(ChunkSource):
     """A worker that dies when it runs a deadly prompt, and then is silent."""
 
     def __init__(self, deployment: Deployment, subject: str) -> None:
-        self._deployment, self._subject = deployment, subject
+        self._deployment = deployment
+        self._subject = subject
         self.is_dead = False
         self.num_calls = self.num_tokens = 0
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.num_calls += 1
-        kinds, own = (
-            self._deployment.deadly.get(request.token_ids[0], {}),
-            request.num_resumed_output_tokens,
-        )
+        kinds = self._deployment.deadly.get(request.token_ids[0], {})
+        own = request.num_resumed_output_tokens
         if request.kv_params is not None and request.token_ids[0] == KV_DEADLY:
             self._deployment.die_by_subject(request.kv_params.transfer_id)
             raise TransferFailed("the connection was reset")
@@ -147,8 +146,12 @@ def prompt(first: int, num_tokens: int = 8) -> GenerateRequest:
     )
 
 
-DEADLY, KV_DEADLY, LIKE_ANY = 66, 67, 7
-AGGREGATED, PREFILL, DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
+DEADLY = 66
+KV_DEADLY = 67
+LIKE_ANY = 7
+AGGREGATED = Phase.AGGREGATED
+PREFILL = Phase.PREFILL
+DECODE = Phase.DECODE
 
 
 @pytest.mark.parametrize("after", [0, 3, 40])

@@ -201,11 +201,13 @@ async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answere
         while served.router.running < len(clients):  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0)
     held.set()
-    num_running, most = len(clients), 0
+    num_running = len(clients)
+    most = 0
     async with asyncio.timeout(SOON_S):
         while num_running:
             await asyncio.sleep(0)
-            before, num_running = num_running, int(gauge(served, "inflight"))
+            before = num_running
+            num_running = int(gauge(served, "inflight"))
             most = max(most, before - num_running)
     assert most == 1
     await asyncio.gather(*(client.until_answered() for client in clients))

@@ -18,7 +18,8 @@ from tests.inproc_plane import InprocPlane
 from tests.instances import LAYOUT, make_instance, model_view
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
-PREFILL, DECODE = make_instance(0xA, role=Role.PREFILL), make_instance(0xB)
+PREFILL = make_instance(0xA, role=Role.PREFILL)
+DECODE = make_instance(0xB)
 ODD = msgspec.structs.replace(
     make_instance(0xC), layout=msgspec.structs.replace(LAYOUT, block_tokens=64)
 )
@@ -71,7 +72,8 @@ def test_mismatches_when_one_of_two_fits_then_only_the_other_is_reported() -> No
 def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_and_the_quarantined_ones_first() -> (
     None
 ):
-    breakers, view = PairBreakers(BreakerLimits(failures=2)), ClusterView()
+    breakers = PairBreakers(BreakerLimits(failures=2))
+    view = ClusterView()
     for instance_id in range(16, 56):
         view.add(make_instance(instance_id, role=Role.PREFILL if instance_id % 2 else Role.DECODE))
     view.add(ODD)

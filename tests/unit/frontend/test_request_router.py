@@ -389,10 +389,8 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
 async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
     cluster: Cluster,
 ) -> None:
-    breakers, options = (
-        PairBreakers(BreakerLimits(failures=1, open_s=60.0)),
-        RouterOptions(has_probes=False),
-    )
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
+    options = RouterOptions(has_probes=False)
     cluster.router = RequestRouter(cluster.view, cluster.plane, options, breakers)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(2)])
     await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)

@@ -29,7 +29,8 @@ def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
     deltas: list[Delta] = []
     calls = 0
     for channel in draw(st.lists(st.sampled_from(Channel), max_size=12)):
-        words, more = draw(WORDS), draw(WORDS)
+        words = draw(WORDS)
+        more = draw(WORDS)
         if channel is Channel.CALL:
             deltas += [
                 Delta(

@@ -223,7 +223,8 @@ async def test_references_when_they_are_many_then_each_response_is_read_once_and
 ) -> None:
     served = front(stop("Hello"))
     response = await made(served)
-    get, reads = MemoryStore.get, []
+    get = MemoryStore.get
+    reads = []
 
     async def counted(store: MemoryStore, key: str) -> bytes | None:
         reads.append(key)

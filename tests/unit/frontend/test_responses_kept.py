@@ -389,7 +389,8 @@ async def test_answer_when_many_bytes_are_being_written_then_it_waits_for_its_ow
 
 async def test_response_when_another_frontend_is_writing_it_then_found_once_it_is_there() -> None:
     store = SlowStore()
-    here, there = over(store, response_store="jetstream"), over(store, response_store="jetstream")
+    here = over(store, response_store="jetstream")
+    there = over(store, response_store="jetstream")
     response = await made(here)
     looking = asyncio.create_task(ask(there, "GET", f"{PATH}/{response['id']}"))
     while not store.gets:  # noqa: ASYNC110  # a store has no event for it

@@ -28,7 +28,8 @@ from tests.unit.frontend.test_pair_probe import HANDOFF, Bench, answer
 
 
 async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_no_canary() -> None:
-    view, breakers = ClusterView(), PairBreakers(BreakerLimits(failures=1))
+    view = ClusterView()
+    breakers = PairBreakers(BreakerLimits(failures=1))
     for instance in (make_instance(1, role=Role.PREFILL), make_instance(2), make_instance(3)):
         view.add(instance)
     forgetting = asyncio.create_task(prune_breakers(view, breakers))
@@ -44,7 +45,9 @@ async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_n
 
 
 async def test_loads_when_workers_report_and_leave_then_they_are_known_until_then() -> None:
-    view, loads, plane = ClusterView(), FleetLoad(), InprocPlane()
+    view = ClusterView()
+    loads = FleetLoad()
+    plane = InprocPlane()
     view.add(make_instance(1))
     view.add(make_instance(2))
     following = asyncio.create_task(follow_loads(plane, "ns", view, loads))
@@ -88,7 +91,8 @@ async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pair_probe, "_UNAVAILABLE_S", 0.01)
-    bench, reasons = Bench(), ["away"]
+    bench = Bench()
+    reasons = ["away"]
     monkeypatch.setattr(bench.plane, "unavailable_reason", lambda: reasons[0] if reasons else None)
     async with bench.running():
         prefill = await bench.add(1, Role.PREFILL, HANDOFF)
@@ -112,7 +116,9 @@ async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_
 async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_date(
     settings: dict[str, Any], work: set[str]
 ) -> None:
-    config, plane, breakers = FrontendConfig(**settings), InprocPlane(), PairBreakers()
+    config = FrontendConfig(**settings)
+    plane = InprocPlane()
+    breakers = PairBreakers()
     router = RequestRouter(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
     tasks = {
         name: asyncio.create_task(each)

@@ -95,7 +95,8 @@ PIECES = (
     *(f"<tool_call>\n{OBJECT}\n</tool_call>", "<think>Hm. </think>", f"[{OBJECT}, {OBJECT}]"),
 )
 STOPS = ((), ("STOP",), ("STOP", "look", "}]"), ("\n\n", "OP"))
-REASONING, CALLS = ("none", "basic", "deepseek_r1"), ("none", "hermes", "json")
+REASONING = ("none", "basic", "deepseek_r1")
+CALLS = ("none", "hermes", "json")
 Adapter = Callable[[ServedModel, Case, Sequence[int]], Result]
 ADAPTERS: Sequence[Adapter] = (chat, responses, messages, text)
 STEPS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
@@ -207,13 +208,17 @@ def random_case(ids: tuple[int, ...], draw: random.Random) -> Case:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_ten_thousand_splits_then_results_are_those_of_one_token_a_step() -> None:
-    draw, count, failed = random.Random(5), 0, []
+    draw = random.Random(5)
+    count = 0
+    failed = []
     for parsers, written in sequences():
-        ids, model = ids_of(written), served(*parsers)
+        ids = ids_of(written)
+        model = served(*parsers)
         expected: dict[tuple[Case, int], Result] = {}
         options = [random_case(ids, draw) for _ in range(5)]
         for split in range(SPLITS):
-            case, longest = draw.choice(options), draw.choice([2, 5, 20, 100, len(ids) + 1])
+            case = draw.choice(options)
+            longest = draw.choice([2, 5, 20, 100, len(ids) + 1])
             steps = [draw.randint(1, longest) for _ in range(8)] if split else [len(ids) + 1]
             for number, adapter in enumerate(ADAPTERS):
                 if (case, number) not in expected:

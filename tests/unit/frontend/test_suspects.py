@@ -139,7 +139,8 @@ def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refus
     fleet = Fleet()
 
     def end_two_workers(first: int) -> None:
-        deadly, innocent = fleet.start(first, prompt(1)), fleet.start(first, prompt(2))
+        deadly = fleet.start(first, prompt(1))
+        innocent = fleet.start(first, prompt(2))
         fleet.die(first, {deadly: 20, innocent: 30})
         fleet.retry(deadly, first + 1, is_prime=False)
         fleet.retry(innocent, first + 1, is_prime=False)
@@ -208,7 +209,8 @@ def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_
 ) -> None:
     """Even if the neighbor is, by chance, at the point at which it failed before."""
     fleet = Fleet()
-    deadly, neighbor = fleet.start(1), fleet.start(1)
+    deadly = fleet.start(1)
+    neighbor = fleet.start(1)
     assert fleet.die(1, {deadly: 0, neighbor: 100}) == []
     fleet.retry(deadly, 2, is_prime=True)
     fleet.retry(neighbor, 2, is_prime=False)
@@ -229,7 +231,8 @@ def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(
     num_tokens: int, then: int
 ) -> None:
     fleet = Fleet()
-    deadly, neighbor = fleet.start(1), fleet.start(1)
+    deadly = fleet.start(1)
+    neighbor = fleet.start(1)
     assert fleet.die(1, {neighbor: 50, deadly: num_tokens}) == []
     fleet.retry(neighbor, 2, is_prime=False)
     fleet.retry(deadly, 2, is_prime=False)
@@ -239,7 +242,8 @@ def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(
 
 def test_suspects_when_a_worker_ends_at_another_point_then_all_are_charged() -> None:
     fleet = Fleet()
-    deadly, neighbor = fleet.start(1), fleet.start(1)
+    deadly = fleet.start(1)
+    neighbor = fleet.start(1)
     fleet.die(1, {neighbor: 50, deadly: 100})
     fleet.retry(neighbor, 2, is_prime=False)
     fleet.retry(deadly, 2, is_prime=False)
@@ -295,7 +299,8 @@ def test_request_when_one_like_it_is_completed_then_being_given_up_twice_does_no
 ):
     fleet = Fleet()
     for worker in (1, 3):
-        innocent, other = fleet.start(worker, prompt(1)), fleet.start(worker, prompt(2))
+        innocent = fleet.start(worker, prompt(1))
+        other = fleet.start(worker, prompt(2))
         fleet.die(worker, {innocent: 20, other: 20})
         fleet.retry(innocent, worker + 1, is_prime=False)
         fleet.retry(other, worker + 1, is_prime=False)
@@ -317,7 +322,8 @@ def test_death_when_the_worker_works_again_then_it_was_only_cut_off() -> None:
 
 def test_death_when_an_answer_of_before_arrives_late_then_it_stays() -> None:
     fleet = Fleet()
-    deadly, late = fleet.start(1), fleet.start(1)
+    deadly = fleet.start(1)
+    late = fleet.start(1)
     fleet.die(1, {deadly: 0})
     fleet.suspects.succeeded(late.call)
     fleet.retry(deadly, 2, is_prime=True)
@@ -336,7 +342,8 @@ def test_prefill_worker_when_it_dies_then_requests_that_still_read_their_kv_from
     None
 ):
     fleet = Fleet()
-    reading, finished = fleet.start(2, kv_holder=1), fleet.start(2, kv_holder=1)
+    reading = fleet.start(2, kv_holder=1)
+    finished = fleet.start(2, kv_holder=1)
     fleet.suspects.kv_arrived(finished.call)
     fleet.die(1, {reading: 0, finished: 5})
     assert (reading.deaths, finished.deaths) == ([1], [])

@@ -237,7 +237,8 @@ async def test_truncate_prompt_tokens_then_the_end_of_the_prompt_is_used() -> No
 async def test_truncate_prompt_tokens_when_minus_1_then_as_many_as_the_context_allows(
     max_tokens: int | None, kept: tuple[int, int]
 ) -> None:
-    served, long = front(stop("x")), "y" * 200
+    served = front(stop("x"))
+    long = "y" * 200
     fields: dict[str, Any] = {"truncate_prompt_tokens": -1, "max_tokens": max_tokens}
     for path, body in (
         (TEXT, text(prompt=long)),

@@ -33,7 +33,8 @@ async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_orde
     checksums: Checksums,
 ) -> None:
     memory = bytearray(range(256)) * ((BLOCK_BYTES + 512) // 256)
-    region, found = MemoryRegion(address_of(memory), len(memory)), list[int | None]()
+    region = MemoryRegion(address_of(memory), len(memory))
+    found = list[int | None]()
     expected = [
         checksums.hash(MemoryRegion(region.address + begin, size))
         for begin, size in ((0, BLOCK_BYTES), (BLOCK_BYTES, 512))
@@ -48,7 +49,8 @@ async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_orde
 async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
     checksums: Checksums,
 ) -> None:
-    memory, found = bytearray(1000), list[int | None]()
+    memory = bytearray(1000)
+    found = list[int | None]()
     offer = OfferChecksum(checksums, [MemoryRegion(address_of(memory), len(memory))], found.append)
     await offer.stop()
     offer.mark_ready(1)  # of a copy that ended afterwards
@@ -71,7 +73,9 @@ async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(
 async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_report(
     checksums: Checksums,
 ) -> None:
-    memory, found, has_begun = bytearray(BLOCK_BYTES), list[int | None](), threading.Event()
+    memory = bytearray(BLOCK_BYTES)
+    found = list[int | None]()
+    has_begun = threading.Event()
 
     def slow(checksum: int | None) -> None:
         has_begun.set()

@@ -67,7 +67,8 @@ def kv_params(expires_in_s: float) -> KvTransferParams:
 async def fetch(
     backend: Any, expires_in_s: float, *, deadline_in_s: float, timeout_s: float
 ) -> None:
-    params, deadline = kv_params(expires_in_s), time.time() + deadline_in_s
+    params = kv_params(expires_in_s)
+    deadline = time.time() + deadline_in_s
     sampling = Sampling(max_tokens=1)
     request = GenerateRequest(
         request_id="r",

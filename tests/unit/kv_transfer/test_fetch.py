@@ -43,7 +43,8 @@ def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region
         clock.now += CONNECT_S
         yield SimpleNamespace(name="prefill", broken=False)
 
-    bindings, peers = MagicMock(), MagicMock(connected=slowly_connected)
+    bindings = MagicMock()
+    peers = MagicMock(connected=slowly_connected)
     bindings.translated.return_value = contextlib.nullcontext()
     bindings.agent.transfer.return_value = "PROC"
     bindings.agent.check_xfer_state.return_value = "PROC"

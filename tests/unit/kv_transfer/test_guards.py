@@ -28,8 +28,10 @@ def send(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> N
 
 
 def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() -> None:
-    holder, reader = ValiditySlots(), ValiditySlots()
-    slot, own = holder.acquire(), reader.acquire()
+    holder = ValiditySlots()
+    reader = ValiditySlots()
+    slot = holder.acquire()
+    own = reader.acquire()
     nonce = holder.activate(slot, 3)
     assert not holder.was_read(slot)
     for _ in range(2):
@@ -42,8 +44,10 @@ def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() ->
 def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> (
     None
 ):
-    holder, reader = ValiditySlots(), ValiditySlots()
-    slot, own = holder.acquire(), reader.acquire()
+    holder = ValiditySlots()
+    reader = ValiditySlots()
+    slot = holder.acquire()
+    own = reader.acquire()
     holder.activate(slot, 1)
     say(holder, slot, reader, own)
     holder.clear(slot)

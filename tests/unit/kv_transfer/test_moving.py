@@ -34,8 +34,11 @@ def failing() -> Iterator[float]:
 
 
 def test_mover_when_one_fails_then_others_go_on() -> None:
-    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
-    gated, failed = mover.submit(until(gate)), mover.submit(failing())
+    mover = TransferPoller("test")
+    seen = list[str]()
+    gate = threading.Event()
+    gated = mover.submit(until(gate))
+    failed = mover.submit(failing())
     with pytest.raises(ZeroDivisionError):
         failed.result(WAIT_S)
     mover.submit(steps("a", seen)).result(WAIT_S)
@@ -47,7 +50,9 @@ def test_mover_when_one_fails_then_others_go_on() -> None:
 
 
 def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> None:
-    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
+    mover = TransferPoller("test")
+    seen = list[str]()
+    gate = threading.Event()
     first = [mover.submit(until(gate)) for _ in range(MAX_CONCURRENT_FETCHES)]
     late = [mover.submit(steps(name, seen, 1)) for name in "abc"]
     assert late[1].cancel()
@@ -59,7 +64,9 @@ def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> Non
 
 
 def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
-    mover, gate, begun = TransferPoller("test"), threading.Event(), threading.Semaphore(0)
+    mover = TransferPoller("test")
+    gate = threading.Event()
+    begun = threading.Semaphore(0)
     moving = [mover.submit(until(gate, begun)) for _ in range(MAX_CONCURRENT_FETCHES)]
     assert all(begun.acquire(timeout=WAIT_S) for _ in moving)
     waiting = mover.submit(until(gate))
@@ -76,7 +83,8 @@ def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_canc
 
 
 def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its_thread() -> None:
-    mover, threads = TransferPoller("test"), list[int]()
+    mover = TransferPoller("test")
+    threads = list[int]()
 
     def noting() -> Iterator[float]:
         for _ in range(3):
@@ -103,7 +111,9 @@ def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> No
 
 
 def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> None:
-    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
+    mover = TransferPoller("test")
+    seen = list[str]()
+    gate = threading.Event()
     first = [mover.submit(until(gate)) for _ in range(MAX_CONCURRENT_FETCHES)]
     late = [mover.submit(steps(name, seen, 1), step_now=True) for name in "abc"]
     assert not seen
@@ -115,7 +125,9 @@ def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> 
 
 
 def test_mover_when_oldest_waits_for_long_then_all_others_are_moved() -> None:
-    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
+    mover = TransferPoller("test")
+    seen = list[str]()
+    gate = threading.Event()
     gated = mover.submit(until(gate))
     for each in [mover.submit(steps(name, seen, 50)) for name in "abcdef"]:
         each.result(WAIT_S)

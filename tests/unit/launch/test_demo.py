@@ -81,7 +81,8 @@ def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
 
 
 async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
-    not_yet, now = http(503, '{"reason": "loading"}'), http(200, '{"status": "ready"}')
+    not_yet = http(503, '{"reason": "loading"}')
+    now = http(200, '{"status": "ready"}')
     with answering(not_yet, now, http(200, json.dumps(answer()))) as port:
         assert await main.ask_sample(f"localhost:{port}", "m") == answer()
 

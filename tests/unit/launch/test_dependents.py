@@ -28,7 +28,8 @@ from tests.unit.launch.launcher_helpers import (
 
 pytestmark = pytest.mark.usefixtures("scripted")
 
-PREFILL, DECODE = worker("prefill", "prefill", [0]), worker("decode", "decode", [1])
+PREFILL = worker("prefill", "prefill", [0])
+DECODE = worker("decode", "decode", [1])
 TWO_EACH = (
     worker("prefill", "prefill", [0, 1], count=2),
     worker("decode", "decode", [2, 3], count=2),

@@ -63,7 +63,8 @@ def test_disagg_when_compared_with_the_guides_lines_then_the_same_settings_gpus_
     if theirs.disaggregation_mode is Role.DECODE:
         wanted["max_batch_size"] = 128  # in the guide's text, and in the command of its draft
     assert {name: getattr(ours, name) for name in SAME} == wanted
-    merged, guides = trtllm_args(ours, LIBRARY.newest), trtllm_args(theirs, LIBRARY.newest)
+    merged = trtllm_args(ours, LIBRARY.newest)
+    guides = trtllm_args(theirs, LIBRARY.newest)
     for key in (
         "cache_transceiver_config.max_tokens_in_buffer",
         "moe_config.backend",

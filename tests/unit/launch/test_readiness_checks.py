@@ -81,10 +81,8 @@ async def test_until_when_it_does_not_serve_in_time_then_its_last_reason_is_said
 
 
 async def test_until_when_it_serves_later_then_its_answer_comes() -> None:
-    not_yet, now = (
-        http(503, '{"status": "loading", "reason": ""}'),
-        http(200, '{"status": "ready"}'),
-    )
+    not_yet = http(503, '{"status": "loading", "reason": ""}')
+    now = http(200, '{"status": "ready"}')
     with answering(not_yet, not_yet, now) as port:
         assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
 

@@ -182,7 +182,8 @@ def test_download_when_interrupted_then_it_ends_at_the_next_bytes(
 def test_find_when_the_hub_refuses_then_one_line_says_why(
     hub: Hub, server: HubServer, status: int, code: str, says: str
 ) -> None:
-    server.info_status, server.info_error = status, code
+    server.info_status = status
+    server.info_error = code
     with pytest.raises(ConfigError) as failed:
         hub.find(NAME, "v1")
     assert failed.value.message.startswith(f"model {NAME}: ")
@@ -193,7 +194,8 @@ def test_find_when_the_hub_refuses_then_one_line_says_why(
 def test_find_when_only_the_files_are_gated_then_nothing_large_is_tried(
     hub: Hub, server: HubServer
 ) -> None:
-    server.file_status, server.file_error = 403, "GatedRepo"
+    server.file_status = 403
+    server.file_error = "GatedRepo"
     with pytest.raises(ConfigError, match="access is restricted; accept its terms at"):
         hub.find(NAME)
     assert not [

@@ -32,7 +32,8 @@ log = logging.getLogger("dynamo_trtllm.x")
 def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was logged, as a function; the root logger is put back afterwards."""
     root = logging.getLogger()
-    before, level = list(root.handlers), root.level
+    before = list(root.handlers)
+    level = root.level
     yield lambda: capsys.readouterr().err
     logging.captureWarnings(False)
     logging.getLogger("dynamo_trtllm").setLevel(logging.NOTSET)
@@ -176,7 +177,8 @@ def test_stacks_when_logged_then_each_thread_has_a_message_with_its_name_and_wha
         go_on.wait()
 
     setup("error", "a", log_format)
-    is_waiting, go_on = threading.Event(), threading.Event()
+    is_waiting = threading.Event()
+    go_on = threading.Event()
     thread = threading.Thread(target=wait_here, name="waits-here")
     thread.start()
     is_waiting.wait()

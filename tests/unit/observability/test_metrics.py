@@ -55,7 +55,8 @@ def test_itl_when_tokens_come_together_then_each_counts():
 
 
 def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_a_label_each():
-    metrics, placed = FrontendMetrics(), {255: 1}
+    metrics = FrontendMetrics()
+    placed = {255: 1}
     metrics.by_worker["placed_requests"] = lambda: placed
     assert samples(metrics.render())["placed_requests", (("worker", "ff"),)] == 1
     placed = {number: number for number in range(1000, 1000 + MOST_WORKERS + 9)}
@@ -117,7 +118,8 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
 
 
 def test_registries_when_two_are_made_then_they_do_not_share_numbers():
-    one, two = WorkerMetrics(), WorkerMetrics()
+    one = WorkerMetrics()
+    two = WorkerMetrics()
     one.child("output_tokens_total", "decode").inc(9)
     assert ("output_tokens_total", (("phase", "decode"),)) not in samples(two.render())
 

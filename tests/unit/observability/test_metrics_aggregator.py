@@ -88,7 +88,9 @@ def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -
 
 
 async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_sums() -> None:
-    mine, other, aggregator = FrontendMetrics(), FrontendMetrics(), MetricsAggregator()
+    mine = FrontendMetrics()
+    other = FrontendMetrics()
+    aggregator = MetricsAggregator()
     for metrics, count in ((mine, 2), (other, 3)):
         metrics.watch(choices=lambda count=count: count, queued=lambda: 1.0, body_bytes=lambda: 0.0)
         for _ in range(count):

@@ -22,7 +22,8 @@ from dynamo_trtllm.support.network.addresses import free_ports
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
@@ -143,7 +144,8 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
     assert {(span["traceId"], span["parentSpanId"]) for span in phases} == {(TRACE, root["spanId"])}
     assert {"receive", "tokenize", "select", "respond"} <= {span["name"] for span in phases}
     assert len({span["spanId"] for span in phases}) == len(phases)
-    begin, end = int(root["startTimeUnixNano"]), int(root["endTimeUnixNano"])
+    begin = int(root["startTimeUnixNano"])
+    end = int(root["endTimeUnixNano"])
     assert begin == pytest.approx(begun_ns, abs=60e9)
     took = sum(int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) for span in phases)
     assert took == pytest.approx(end - begin, abs=10_000)
@@ -222,7 +224,8 @@ async def answering(*answers: bytes) -> AsyncIterator[str]:
     """Yield the URL of a collector that gives each POST one answer, in pieces; the last one again
     and again.
     """
-    left, handlers = list(answers), set[asyncio.Task[None]]()
+    left = list(answers)
+    handlers = set[asyncio.Task[None]]()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -300,7 +300,8 @@ def test_events_when_they_pause_then_uvloop_does_not_poll_until_the_empty_update
 ) -> None:
     for name in ("_IDLE_S", "_HEARTBEAT_S"):
         monkeypatch.setattr(kv_events, name, 0.0054)
-    num_flushes, flush = 0, KvEventPublisher._flush
+    num_flushes = 0
+    flush = KvEventPublisher._flush
 
     def counted(publisher: KvEventPublisher) -> None:
         nonlocal num_flushes

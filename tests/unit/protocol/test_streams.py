@@ -208,7 +208,8 @@ EXPORTED = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer
 
 
 async def test_kv_when_a_stream_has_ended_then_its_handle_holds_it_until_it_is_cancelled() -> None:
-    holder, events = Holder(), list[StreamEvent]()
+    holder = Holder()
+    events = list[StreamEvent]()
     stream = Stream(events.append, holder)
     assert not stream.holds_kv
     stream.emit(EXPORTED)
@@ -218,7 +219,8 @@ async def test_kv_when_a_stream_has_ended_then_its_handle_holds_it_until_it_is_c
 
 
 async def test_kv_when_it_is_offered_after_a_cancel_then_it_is_freed() -> None:
-    holder, events = Holder(), list[StreamEvent]()
+    holder = Holder()
+    events = list[StreamEvent]()
     stream = Stream(events.append, holder)
     stream.cancel()
     stream.emit(EXPORTED)

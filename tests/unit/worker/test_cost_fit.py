@@ -23,7 +23,9 @@ def seconds(step: StepSample) -> float:
     """Return how long a step takes: decode steps use more experts for more requests, short prompts
     leave a GPU idle.
     """
-    requests, context, tokens = step.decode_requests, step.context_tokens, step.prefill_tokens
+    requests = step.decode_requests
+    context = step.context_tokens
+    tokens = step.prefill_tokens
     if not tokens:
         return 0.014 - 0.010 * (1 - 4 / 128) ** requests + 2e-5 * requests + 1e-8 * context
     return (
@@ -38,7 +40,9 @@ class Engine:
     """Makes steps of an engine whose times are noisy, and sometimes much too long."""
 
     def __init__(self, seed: int = 1, noise: float = 0.05, outliers: float = 0.02) -> None:
-        self._random, self._noise, self._outliers = random.Random(seed), noise, outliers
+        self._random = random.Random(seed)
+        self._noise = noise
+        self._outliers = outliers
         self.slowdown = 1.0
 
     def step(self, requests: int, context: int, tokens: int = 0) -> StepSample:
@@ -76,7 +80,8 @@ def error(model: CostModel, step: StepSample) -> float:
 
 
 def test_predictions_when_loads_were_not_seen_then_they_are_within_ten_percent() -> None:
-    engine, fit = Engine(), CostFit()
+    engine = Engine()
+    fit = CostFit()
     model = feed(fit, engine.decodes(800) + engine.mixed(800))
     unseen = [engine.step(n, c) for n in (2, 8, 24, 40, 100) for c in (300, 1000, 3000)]
     assert median(error(model, step) for step in unseen) < 0.05
@@ -88,10 +93,8 @@ def test_predictions_when_loads_were_not_seen_then_they_are_within_ten_percent()
 
 def test_interval_when_times_are_noisy_then_nine_of_ten_are_within_it() -> None:
     outcomes: list[bool] = []
-    engine, fit = (
-        Engine(noise=0.1),
-        CostFit(on_outcome=lambda name, ratio, is_covered: outcomes.append(is_covered)),
-    )
+    engine = Engine(noise=0.1)
+    fit = CostFit(on_outcome=lambda name, ratio, is_covered: outcomes.append(is_covered))
     feed(fit, engine.decodes(600))
     outcomes.clear()
     feed(fit, engine.decodes(1000, (2, 8, 32)))
@@ -103,7 +106,8 @@ def test_interval_when_times_are_noisy_then_nine_of_ten_are_within_it() -> None:
 def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps(
     slowdown: float,
 ) -> None:
-    engine, fit = Engine(), CostFit()
+    engine = Engine()
+    fit = CostFit()
     feed(fit, engine.decodes(800))
     assert fit.decode.num_changes == 0
     engine.slowdown = slowdown
@@ -118,7 +122,8 @@ def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps
 
 
 def test_predictions_when_an_outlier_comes_first_or_later_then_it_does_not_count() -> None:
-    engine, fit = Engine(noise=0.01, outliers=0.0), CostFit()
+    engine = Engine(noise=0.01, outliers=0.0)
+    fit = CostFit()
     steps = engine.decodes(100)
     for at in (0, 1, 50, 60):
         steps[at] = steps[at]._replace(seconds=5.0)
@@ -128,7 +133,8 @@ def test_predictions_when_an_outlier_comes_first_or_later_then_it_does_not_count
 def test_predictions_when_only_one_kind_of_step_was_seen_then_they_are_right_for_that_kind_and_finite_for_others() -> (
     None
 ):
-    engine, fit = Engine(), CostFit()
+    engine = Engine()
+    fit = CostFit()
     model = feed(fit, engine.decodes(100, (8,)))  # all features are collinear
     assert error(model, engine.step(8, 1000)) < 0.05
     assert model.is_valid
@@ -140,7 +146,8 @@ def test_predictions_when_only_one_kind_of_step_was_seen_then_they_are_right_for
 
 def test_prior_when_few_samples_are_there_then_it_predicts_and_later_does_not_matter() -> None:
     prior = CostModel(decode=Fit((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.5, 2.0, 0), step_tokens=512)
-    engine, fit = Engine(), CostFit(prior)
+    engine = Engine()
+    fit = CostFit(prior)
     assert fit.model == prior
     assert feed(fit, engine.decodes(20)) == prior
     assert error(feed(fit, engine.decodes(400)), engine.step(8, 1000)) < 0.1
@@ -159,7 +166,8 @@ def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_fro
     fit = CostFit(CostModel(prefill=Fit((0.01, *[0.0] * 8), 0.9, 1.1, 0), step_tokens=100))
     rnd = random.Random(1)
     for _ in range(60):
-        tokens, queued = rnd.randint(10, 500), rnd.choice([0, rnd.randint(0, 1000)])
+        tokens = rnd.randint(10, 500)
+        queued = rnd.choice([0, rnd.randint(0, 1000)])
         running = min(queued, 100)
         wait_steps = (rnd.random() + scheduled_steps) * (running > 0)
         took_s = 0.005 + 0.01 * (wait_steps + -(-(queued - running + tokens) // 100))
@@ -186,7 +194,8 @@ def test_calls_when_they_fetch_kv_then_the_time_is_predicted_from_the_prompt() -
 
 
 def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_next_ones() -> None:
-    fit, rnd = CostFit(), random.Random(1)
+    fit = CostFit()
+    rnd = random.Random(1)
 
     def call(count: int, call_s: float) -> float:
         for _ in range(count):
@@ -208,7 +217,8 @@ def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_
 def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned_in_the_same_second() -> (
     None
 ):
-    engine, fit = Engine(), CostFit()
+    engine = Engine()
+    fit = CostFit()
     calls = [CallSample(0.05, 500, 0, WORK, fetches_kv=True)] * 40
     model = fit.take(engine.decodes(800) + engine.mixed(40), calls)
     assert None not in (model.decode, model.prefill, model.first_token, model.kv_transfer)
@@ -217,7 +227,8 @@ def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned
 def test_learning_when_samples_are_damaged_or_a_fit_fails_then_the_last_model_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, steps = Engine(), deque[StepSample]()
+    engine = Engine()
+    steps = deque[StepSample]()
     fit = CostFit(steps=steps)
     steps += engine.decodes(100)
     model = fit.learn(1.0)

@@ -52,7 +52,8 @@ async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
 ) -> None:
     transport = httpx.ASGITransport(app=asgi(health_app(state, metrics)))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-        ready, report = await client.get("/ready"), await client.get("/health")
+        ready = await client.get("/ready")
+        report = await client.get("/health")
     assert (ready.status_code, ready.json()) == (status, said | {"instance_id": "ab"})
     assert (report.status_code, report.json()["instance_id"]) == (status, "ab")
 
@@ -166,7 +167,11 @@ async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_r
 ) -> None:
     monkeypatch.setattr(health, "_BROADCAST_S", 0.0)
     monkeypatch.setattr(health, "_CALLED_S", 0.0)
-    running, num_read, sent, called, is_up = 0, 0, list[LoadReport](), asyncio.Event(), True
+    running = 0
+    num_read = 0
+    sent = list[LoadReport]()
+    called = asyncio.Event()
+    is_up = True
 
     def load() -> LoadReport:
         nonlocal num_read
@@ -190,7 +195,8 @@ async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_r
     running = 3
     assert await settle() == [0, 3]
     assert num_read > 10
-    running, is_up = 0, False
+    running = 0
+    is_up = False
     assert await settle() == [0, 3]
     is_up = True  # what was not accepted is sent again
     assert await settle() == [0, 3, 0]

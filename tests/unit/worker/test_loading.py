@@ -177,7 +177,8 @@ async def test_start_when_a_stage_lasts_then_it_is_said_again(
 
 async def test_start_when_the_engine_fails_then_its_error_comes_out_and_health_is_cleared() -> None:
     engine: Any = Judging()
-    engine.failure, engine.stage = EngineFailed("no memory"), "weights"
+    engine.failure = EngineFailed("no memory")
+    engine.stage = "weights"
     engine.ready.set()
     health = Health()
     with pytest.raises(EngineFailed, match="no memory"):

@@ -322,12 +322,14 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(
     path.write_bytes(content[:size_bytes])
     sha256 = digest(path)
     bench = MeteredService(PlainEngine(), files={sha256: path})
-    data, chunks = b"", 0
+    data = b""
+    chunks = 0
     while True:
         chunk = decode(await bench.service.control(GetFile(sha256, len(data))), FileChunk)
         assert chunk.total_bytes == size_bytes
         assert len(chunk.data) <= FILE_CHUNK_BYTES
-        data, chunks = data + chunk.data, chunks + 1
+        data = data + chunk.data
+        chunks = chunks + 1
         if len(data) >= chunk.total_bytes:
             break
     assert hashlib.sha256(data).hexdigest() == sha256

@@ -62,7 +62,8 @@ def request() -> GenerateRequest:
 async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_counts_as_cancelled() -> (
     None
 ):
-    engine, admission = OneStreamEngine(can_stop=True), WorkerAdmission(max_active=1)
+    engine = OneStreamEngine(can_stop=True)
+    admission = WorkerAdmission(max_active=1)
     service = service_of(engine, admission)
     events: list[StreamEvent] = []
     stream = service.generate(request(), events.append)

@@ -103,7 +103,8 @@ class Bench:
         serving = await self.plane.serve(SUBJECT, self.engine)
         registration = await self.registered.register()
         engine: Any = self.engine
-        register, self.tasks = self.registered.register, BackgroundTasks()
+        register = self.registered.register
+        self.tasks = BackgroundTasks()
         self.sleeper = Sleeper(
             engine,
             "m",
@@ -215,7 +216,8 @@ async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
     async with opened() as bench:
         await bench.post("/sleep")
         await bench.until("asleep")
-        bench.engine.fault, bench.engine.answer = fault, 8
+        bench.engine.fault = fault
+        bench.engine.answer = 8
         await bench.post("/wake")
         with pytest.raises(error, match=said):
             await asyncio.wait_for(bench.tasks.until_failed(), SOON_S)

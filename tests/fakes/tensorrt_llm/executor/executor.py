@@ -154,7 +154,8 @@ class GenerationExecutor:
             self.core.loop.call_later(0.02, self.note_step)
 
     def _abort(self, request_id: int) -> None:
-        served, task = self._served.get(request_id), self._tasks.get(request_id)
+        served = self._served.get(request_id)
+        task = self._tasks.get(request_id)
         transfer_id = self.held.get(request_id)
         if transfer_id is not None and not traps.is_on("abort_keeps_context"):
             self.let_go(request_id)

@@ -48,7 +48,10 @@ class EventBuffer:
         """Adds what is new of a finished request's prompt; blocks that have no place remove the
         oldest ones.
         """
-        parent, first_parent, new, place = None, None, [], b"" if salt is None else salt.encode()
+        parent = None
+        first_parent = None
+        new = []
+        place = b"" if salt is None else salt.encode()
         prompt: set[int] = set()
         for begin in range(0, len(tokens), self._block_tokens):
             ids = list(tokens[begin : begin + self._block_tokens])

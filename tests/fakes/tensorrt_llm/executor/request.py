@@ -116,7 +116,8 @@ class Served:
 
     def _has_rank(self) -> bool:
         """The scheduler takes the rank of a request as an index, in a loop over all requests."""
-        args, scheduling = self._executor.args, self._call.scheduling
+        args = self._executor.args
+        scheduling = self._call.scheduling
         if (
             not args["enable_attention_dp"]
             or scheduling is None
@@ -188,7 +189,8 @@ class Served:
             self._note_times(chunk.stats)
         if chunk.kv_params is not None:
             self._executor.held[self._result._id] = chunk.kv_params.transfer_id
-            ids, logprobs = chunk.kv_params.first_token_ids, chunk.kv_params.first_logprobs
+            ids = chunk.kv_params.first_token_ids
+            logprobs = chunk.kv_params.first_logprobs
             chunk = msgspec.structs.replace(chunk, token_ids=ids, logprobs=logprobs)
         for index, token in enumerate(chunk.token_ids):
             logprob = self._logprob(chunk.logprobs[index]) if index < len(chunk.logprobs) else None
@@ -206,10 +208,8 @@ class Served:
 
     def _note_times(self, stats: PhaseTimings) -> None:
         times = self._times
-        scheduled, times.first_token_time = (
-            times.arrival_time + timedelta(seconds=stats.queue_s),
-            _now(),
-        )
+        scheduled = times.arrival_time + timedelta(seconds=stats.queue_s)
+        times.first_token_time = _now()
         times.first_scheduled_time = scheduled
         if self._phase is Phase.DECODE:
             times.kv_cache_transfer_start = scheduled
@@ -292,7 +292,8 @@ class Served:
             and not traps.is_on("decode_first_logprob")
             else 0
         )
-        entries, self._held_back = self._held_back, []
+        entries = self._held_back
+        self._held_back = []
         logprobs = tuple(entry for _, entry in entries[first:] if entry is not None)
         self._num_reported += 1
         self._times.last_token_time = _now()

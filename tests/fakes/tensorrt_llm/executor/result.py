@@ -216,7 +216,8 @@ class GenerationResult:
         if response.cut:
             del output.token_ids[-response.cut :]
         output.request_perf_metrics = response.perf_metrics or output.request_perf_metrics
-        output.finish_reason, output.stop_reason = response.finish_reason, response.stop_reason
+        output.finish_reason = response.finish_reason
+        output.stop_reason = response.stop_reason
         if response.disaggregated_params is not None:
             output.disaggregated_params = self.disaggregated_params = response.disaggregated_params
         self.cached_tokens = response.cached_tokens

@@ -175,10 +175,8 @@ class LLM:
         def get_kv_cache_capacity(self) -> dict[str, int]:
             """Of one rank; a remote call."""
             executor = self._running_executor()
-            blocks, block_tokens = (
-                executor.core.stats().kv_blocks_total,
-                executor.core.info.layout.block_tokens,
-            )
+            blocks = executor.core.stats().kv_blocks_total
+            block_tokens = executor.core.info.layout.block_tokens
             return {
                 "maxNumBlocks": blocks,
                 "tokensPerBlock": block_tokens,
@@ -219,7 +217,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Idempotent. Blocks; requests that run fail."""
-        executor, self._executor = self._executor, None
+        executor = self._executor
+        self._executor = None
         if executor is None:
             return
         executor.shutdown()

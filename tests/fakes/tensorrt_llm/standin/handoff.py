@@ -77,7 +77,8 @@ class PythonTransceiver:
 def python_transceiver(args: Mapping[str, Any]) -> PythonTransceiver | None:
     """None for the C++ transceiver. Raises ValueError as `create_kv_cache_transceiver` does."""
     config = args["cache_transceiver_config"] or {}
-    backend, runtime = config.get("backend"), config.get("transceiver_runtime")
+    backend = config.get("backend")
+    runtime = config.get("transceiver_runtime")
     if backend is None or runtime in (None, "CPP"):
         return None
     if backend not in ("NIXL", "DEFAULT"):

@@ -69,7 +69,8 @@ def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> 
 
     What was read in part takes every key and every word: nothing is known to be refused.
     """
-    known, more = RELEASE.fields(owner), _more_fields().get(owner, {})
+    known = RELEASE.fields(owner)
+    more = _more_fields().get(owner, {})
     checked = more | {
         name: field.default for name, field in known.items() if not _is_lacking(owner, name)
     }

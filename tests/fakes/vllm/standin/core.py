@@ -62,7 +62,8 @@ class Core:
     """
 
     def __init__(self, config: Any, record: Any) -> None:
-        self.config, self.record = config, record
+        self.config = config
+        self.record = record
         self.engine_id = f"standin-{next(_ids)}"
         self.free = config.cache_config.num_gpu_blocks - 1
         self.waiting: list[Job] = []
@@ -137,7 +138,8 @@ class Core:
         failed: set[str] = set()
         if REPORTS_FAILED_READS:
             results = self.worker_half.get_transfer_results(set())
-            received, failed = results.finished_recving, results.failed_recving
+            received = results.finished_recving
+            failed = results.failed_recving
         else:
             received = self.worker_half.get_finished(set())[1]
         report = SimpleNamespace(
@@ -188,7 +190,8 @@ class Core:
             needed = -(-len(job.prompt) // self.config.cache_config.block_size)
         if needed > self.free:
             return False
-        job.blocks, self.free = needed, self.free - needed
+        job.blocks = needed
+        self.free = self.free - needed
         if job.kv_transfer_params.get("do_remote_prefill"):
             job.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             if not self.stuck:
@@ -196,7 +199,8 @@ class Core:
             return True
         self._compute(job)
         if self._first_block(job) in self.garbled:
-            job.is_garbled, job.cached_tokens = True, self.config.cache_config.block_size
+            job.is_garbled = True
+            job.cached_tokens = self.config.cache_config.block_size
         return True
 
     def _first_block(self, job: Job) -> tuple[int, ...]:
@@ -222,7 +226,8 @@ class Core:
             or max(job.kv_transfer_params["remote_block_ids"][0])
             > other.config.cache_config.num_gpu_blocks
         ):
-            job.context, job.is_garbled = job.prompt, True
+            job.context = job.prompt
+            job.is_garbled = True
             self.connector_worker.read_failed(job.id)
             return
         expiry = other.connector_worker._reqs_to_send

@@ -197,7 +197,8 @@ def moved(instance: Instance, component: str = "zzz") -> Instance:
 def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_goes() -> None:
     cache = InstanceCache()
     cache.put(*entry(ONE))
-    second_key, third_key = entry(moved(ONE))[0], entry(moved(ONE, "zzzz"))[0]
+    second_key = entry(moved(ONE))[0]
+    third_key = entry(moved(ONE, "zzzz"))[0]
     for second in (moved(ONE), moved(ONE, "zzzz")):
         ((_, reason),) = reasons(cache.put(*entry(second)))
         assert reason == f"instance id 1 is already registered under the key {entry(ONE)[0]}"
@@ -218,7 +219,8 @@ def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_g
 
 def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stands() -> None:
     cache = InstanceCache()
-    first_key, second_key = entry(ONE)[0], entry(moved(ONE))[0]
+    first_key = entry(ONE)[0]
+    second_key = entry(moved(ONE))[0]
     cache.put(*entry(ONE))
     cache.put(*entry(moved(ONE)))
     down, rejected = cache.put(first_key, b"\xc1")
@@ -302,7 +304,8 @@ PREFILL = make_instance(9, role=Role.PREFILL)
 def test_record_when_its_card_does_not_fit_its_model_then_only_this_instance_is_rejected_until_the_others_left(
     newcomer: Instance, field: str
 ) -> None:
-    cache, later = InstanceCache(), InstanceCache()
+    cache = InstanceCache()
+    later = InstanceCache()
     cache.put(*entry(ONE))
     (rejected,) = cache.put(*entry(newcomer))
     assert isinstance(rejected, Rejected)
@@ -352,8 +355,10 @@ UNFIT = with_card(ONE, vocab_size=1, eos_token_ids=())
 def test_record_when_it_is_written_again_then_a_frontend_that_saw_it_decides_like_a_later_one(
     writes: list[Instance], has_followed: str
 ) -> None:
-    earlier, later = InstanceCache(), InstanceCache()
-    view, later_view = ClusterView(), ClusterView()
+    earlier = InstanceCache()
+    later = InstanceCache()
+    view = ClusterView()
+    later_view = ClusterView()
     listed: dict[str, bytes] = {}
     for number, instance in enumerate(writes):
         key, record = entry(instance)

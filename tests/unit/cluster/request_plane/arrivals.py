@@ -35,6 +35,7 @@ NUMBERS = itertools.count(1)
 
 
 def opened(inbox: StreamDemux) -> tuple[int, Arrivals]:
-    number, arrivals = next(NUMBERS), Arrivals()
+    number = next(NUMBERS)
+    arrivals = Arrivals()
     inbox[number] = arrivals
     return number, arrivals

@@ -69,7 +69,8 @@ class OneMore(Endless):
 async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    transport, service = Overheard(), OneMore()
+    transport = Overheard()
+    service = OneMore()
     plane = RequestPlane(transport, PlaneLimits())
     await plane.serve(SUBJECT, service)
     request = GenerateRequest(
@@ -163,7 +164,9 @@ async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within
     transport = NatsTransport.__new__(NatsTransport)
     transport._client = Client()
     transport._client._pending_data_size = nats._UNSENT_BYTES
-    transport._outgoing, transport._num_published_by_report, transport._is_open = [], 0, True
+    transport._outgoing = []
+    transport._num_published_by_report = 0
+    transport._is_open = True
     transport._address = "n"
     reports: list[DynamoError] = []
 

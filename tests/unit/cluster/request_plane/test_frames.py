@@ -228,7 +228,9 @@ async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unk
 
 async def test_arrivals_when_they_end_then_the_owner_learns_once_how() -> None:
     last = make_chunk(1, finish=FinishReason.STOP)
-    whole, failed, left = make_arrivals(Frame(1, 0, last)), make_arrivals(), make_arrivals()
+    whole = make_arrivals(Frame(1, 0, last))
+    failed = make_arrivals()
+    left = make_arrivals()
     whole.cancel()
     failed.fail(Overloaded("full"))
     failed.cancel()

@@ -28,7 +28,8 @@ async def test_connect_when_the_client_drops_cancels_then_the_limit_still_ends_i
     drops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", 0.001)
-    client, task = Client(), asyncio.current_task()
+    client = Client()
+    task = asyncio.current_task()
     assert task is not None
     monkeypatch.setattr(client, "connect", lambda *_, **__: retry_for_ever(drops))
     with pytest.raises(TimeoutError):

@@ -96,7 +96,8 @@ async def test_steps_when_the_message_before_is_not_written_then_one_message_has
     None
 ):
     transport = CountingLink()
-    plane, service = RequestPlane(transport, PlaneLimits()), SteppingService()
+    plane = RequestPlane(transport, PlaneLimits())
+    service = SteppingService()
     await plane.serve("s", service)
     reading = asyncio.create_task(anext(stream := call_stream(plane, "s", asked(0))))
     await settle()

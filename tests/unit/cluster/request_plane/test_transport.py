@@ -11,7 +11,8 @@ from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, PlaneError,
 from dynamo_trtllm.support.background import BackgroundTasks
 from tests.inproc_plane import InprocTransport
 
-SILENT, OWN_LOSS = Unreachable("no answer"), Disconnected("no connection here")
+SILENT = Unreachable("no answer")
+OWN_LOSS = Disconnected("no connection here")
 
 
 class Failing(InprocTransport):

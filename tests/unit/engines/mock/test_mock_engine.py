@@ -151,7 +151,8 @@ async def test_close_when_streams_run_and_wait_then_each_ends_in_engine_failed()
 
 
 async def test_close_when_a_transfer_is_held_then_it_is_withdrawn() -> None:
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE)
+    prefill = mock(Role.PREFILL)
+    decoder = mock(Role.DECODE)
     async with started(prefill, decoder):
         await prefill_params(prefill, PROMPT)
         assert prefill.stats().tickets_held == 1
@@ -173,7 +174,8 @@ async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_
     change: dict[str, Any], error: type[Exception]
 ) -> None:
     backend = GatedCarrier()
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
+    prefill = mock(Role.PREFILL)
+    decoder = mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
         wrong = msgspec.structs.replace(kv_params, **change)
@@ -190,7 +192,8 @@ async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_
 
 async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch() -> None:
     backend = GatedCarrier()
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend, kv_block_size=16)
+    prefill = mock(Role.PREFILL)
+    decoder = mock(Role.DECODE, backend=backend, kv_block_size=16)
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
         async with aclosing(
@@ -202,8 +205,10 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
 
 
 async def test_decode_when_the_backend_damages_the_kv_then_the_tokens_differ() -> None:
-    whole, prefill = mock(), mock(Role.PREFILL)
-    decoder, damaged = mock(Role.DECODE), mock(Role.DECODE, backend=DamagingCarrier())
+    whole = mock()
+    prefill = mock(Role.PREFILL)
+    decoder = mock(Role.DECODE)
+    damaged = mock(Role.DECODE, backend=DamagingCarrier())
     async with started(whole, prefill, decoder, damaged):
         wanted = await answer(whole, PROMPT)
         assert await decode(decoder, await prefill_params(prefill, PROMPT)) == wanted
@@ -214,7 +219,8 @@ async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_
     None
 ):
     backend = GatedCarrier("withdraw")
-    prefill, decoder = mock(Role.PREFILL, backend=backend), mock(Role.DECODE)
+    prefill = mock(Role.PREFILL, backend=backend)
+    decoder = mock(Role.DECODE)
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
         drain = asyncio.create_task(prefill.drain())
@@ -275,7 +281,8 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tra
     None
 ):
     backend = GatedCarrier("fetch")
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
+    prefill = mock(Role.PREFILL)
+    decoder = mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
         stream = asyncio.create_task(decode(decoder, kv_params))

@@ -84,7 +84,8 @@ def test_batches_when_all_other_kv_is_nan_or_infinite_then_bit_for_bit_the_same(
 ) -> None:
     sinks = torch.linspace(-1, 1, HEADS) if has_sinks else None
     kwargs = {"scaling": 0.35, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
-    clean, poisoned = outputs(kwargs, is_poisoned=False), outputs(kwargs, is_poisoned=True)
+    clean = outputs(kwargs, is_poisoned=False)
+    poisoned = outputs(kwargs, is_poisoned=True)
     assert all(torch.equal(*pair) for pair in zip(clean, poisoned, strict=True))
 
 

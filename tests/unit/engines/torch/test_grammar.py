@@ -133,7 +133,8 @@ def test_end_then_stop_tokens_and_nothing_else(compiler: FormatCompiler) -> None
 
 def test_state_when_built_anew_from_the_tokens_then_the_same(compiler: FormatCompiler) -> None:
     form = guided(literal="<|message|>", after=(CHANNEL,))
-    whole, ids = matcher_of(compiler, form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
+    whole = matcher_of(compiler, form, STOPS)
+    ids = [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
     for count, token_id in enumerate(ids):
         anew = matcher_of(compiler, form, STOPS)
         for earlier in ids[:count]:

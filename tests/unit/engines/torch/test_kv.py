@@ -82,8 +82,10 @@ def test_holds_all_when_a_window_hides_blocks_then_false(tokens: int, is_whole: 
 def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_counts_once() -> (
     None
 ):
-    awaiting, (first, second) = AwaitingFetch(), (sequence(), sequence())
-    first.block_table.numbers, second.block_table.numbers = [1, 2, 3], [1, 2, 4]
+    awaiting = AwaitingFetch()
+    (first, second) = (sequence(), sequence())
+    first.block_table.numbers = [1, 2, 3]
+    second.block_table.numbers = [1, 2, 4]
     counts = []
     for change, seq in ((awaiting.add, first), (awaiting.add, second), (awaiting.discard, first)):
         change(seq)

@@ -81,7 +81,8 @@ async def exported(holder: Side, copies: list[Any]) -> Chunk:
 async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> (
     None
 ):
-    holder, reader = Side(), Side()
+    holder = Side()
+    reader = Side()
     await holder.kv_connector.start(holder.transfer_buffer)
     await reader.kv_connector.start(reader.transfer_buffer)
     holder.transfer_buffer.memory.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))

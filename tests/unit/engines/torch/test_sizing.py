@@ -71,7 +71,8 @@ def test_blocks_when_kv_is_transferred_on_a_gpu_then_staging_fits_beside_them(
 def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(
     load: ModuleType,
 ) -> None:
-    made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
+    made = model()
+    args = TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     plan = load.plan_memory(made, args, has_transfer_buffer=True)
     assert plan == (15 * GIB // block_bytes(made.info.layout), 131072, 5 * GIB)
     small = TorchArgs(kv_cache_gib=20, kv_staging_gib=1)

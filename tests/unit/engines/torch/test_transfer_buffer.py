@@ -33,13 +33,16 @@ def taken(transfer_buffer: TransferBuffer, tokens: int, region_bytes: int = 1 <<
 def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(
     tokens: int, region_bytes: int
 ) -> None:
-    source, target = make_pool(), make_pool(31)
+    source = make_pool()
+    target = make_pool(31)
     source.keys.copy_(torch.randn_like(source.keys))
     source.values.copy_(torch.randn_like(source.values))
     ours = torch.arange(source.blocks_for(tokens))
     theirs = torch.arange(5, 5 + target.blocks_for(tokens + 6))
-    here, there = TransferBuffer(source, 1 << 16), TransferBuffer(target, 1 << 16)
-    sent, received = taken(here, tokens, region_bytes), taken(there, tokens, region_bytes)
+    here = TransferBuffer(source, 1 << 16)
+    there = TransferBuffer(target, 1 << 16)
+    sent = taken(here, tokens, region_bytes)
+    received = taken(there, tokens, region_bytes)
     assert here.gather(sent, source.rows(ours, tokens)) == []
     assert [len(region) for region in sent.regions] == [len(region) for region in received.regions]
     assert sum(len(region) for region in sent.regions) == source.moved_bytes(tokens)
@@ -71,7 +74,8 @@ class Copying:
 def test_take_when_given_back_then_free_as_soon_as_copies_are_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transfer_buffer, copying = TransferBuffer(make_pool(), 3 * 4096), Copying()
+    transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
+    copying = Copying()
     allocation = taken(transfer_buffer, 4)
     monkeypatch.setattr(transfer_buffer, "mark", lambda: copying)
     transfer_buffer.free(allocation)
@@ -83,7 +87,8 @@ def test_take_when_given_back_then_free_as_soon_as_copies_are_done(
 def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest_copies_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transfer_buffer, marks = TransferBuffer(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
+    transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
+    marks = [Copying() for _ in range(3)]
     allocations = [taken(transfer_buffer, 4) for _ in range(3)]
     monkeypatch.setattr(transfer_buffer, "mark", iter(marks).__next__)
     for allocation in allocations:

@@ -85,7 +85,8 @@ class Llm:
         return self.results[-1]
 
     def get_stats(self, timeout: float) -> list[dict[str, Any]]:
-        rows, self.rows = self.rows, []
+        rows = self.rows
+        self.rows = []
         return rows
 
     def _check_health(self) -> bool:
@@ -102,7 +103,8 @@ class FakeBindings(TrtllmBindings):
         self.parameters = frozenset({"cache_salt", "priority"})
         self.disagg_fields = frozenset({"request_type", *PARAMS, *fields})
         self.has_kv_cache_capacity = False
-        self.is_since_1_2, self.is_since_1_3 = True, False
+        self.is_since_1_2 = True
+        self.is_since_1_3 = False
 
 
 def make(
@@ -121,7 +123,8 @@ def make(
         dp_ranks=0,
         conversations=False,
     )
-    llm, settled = Llm(), FakeBindings(*fields)
+    llm = Llm()
+    settled = FakeBindings(*fields)
     library = TrtllmLibrary(
         bindings=settled,
         llm=llm,
@@ -159,7 +162,8 @@ async def started(
         async with aclosing(as_stream(at, request)) as stream:
             return [chunk async for chunk in stream]
 
-    known, task = len(llm.results), asyncio.create_task(collected())
+    known = len(llm.results)
+    task = asyncio.create_task(collected())
     async with asyncio.timeout(SOON_S):
         while len(llm.results) == known:  # noqa: ASYNC110 - the adapter's task appends to it
             await asyncio.sleep(0)

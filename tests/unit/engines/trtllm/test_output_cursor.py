@@ -67,7 +67,8 @@ def test_read_when_ids_are_cumulative_then_each_is_given_once() -> None:
 
 
 def test_read_when_the_object_changes_in_place_then_earlier_steps_stay() -> None:
-    same, read = output(1), reader()
+    same = output(1)
+    read = reader()
     first = read.read(same)
     same.token_ids.append(2)
     second = read.read(same)

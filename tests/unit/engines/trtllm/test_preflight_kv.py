@@ -15,8 +15,10 @@ from tests.unit.engines.trtllm.preflight_pairs import LLAMA, facts
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
-P, D = Role.PREFILL, Role.DECODE
-DTYPE, MANAGER = "kv_cache_config.dtype", "kv_cache_config.use_kv_cache_manager_v2"
+P = Role.PREFILL
+D = Role.DECODE
+DTYPE = "kv_cache_config.dtype"
+MANAGER = "kv_cache_config.use_kv_cache_manager_v2"
 BACKEND = "cache_transceiver_config.backend"
 PYTHON = {BACKEND: "NIXL", "cache_transceiver_config.transceiver_runtime": "PYTHON"}
 PLAIN, FP8, NVFP4 = (replace(LLAMA, kv_quantization=kind) for kind in (None, "fp8", "nvfp4"))
@@ -44,7 +46,8 @@ def test_layout_when_the_type_is_auto_then_that_of_the_checkpoints_kv_else_of_it
 
 
 def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal() -> None:
-    prefill, decode = facts(P, {DTYPE: "auto"}, model=FP8), facts(D, {DTYPE: "fp8"}, model=FP8)
+    prefill = facts(P, {DTYPE: "auto"}, model=FP8)
+    decode = facts(D, {DTYPE: "fp8"}, model=FP8)
     assert "kv-dtype-equal" not in {each.rule for each in check_pair(prefill, decode)}
     other = facts(D, {DTYPE: "fp8"}, model=PLAIN)
     assert "kv-dtype-equal" in {
@@ -53,10 +56,12 @@ def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal()
 
 
 def test_kv_bytes_when_the_type_is_nvfp4_then_scales_of_16_values_are_counted() -> None:
-    sizes, transfers = [], []
+    sizes = []
+    transfers = []
     for model in (NVFP4, FP8, PLAIN):
         worker = facts(D, {DTYPE: "auto"}, model=model)
-        layout, table = worker.layout(), memory_table(worker)
+        layout = worker.layout()
+        table = memory_table(worker)
         assert layout is not None
         assert table is not None
         sizes.append(table.kv_token_bytes)

@@ -104,7 +104,8 @@ def test_table_when_kv_is_the_limit_then_concurrency_is_blocks_over_a_requests_b
 def test_table_when_attention_is_data_parallel_then_each_gpu_holds_requests_of_its_own() -> None:
     changes = {"enable_attention_dp": True, "max_batch_size": 10}
     assert table(changes=changes).concurrency == 40
-    split, whole = table(), table(changes=changes)
+    split = table()
+    whole = table(changes=changes)
     assert whole.weights_bytes - split.weights_bytes == (1_911_610_368 + 2_316_533_760) * 3 // 4
 
 
@@ -141,7 +142,8 @@ def test_transfer_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
 
 
 def test_transfer_when_four_send_to_four_then_a_quarter_of_the_time() -> None:
-    four, decode = facts(Role.PREFILL, {"tensor_parallel_size": 4}), facts(Role.DECODE)
+    four = facts(Role.PREFILL, {"tensor_parallel_size": 4})
+    decode = facts(Role.DECODE)
     alone = transfer_s(facts(Role.PREFILL), decode, 8192)
     assert transfer_s(four, decode, 8192)["PCIe"] == pytest.approx(alone["PCIe"] / 4)
 

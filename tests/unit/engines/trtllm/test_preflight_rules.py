@@ -22,7 +22,9 @@ from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
-P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+P = Role.PREFILL
+D = Role.DECODE
+A = Role.AGGREGATED
 IN_OTHER_TESTS = {"transceiver-idle", "moe-backend-unset", "kv-dtype-checkpoint"}
 IN_OTHER_TESTS |= {
     "cache-manager-transceiver",
@@ -78,7 +80,8 @@ def test_check_when_a_worker_serves_whole_requests_then_a_transceiver_is_noted_a
 def test_check_when_something_is_found_then_field_both_values_sources_and_fix_are_reported() -> (
     None
 ):
-    prefill, decode = facts(P), facts(D, {K + "tokens_per_block": 64})
+    prefill = facts(P)
+    decode = facts(D, {K + "tokens_per_block": 64})
     (finding,) = check_pair(prefill, decode)
     assert finding.field == "kv_cache_config.tokens_per_block"
     assert finding.value == "prefill: 32 (--override-engine-args)"

@@ -48,7 +48,9 @@ def test_releases_when_listed_then_oldest_first() -> None:
     ]
 
 
-P, A, N = "PRESENT", "ABSENT", "NOT_READ"
+P = "PRESENT"
+A = "ABSENT"
+N = "NOT_READ"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from dynamo_trtllm.protocol.messages import (
 from tests.instances import make_transfer_params
 from tests.unit.engines.scripted_library import info_of
 
-RETURN, CALL, EOS = 200002, 200012, 199999
+RETURN = 200002
+CALL = 200012
+EOS = 199999
 TIMES = (
     "arrival_time",
     "first_scheduled_time",
@@ -100,8 +102,10 @@ def test_call_when_answer_would_leave_the_context_then_it_is_cut() -> None:
 
 
 def test_call_when_made_twice_then_nothing_is_shared() -> None:
-    request, settled = ask(), rules()
-    first, second = TrtllmRequest(request, settled), TrtllmRequest(request, settled)
+    request = ask()
+    settled = rules()
+    first = TrtllmRequest(request, settled)
+    second = TrtllmRequest(request, settled)
     first.sampling["max_tokens"] = 99
     first.keywords["inputs"].append(1)
     first.sampling["stop_token_ids"].append(1)

@@ -89,7 +89,8 @@ class Executor:
             new.append(self.waiting.popleft())
         self.active += new
         batch = self._schedule(len(new))  # `_get_init_iter_stats` looks at the clock here
-        launched, batch.begun = self.now, begun
+        launched = self.now
+        batch.begun = begun
         self.now += 0.012 if batch.prompts else 0.001
         started = max(launched, self.gpu_ended)
         batch.ended = self.gpu_ended = max(self.now, started + batch.step.seconds)
@@ -107,17 +108,16 @@ class Executor:
 
     def _schedule(self, num_new: int) -> Batch:
         decodes = [each for each in self.active if each.computed == each.prompt]
-        left, prompts, pairs, cached = (
-            _MOST_TOKENS - len(decodes),
-            list[tuple[Request, bool]](),
-            0.0,
-            0,
-        )
+        left = _MOST_TOKENS - len(decodes)
+        prompts = list[tuple[Request, bool]]()
+        pairs = 0.0
+        cached = 0
         for each in self.active:
             if each.computed < each.prompt and left:
                 chunk = min(left, each.prompt - each.computed)
                 pairs += chunk * (each.computed + chunk / 2)
-                cached, left = cached + each.computed, left - chunk
+                cached = cached + each.computed
+                left = left - chunk
                 each.computed += chunk
                 prompts.append((each, each.computed == each.prompt))
         context = sum(each.prompt + each.generated for each in decodes)
@@ -161,7 +161,9 @@ class Executor:
 
 def load(seed: int = 7) -> list[Request]:
     """Return requests of a quiet time, in which most of them are alone, and of busy ones."""
-    draw, now, requests = random.Random(seed), 0.5, list[Request]()
+    draw = random.Random(seed)
+    now = 0.5
+    requests = list[Request]()
     for gap_s, count in ((0.6, 25), (0.05, 60), (0.012, 120), (0.5, 10)):
         for _ in range(count):
             now += draw.expovariate(1 / gap_s)
@@ -177,7 +179,9 @@ def read(executor: Executor, *, rows_per_poll: int = 60) -> list[StepSample]:
 
     Its mean context is known as of each poll.
     """
-    rows, steps, seen = executor.run(), deque[StepSample](), list[StepSample]()
+    rows = executor.run()
+    steps = deque[StepSample]()
+    seen = list[StepSample]()
     position = 0
 
     def running() -> tuple[float, int]:
@@ -221,10 +225,8 @@ def errors(model: CostModel, executor: Executor) -> tuple[float, float]:
 def test_model_when_it_learns_from_rows_then_it_predicts_other_steps_within_a_tenth(
     overlaps: bool, is_new: bool
 ) -> None:
-    executor, other = (
-        Executor(load(), overlaps, is_new),
-        Executor(load(seed=11), overlaps, is_new, seed=2),
-    )
+    executor = Executor(load(), overlaps, is_new)
+    other = Executor(load(seed=11), overlaps, is_new, seed=2)
     steps = read(executor)
     assert len(steps) > 0.8 * len(executor.rows)
     other.run()
@@ -236,7 +238,8 @@ def test_rows_when_schedules_overlap_then_their_latencies_are_of_two_steps_and_t
 ):
     executor = Executor(load())
     steps = read(executor)
-    rows, true = executor.rows, executor.true
+    rows = executor.rows
+    true = executor.true
     latencies = [
         row["iterLatencyMS"] / 1000 / step.seconds for row, step in zip(rows, true, strict=False)
     ]

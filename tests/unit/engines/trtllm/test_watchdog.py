@@ -82,7 +82,8 @@ def watched() -> Watched:
 def test_look_when_the_executor_has_died_and_the_loop_stands_still_then_a_reason_after_a_while(
     watched: Watched,
 ) -> None:
-    watched.loop.is_turning, watched.failure = False, "RuntimeError: a rank was lost"
+    watched.loop.is_turning = False
+    watched.failure = "RuntimeError: a rank was lost"
     assert watched.look(DEAD_S) == []
     (reason,) = watched.look(PERIOD_S)
     assert "a rank was lost" in reason
@@ -110,11 +111,9 @@ def test_look_when_the_loop_is_busy_and_the_executor_lives_then_no_reason(watche
 
 
 def test_look_when_the_program_does_not_run_its_loop_then_no_reason(watched: Watched) -> None:
-    watched.loop.is_turning, watched.loop.runs, watched.failure = (
-        False,
-        False,
-        "RuntimeError: a rank was lost",
-    )
+    watched.loop.is_turning = False
+    watched.loop.runs = False
+    watched.failure = "RuntimeError: a rank was lost"
     assert watched.look(LONG_S) == []
 
 
@@ -150,7 +149,8 @@ def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         """As pdb, which stops in this thread."""
 
-    watched.loop.is_turning, watched.failure = False, failure
+    watched.loop.is_turning = False
+    watched.failure = failure
     frame = sys._getframe()
     frame.f_trace = trace
     try:
@@ -211,6 +211,7 @@ def test_watchdog_when_the_loop_is_closed_then_it_ends(
             ended.set()
 
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.001)
-    watched.loop.closed, watched.failure = True, "RuntimeError: a rank was lost"
+    watched.loop.closed = True
+    watched.failure = "RuntimeError: a rank was lost"
     Ended(watched.detector, pytest.fail).start()
     assert ended.wait(SOON_S)

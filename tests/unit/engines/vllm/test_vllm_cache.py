@@ -41,7 +41,8 @@ def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(
 def test_lock_when_another_engine_compiles_then_waits_with_a_word_and_has_nothing_left_to_compile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = CompileLock(tmp_path / "new", "key"), CompileLock(tmp_path / "new", "key")
+    first = CompileLock(tmp_path / "new", "key")
+    second = CompileLock(tmp_path / "new", "key")
     assert first.acquire()
     result: list[bool] = []
     with caplog.at_level(logging.INFO):
@@ -60,7 +61,8 @@ def test_lock_when_another_engine_compiles_then_waits_with_a_word_and_has_nothin
 
 
 def test_lock_when_the_other_engine_fails_then_the_next_one_compiles(tmp_path: Path) -> None:
-    first, second = CompileLock(tmp_path, "key"), CompileLock(tmp_path, "key")
+    first = CompileLock(tmp_path, "key")
+    second = CompileLock(tmp_path, "key")
     assert first.acquire()
     first.release(is_compiled=False)
     assert second.acquire()
@@ -70,7 +72,8 @@ def test_lock_when_the_other_engine_fails_then_the_next_one_compiles(tmp_path: P
 def test_lock_when_the_other_engine_takes_too_long_then_both_compile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = CompileLock(tmp_path, "key"), CompileLock(tmp_path, "key")
+    first = CompileLock(tmp_path, "key")
+    second = CompileLock(tmp_path, "key")
     assert first.acquire()
     assert not second.acquire(longest_s=0.0)
     assert "compiling, too" in caplog.text

@@ -59,7 +59,8 @@ async def settle() -> None:
 
 
 async def test_submission_when_outputs_came_before_it_ended_then_none_is_lost() -> None:
-    llm, events = Llm(early=output(1, 2)), list[StreamEvent]()
+    llm = Llm(early=output(1, 2))
+    events = list[StreamEvent]()
     runner = runner_of(llm)
     runner.generate(ask(), events.append)
     llm.may_return.set()
@@ -79,7 +80,8 @@ async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause
     is_early: bool,
 ) -> None:
     death = ValueError("the process is gone")
-    llm, events = Llm(early=death if is_early else None), list[StreamEvent]()
+    llm = Llm(early=death if is_early else None)
+    events = list[StreamEvent]()
     runner_of(llm).generate(ask(), events.append)
     llm.may_return.set()
     await settle()
@@ -91,7 +93,8 @@ async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause
 
 
 async def test_cancel_when_the_call_is_being_submitted_then_it_is_aborted_after_that() -> None:
-    llm, events = Llm(), list[StreamEvent]()
+    llm = Llm()
+    events = list[StreamEvent]()
     runner = runner_of(llm)
     stream = runner.generate(ask(), events.append)
     await settle()

@@ -55,7 +55,8 @@ def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_w
     block: int, behind: int, name: str
 ) -> None:
     managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
-    manager, reads = getattr(managers, name)(WINDOW), connector(block)
+    manager = getattr(managers, name)(WINDOW)
+    reads = connector(block)
     for held in range(1, 700):
         read, between_steps = reads.get_num_new_matched_tokens(request(held + behind, held), 0)
         assert between_steps

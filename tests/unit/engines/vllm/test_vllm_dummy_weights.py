@@ -24,11 +24,9 @@ def test_fill_dummy_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_t
     assert (filled("input_layernorm_weight", 2880) == 1).all()
     assert not filled("attn_sinks", 64).any()
     assert not filled("w13_bias", 2, 5760).any()
-    embedding, router, queries = (
-        filled("embedding", 256, 400),
-        filled("router", 128, 400),
-        filled("qkv_proj", 128, 400),
-    )
+    embedding = filled("embedding", 256, 400)
+    router = filled("router", 128, 400)
+    queries = filled("qkv_proj", 128, 400)
     deviations = [float(each.std()) for each in (embedding, router, queries)]
     assert deviations == pytest.approx([1.0, 1 / 20, 1.7 / 20], rel=0.02)
 
@@ -60,9 +58,11 @@ class _Model(nn.Module):
 
 
 def test_make_up_when_called_in_two_processes_then_weights_are_equal_and_of_ordinary_size() -> None:
-    model, other = _Model(), _Model()
+    model = _Model()
+    other = _Model()
     assert fill_dummy(model) == fill_dummy(other) == 6
-    weights, others = model.state_dict(), other.state_dict()
+    weights = model.state_dict()
+    others = other.state_dict()
     for name, weight in weights.items():
         assert torch.equal(weight, others[name]), name
     assert abs(float(weights["embed_tokens.weight"].std()) - 1) < 0.05

@@ -81,7 +81,8 @@ def planned(
     shows.
     """
     steps.measure_steps(PlannedScheduler)
-    scheduler, times = PlannedScheduler(), iter(clock)
+    scheduler = PlannedScheduler()
+    times = iter(clock)
     monkeypatch.setattr(steps.time, "monotonic", lambda: next(times))
     for name, prompt in prompts.items():
         scheduler.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=0)
@@ -96,7 +97,8 @@ def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_a
         monkeypatch, [1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], a=100, b=30
     )
     # the second while the first one runs
-    first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)
+    first = scheduler.schedule(a=60)
+    second = scheduler.schedule(a=40, b=30)
     seen = [steps.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
     seen += [
         steps.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None))
@@ -141,7 +143,8 @@ def test_steps_when_the_launch_of_a_prompt_takes_longer_than_the_step_before_it_
         )
 
     assert seen(scheduler.schedule(a=1), is_there=False) == StepSample(1.0, 1, 0, 0, 0.0)
-    decode, prompt = scheduler.schedule(a=1), scheduler.schedule(a=1, b=50)
+    decode = scheduler.schedule(a=1)
+    prompt = scheduler.schedule(a=1, b=50)
     assert seen(decode, is_there=True) is None
     after = scheduler.schedule(a=1, b=1)
     assert seen(prompt, is_there=True) == StepSample(4.5, 1, 2, 50, 1250.0)  # from 2.0

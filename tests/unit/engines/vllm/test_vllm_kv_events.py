@@ -94,7 +94,10 @@ def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt
     begun, grown, salted, reset = (
         reader.read(number, payload) for number, payload in enumerate(payloads("prefill"))
     )
-    (first,), (more,), (private,), (cleared, again) = begun, grown, salted, reset
+    (first,) = begun
+    (more,) = grown
+    (private,) = salted
+    (cleared, again) = reset
     assert isinstance(first, BlocksStored)
     assert isinstance(more, BlocksStored)
     assert isinstance(private, BlocksStored)

@@ -15,7 +15,8 @@ from dynamo_trtllm.protocol.errors import EngineFailed
 from tests.fakes_path import fake_vllm
 
 GIB = 1 << 30
-TAKEN, FREE = (31 * GIB, 140 * GIB), (139 * GIB, 140 * GIB)
+TAKEN = (31 * GIB, 140 * GIB)
+FREE = (139 * GIB, 140 * GIB)
 HALF = {"gpu_memory_utilization": 0.5}
 
 

@@ -76,11 +76,10 @@ def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(
 
 
 def test_first_pass_when_another_engine_compiles_then_let_go_with_its_end(folder: Path) -> None:
-    begins, goes_on = threading.Event(), threading.Event()
-    first, second = (
-        worker_class(begins, goes_on),
-        worker_class(threading.Event(), passed(threading.Event())),
-    )
+    begins = threading.Event()
+    goes_on = threading.Event()
+    first = worker_class(begins, goes_on)
+    second = worker_class(threading.Event(), passed(threading.Event()))
     done: list[int] = []
     for each in (first, second):
         lock_first_pass(each)

@@ -116,7 +116,8 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_field_then_the_api_reference_has_its_bound(name: str) -> None:
     for node in nodes(SCHEMAS[name]):
-        kind, is_fixed = node.get("type"), "enum" in node or "const" in node or "properties" in node
+        kind = node.get("type")
+        is_fixed = "enum" in node or "const" in node or "properties" in node
         if isinstance(kind, str) and kind in BOUNDS and not is_fixed:
             assert BOUNDS[kind] in node, f"{name}: {node}"
 

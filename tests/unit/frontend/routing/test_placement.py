@@ -128,7 +128,8 @@ def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_wor
 def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_take_another_one() -> (
     None
 ):
-    view, idle = view_of(8, 1), 0
+    view = view_of(8, 1)
+    idle = 0
     for seed in range(100):
         placement = Placement("least-loaded", seed=seed)
         for instance in view.prefill[1:]:
@@ -140,7 +141,8 @@ def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_ta
 def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a_report_has_them_or_they_end() -> (
     None
 ):
-    placement, view = Placement("least-loaded"), view_of(4, 4)
+    placement = Placement("least-loaded")
+    view = view_of(4, 4)
     placed = []
     for _ in range(4):
         found = selected(placement, view)
@@ -149,7 +151,8 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     assert {found.decode.id for found, _ in placed} == {1001, 1002, 1003, 1004}
     first, first_placed = placed[0]
     assert first.prefill is not None
-    prefill, decode = placement.loads.of(first.prefill.id), placement.loads.of(first.decode.id)
+    prefill = placement.loads.of(first.prefill.id)
+    decode = placement.loads.of(first.decode.id)
     first_placed.sent(first.prefill.id, Phase.PREFILL, 10.0)
     # may be without it
     placement.loads.on_report(report(first.prefill.id, 1, queued_prefill_tokens=60), 10.01)
@@ -171,7 +174,8 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
 def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_one_and_what_was_sent_since_count() -> (
     None
 ):
-    placement, view = Placement("least-loaded"), view_of(aggregated=2)
+    placement = Placement("least-loaded")
+    view = view_of(aggregated=2)
     placement.loads.on_report(report(2001, 5, running=3), 100.0)
     placement.loads.on_report(report(2001, 4, running=0), 101.0)  # overtaken
     placed = placement.start(WorkerSelection(None, view.aggregated[0]), request(), 101.0)
@@ -184,7 +188,8 @@ def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_on
 
 
 def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_it_stays() -> None:
-    placement, view = Placement("least-loaded"), view_of(aggregated=1)
+    placement = Placement("least-loaded")
+    view = view_of(aggregated=1)
     placed = placement.start(selected(placement, view), request(), 0.0)
     load = placement.loads.of(2001)
     placement.loads.remove(2001)
@@ -198,7 +203,8 @@ def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_
 def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> (
     None
 ):
-    placement, view = Placement("least-loaded"), view_of(2, 2)
+    placement = Placement("least-loaded")
+    view = view_of(2, 2)
     placement.loads.on_report(report(2, queued_prefill_tokens=5000), 0.0)
     placement.loads.on_report(report(1002, kv_blocks_used=90), 0.0)
     breakers = PairBreakers(BreakerLimits(failures=1))
@@ -286,7 +292,8 @@ def test_start_when_another_decode_worker_takes_the_call_then_the_prompt_is_not_
 def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softmax_of_their_costs() -> (
     None
 ):
-    view, drawn = view_of(3, 1), Counter[int]()
+    view = view_of(3, 1)
+    drawn = Counter[int]()
     placement = Placement("kv", temperature=0.5, seed=1)
     for id_, waiting in ((1, 0), (2, 500), (3, 1000)):
         placement.loads.on_report(report(id_, queued_prefill_tokens=waiting), 0.0)
@@ -332,14 +339,19 @@ def simulated_ttfts(
     Return the TTFTs.
     """
     # tokens per second
-    draw, rates = random.Random(seed), {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}
-    loads, free_at = FleetLoad(), dict.fromkeys(rates, 0.0)
+    draw = random.Random(seed)
+    rates = {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}
+    loads = FleetLoad()
+    free_at = dict.fromkeys(rates, 0.0)
     for id_, rate in rates.items() if with_costs else ():
         loads.on_report(report(id_, 0, cost=cost_model(1 / rate, 0.0)), 0.0)
     ends: list[tuple[float, int, Any]] = []
-    ttfts, now, count = [], 0.0, 0
+    ttfts = []
+    now = 0.0
+    count = 0
     while now < 30.0:
-        now, count = now + draw.expovariate(12.0), count + 1
+        now = now + draw.expovariate(12.0)
+        count = count + 1
         while ends and ends[0][0] <= now:
             heapq.heappop(ends)[2].end()
         for id_, rate in rates.items():  # each reports at every arrival
@@ -373,8 +385,10 @@ def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_rou
         return prefill
 
     placement = Placement("least-loaded", seed=1)
-    by_load, by_turn = simulated_ttfts(least, 1), simulated_ttfts(in_turn, 1)
-    p99_by_load, p99_by_turn = by_load[len(by_load) * 99 // 100], by_turn[len(by_turn) * 99 // 100]
+    by_load = simulated_ttfts(least, 1)
+    by_turn = simulated_ttfts(in_turn, 1)
+    p99_by_load = by_load[len(by_load) * 99 // 100]
+    p99_by_turn = by_turn[len(by_turn) * 99 // 100]
     assert 3 * p99_by_load < p99_by_turn
     by_time = simulated_ttfts(least, 1, with_costs=True)
     assert by_time[len(by_time) * 99 // 100] < 0.9 * p99_by_load
@@ -387,7 +401,8 @@ def cost_model(token_s: float, call_s: float) -> CostModel:
 
 
 def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv_transfer() -> None:
-    placement, view = Placement("least-loaded"), view_of(1, 1)
+    placement = Placement("least-loaded")
+    view = view_of(1, 1)
     first = selected(placement, view)
     assert placement.start(first, request(), 0.0).expected is None  # nothing is known yet
     placement.loads.on_report(

@@ -157,7 +157,8 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
         monkeypatch.setattr(kv_events, name, value)
     rnd = random.Random(seed)
     engines = {instance_id: NaiveCache(rnd) for instance_id in (1, 2, 3)}
-    readers, loss = [KnownPrefixes(), KnownPrefixes()], 0.1
+    readers = [KnownPrefixes(), KnownPrefixes()]
+    loss = 0.1
 
     def deliver(data: bytes) -> bool:
         for reader in readers:
@@ -290,7 +291,9 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
 def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_and_the_deepest_come_first(
     has_events: bool,
 ) -> None:
-    rnd, known, asked = random.Random(1), KnownPrefixes(), [*range(100)]
+    rnd = random.Random(1)
+    known = KnownPrefixes()
+    asked = [*range(100)]
     depths = dict(enumerate(rnd.choices(range(101), k=150)))
     for name, depth in depths.items():
         known.add_instance(instance(name, has_events=has_events))
@@ -314,7 +317,9 @@ def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_a
 def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_not_expired(
     seed: int,
 ) -> None:
-    rnd, known, now = random.Random(seed), KnownPrefixes(ttl_s=10), 0
+    rnd = random.Random(seed)
+    known = KnownPrefixes(ttl_s=10)
+    now = 0
     sent: list[tuple[int, int, list[int]]] = []
     for name in (1, 2, 3):
         known.add_instance(instance(name, has_events=False))
@@ -379,10 +384,8 @@ def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance
         known.on_update(snapshot(1, [1]))
     else:
         known.record_sent(prompt([1]), 1, now=0)
-    sent, other = (
-        known.record_sent(prompt([1, 2, 3]), 1, now=1),
-        known.record_sent(prompt([1, 2, 3, 4]), 1, now=1),
-    )
+    sent = known.record_sent(prompt([1, 2, 3]), 1, now=1)
+    other = known.record_sent(prompt([1, 2, 3, 4]), 1, now=1)
     if has_events:
         known.on_update(
             KvCacheUpdate(instance_id=1, number=1, stored=pack_hashes(prompt([1, 2]).of(BLOCK)))

@@ -57,7 +57,8 @@ def test_new_pairs_when_workers_come_and_go_then_they_are_those_that_pairs_of_ga
     num_prefill: int, num_decode: int
 ) -> None:
     prefills, decodes = many(2, num_prefill, num_decode)
-    view, dice = cluster_of(*prefills, *decodes), random.Random(3)
+    view = cluster_of(*prefills, *decodes)
+    dice = random.Random(3)
     changes = view.subscribe()
     changes.clear()
     present = [*prefills, *decodes]

@@ -115,10 +115,8 @@ def test_place_when_there_is_a_pair_then_it_goes_before_aggregated() -> None:
 
 
 def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same() -> None:
-    two, one = (
-        model_view(prefill=prefills(1, 2), decode=decodes(11)),
-        model_view(prefill=prefills(1), decode=decodes(11)),
-    )
+    two = model_view(prefill=prefills(1, 2), decode=decodes(11))
+    one = model_view(prefill=prefills(1), decode=decodes(11))
     assert all(
         select_round_robin(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1]
         for turn in range(3)
@@ -199,12 +197,11 @@ def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_ever
     seed: int,
 ) -> None:
     dice = random.Random(seed)
-    view, breakers = ClusterView(), PairBreakers(BreakerLimits(failures=1))
+    view = ClusterView()
+    breakers = PairBreakers(BreakerLimits(failures=1))
     for number in range(dice.randrange(2, 24)):
-        role, layout = (
-            dice.choice([Role.PREFILL, Role.DECODE]),
-            dice.choice([LAYOUT, LAYOUT, OTHER]),
-        )
+        role = dice.choice([Role.PREFILL, Role.DECODE])
+        layout = dice.choice([LAYOUT, LAYOUT, OTHER])
         view.add(msgspec.structs.replace(make_instance(number, role=role), layout=layout))
     for index in range(60):
         model = view.model("tiny").excluding(

@@ -61,7 +61,8 @@ def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_in
         make_instance(3, role=Role.PREFILL),
         card=msgspec.structs.replace(CARD, tool_call_parser="p3"),
     )
-    view, in_use = ClusterView(), []
+    view = ClusterView()
+    in_use = []
     for instance in (prefill, first, second):
         view.add(instance)
         in_use.append(view.models()["tiny"].tool_call_parser)
@@ -105,7 +106,8 @@ def grouped(prefill: Instances, decode: Instances) -> tuple[dict[int, str], dict
 
 def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_once() -> None:
     dice = random.Random(4)
-    view, present = ClusterView(), dict[int, Instance]()
+    view = ClusterView()
+    present = dict[int, Instance]()
     for _ in range(100):
         number = dice.randrange(30)
         if number in present and dice.random() < 0.5:
@@ -117,10 +119,8 @@ def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_onc
                 make_instance(number, role=dice.choice([*Role])), layout=layout
             )
             view.add(present[number])
-        model, instances = (
-            view.model("tiny"),
-            sorted(present.values(), key=lambda instance: instance.id),
-        )
+        model = view.model("tiny")
+        instances = sorted(present.values(), key=lambda instance: instance.id)
         roles = [
             tuple(each for each in instances if each.role is role)
             for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)

@@ -22,7 +22,8 @@ from dynamo_trtllm.frontend.tokenization.harmony import (
     system_message,
 )
 
-START, MESSAGE = 200006, 200008
+START = 200006
+MESSAGE = 200008
 _HEADER = re.compile(
     r"<\|start\|>(?P<sender>[^<]*?)(?P<early> to=[^< ]+)?"
     r"(?:<\|channel\|>(?P<channel>[a-z]+)(?P<late> to=[^< ]+)?(?P<kind>"
@@ -62,7 +63,8 @@ def _for_library(message: HarmonyMessage) -> oh.Message:
     made = oh.Message.from_author_and_content(
         oh.Author(role=message.role, name=message.author), content
     )
-    made.recipient, made.channel = message.recipient, message.channel
+    made.recipient = message.recipient
+    made.channel = message.channel
     made.content_type = message.content_type and f"<|constrain|>{message.content_type}"
     return made
 

@@ -53,7 +53,8 @@ def fold(parser: OutputParser, pushes: Iterable[Sequence[int]]) -> Seen:
 
 def cut(ids: Sequence[int], steps: Sequence[int]) -> Iterable[Sequence[int]]:
     """Split the ids into chunks of these sizes, used in turn."""
-    at, turn = 0, 0
+    at = 0
+    turn = 0
     while at < len(ids):
         yield ids[at : at + steps[turn % len(steps)]]
         at += steps[turn % len(steps)]

@@ -20,15 +20,13 @@ from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.messages import token_ids
 from tests.unit.frontend.tokenization.parser_helpers import Seen, cut, fold
 
-RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
-    200002,
-    200003,
-    200005,
-    200006,
-    200007,
-    200008,
-    200012,
-)
+RETURN = 200002
+CONSTRAIN = 200003
+CHANNEL = 200005
+START = 200006
+END = 200007
+MESSAGE = 200008
+CALL = 200012
 ENDS = (RETURN, END, CALL)
 CONTROL = [RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL, 199998, 199999, 200018, 201087]
 TEXTS = st.one_of(
@@ -52,7 +50,8 @@ def said(
     text: str, channel: str, recipient: str | None = None, kind: str | None = None
 ) -> oh.Message:
     message = oh.Message.from_role_and_content(oh.Role.ASSISTANT, text).with_channel(channel)
-    message.recipient, message.content_type = recipient, kind
+    message.recipient = recipient
+    message.content_type = kind
     return message
 
 

@@ -20,7 +20,12 @@ from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import token_ids
 from tests.unit.frontend.tokenization.parser_helpers import Seen, calls_of, content_of, cut, fold
 
-START, END, MESSAGE, CHANNEL, CALL, RETURN = 200006, 200007, 200008, 200005, 200012, 200002
+START = 200006
+END = 200007
+MESSAGE = 200008
+CHANNEL = 200005
+CALL = 200012
+RETURN = 200002
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
@@ -332,7 +337,8 @@ def test_push_when_ids_are_random_then_never_raises_leaks_or_depends_on_the_cut(
 
 
 def test_push_when_output_is_long_then_nothing_of_it_is_stored(renderer: HarmonyRenderer) -> None:
-    parser, text = renderer.chat_parser(), renderer.decode(token_ids([1000]))
+    parser = renderer.chat_parser()
+    text = renderer.decode(token_ids([1000]))
     parser.push(token_ids([*ids_of(FINAL), 1000]))
 
     def push(tokens: int, at_once: int) -> None:
@@ -466,7 +472,8 @@ def test_push_when_tokens_come_one_by_one_then_a_delta_takes_less_than_a_millise
     pushes = [
         token_ids([i]) for i in ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}" + '{"place": "Rome"}' * 50)
     ]
-    parser, times_s = renderer.chat_parser(), []
+    parser = renderer.chat_parser()
+    times_s = []
     for ids in pushes:
         began = time.thread_time()
         parser.push(ids)

@@ -266,7 +266,8 @@ def test_encode_when_tokenizer_adds_begin_of_text_then_prompt_has_it_and_chat_pr
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_when_it_is_no_prompt_then_no_special_token_is_added(kind: str) -> None:
     made = renderer(files(kind))
-    whole, bare = made.encode("the fox"), made.encode("the fox", is_prompt=False)
+    whole = made.encode("the fox")
+    bare = made.encode("the fox", is_prompt=False)
     assert made.decode(bare).strip() == "the fox"
     assert whole[len(whole) - len(bare) :] == bare
     assert len(whole) - len(bare) == (kind == "byte_fallback")  # its tokenizer adds <s>

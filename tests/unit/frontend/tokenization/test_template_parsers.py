@@ -75,7 +75,8 @@ def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_te
     step: int,
 ) -> None:
     ids = ids_of(f"<|im_start|>{ANSWER}")
-    pushes, hidden = [ids[at : at + step] for at in range(0, len(ids), step)], frozenset(ids[-1:])
+    pushes = [ids[at : at + step] for at in range(0, len(ids), step)]
+    hidden = frozenset(ids[-1:])
     assert fold(renderer().text_parser(hidden), pushes) == Seen(
         "<|im_start|>" + ANSWER.removesuffix("<|im_end|>")
     )

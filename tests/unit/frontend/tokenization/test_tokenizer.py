@@ -71,7 +71,8 @@ def mixed(count: int) -> list[str]:
     """Pieces of all samples in random order and cut anywhere, and random characters of all
     planes.
     """
-    made, draw = list(SAMPLES), random.Random(7)
+    made = list(SAMPLES)
+    draw = random.Random(7)
     while len(made) < count:
         parts = []
         for _ in range(draw.randint(1, 12)):
@@ -361,7 +362,8 @@ def test_json_tokenizer_when_fastokens_supports_it_then_all_is_as_by_tokenizers(
     made, is_byte_level = load_json_tokenizer(json.dumps(file).encode())
     assert made.is_fast
     assert is_byte_level
-    chat, plain = library(file, is_plain=False), library(file, is_plain=True)
+    chat = library(file, is_plain=False)
+    plain = library(file, is_plain=True)
     for text in (*mixed(120), *TEXTS):
         expected = chat.encode(replaced(text), add_special_tokens=False).ids
         assert made.encode(text).tolist() == expected, text
@@ -423,10 +425,8 @@ def prompts() -> Iterator[str]:
 
     Each one begins as an earlier one.
     """
-    draw, texts = (
-        random.Random(3),
-        ["", " ", *(text * 9 for text in mixed(40)), *(f"{text[:300]}  " for text in SAMPLES)],
-    )
+    draw = random.Random(3)
+    texts = ["", " ", *(text * 9 for text in mixed(40)), *(f"{text[:300]}  " for text in SAMPLES)]
     marks = (
         "[A]",
         "[A][A]",

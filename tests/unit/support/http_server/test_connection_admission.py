@@ -24,7 +24,8 @@ from tests.memory_http import LIMITS, MemoryClient, MemoryTransport
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\n"
-ATTACKER, OTHER = "192.0.2.1", "192.0.2.2"
+ATTACKER = "192.0.2.1"
+OTHER = "192.0.2.2"
 
 
 class Served:

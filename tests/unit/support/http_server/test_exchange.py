@@ -82,7 +82,8 @@ async def test_whole_response_when_the_method_is_head_then_its_length_and_no_bod
 
 async def test_write_when_several_events_come_in_a_turn_then_each_response_is_sent_once() -> None:
     batch = FlushBatch()
-    one, two = Sent(batch).started_events(), Sent(batch).started_events()
+    one = Sent(batch).started_events()
+    two = Sent(batch).started_events()
     await asyncio.sleep(0)
     for response in (one, two, one):
         response.write(b"data: x\n\n")

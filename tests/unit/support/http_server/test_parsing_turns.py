@@ -53,7 +53,8 @@ class WaitingConnection:
 async def test_turns_when_several_clients_wait_then_they_alternate_within_the_time_of_an_iteration() -> (
     None
 ):
-    clock, log = TickingClock(), list[str]()
+    clock = TickingClock()
+    log = list[str]()
     turns = ParsingTurns(clock)
     for name, num_parts in (("a1", 3), ("a2", 3), ("a3", 1), ("b1", 1)):
         connection: Any = WaitingConnection(name, num_parts, turns, clock, log)
@@ -81,7 +82,8 @@ class Answered:
 async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served_before_the_rest() -> (
     None
 ):
-    handler, clock = Answered(), TickingClock()
+    handler = Answered()
+    clock = TickingClock()
     server = HttpServer(handler, LIMITS, error_form=openai_error, shutdown_s=0.0)
     server.parsing_turns = ParsingTurns(clock)
     slow = MemoryClient(handler, ("192.0.2.1", 1), server)

@@ -63,7 +63,8 @@ def test_decide_when_it_died_before_then_each_restart_waits_twice_as_long(before
 def test_decide_when_a_process_dies_at_once_each_time_then_a_pause_keeps_it_below_the_limit():
     """So the others go on serving, with the values of the launch scripts."""
     config = RestartConfig(max_restarts=10, window_s=600, pause_s=5)
-    restarts, now = [], 0.0
+    restarts = []
+    now = 0.0
     for _ in range(100):
         _, pause_s = decide(config, 1, restarts, now)
         restarts.append(now)

@@ -63,7 +63,8 @@ class AsyncLLM:
         if priority and self.vllm_config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {priority} but Priority scheduling is not enabled.")
         collector = RequestOutputCollector(params.output_kind, request_id)
-        job_id, salt = f"{request_id}-{next(self._numbers):08x}", prompt.get("cache_salt")
+        job_id = f"{request_id}-{next(self._numbers):08x}"
+        salt = prompt.get("cache_salt")
         self.core.add(Job(job_id, ids, params, collector, salt, priority))
         # vLLM sends the request to its engine process here: outputs may come before this ends
         await asyncio.sleep(0)

@@ -17,11 +17,10 @@ class RequestOutputCollector:
         if self.output is None or isinstance(output, Exception):
             self.output = output
             return
-        (have,), (new,) = self.output.outputs, output.outputs
+        (have,) = self.output.outputs
+        (new,) = output.outputs
         have.token_ids = [*have.token_ids, *new.token_ids]
         have.logprobs = None if have.logprobs is None else [*have.logprobs, *(new.logprobs or ())]
         have.finish_reason = new.finish_reason
-        self.output.finished, self.output.kv_transfer_params = (
-            output.finished,
-            output.kv_transfer_params,
-        )
+        self.output.finished = output.finished
+        self.output.kv_transfer_params = output.kv_transfer_params

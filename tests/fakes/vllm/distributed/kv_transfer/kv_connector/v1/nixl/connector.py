@@ -45,11 +45,13 @@ class Worker:
         return True  # the handle may be forgotten
 
     def get_finished(self) -> set[str]:
-        ended, self._ended = self._ended, set()
+        ended = self._ended
+        self._ended = set()
         return ended
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return KVConnectorTransferResults(
             finished_recving=self.get_finished(), failed_recving=failed
         )
