@@ -58,13 +58,13 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_trtllm.frontend.process.run_app import tune_gc
-from dynamo_trtllm.frontend.routing.breakers import PairBreakers
-from dynamo_trtllm.frontend.routing.load import Share
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.placement import Placement
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.frontend.routing.selection import select_round_robin
-from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.worker_load import Share
+from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
 from dynamo_trtllm.protocol import kv_events
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import reduce
 
 from dynamo_trtllm.cluster.discovery.records import EndpointId, subject
-from dynamo_trtllm.frontend.routing.view import ModelView
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Instance,

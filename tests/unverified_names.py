@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm.config.layers import Source, read_yaml
-from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import translate

@@ -15,7 +15,7 @@ from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, shown_key
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.frontend.responses.jetstream import (
+from dynamo_trtllm.frontend.responses_api.jetstream import (
     bucket_of,
     bucket_state,
     delete_bucket,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo_trtllm.frontend.routing.placement import Costs
+from dynamo_trtllm.frontend.routing.cost_placement import Costs
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, RequestRecording
 from dynamo_trtllm.protocol.cost_model import Prediction

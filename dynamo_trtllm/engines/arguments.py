@@ -19,7 +19,7 @@ from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import CODE_SOURCE
 from dynamo_trtllm.config.layers import Merged, Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import schema as library_schema
+from dynamo_trtllm.engines import argument_schema as library_schema
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.protocol.errors import ConfigError
 

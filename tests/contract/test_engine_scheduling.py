@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines import waiting
+from dynamo_trtllm.engines import waiting_requests as waiting
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Role

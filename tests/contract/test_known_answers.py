@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend

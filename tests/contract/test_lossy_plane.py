@@ -26,11 +26,11 @@ from dynamo_trtllm.cluster.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (

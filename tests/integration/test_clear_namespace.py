@@ -19,9 +19,9 @@ from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.frontend.responses import jetstream
-from dynamo_trtllm.frontend.responses.jetstream import JetStreamStore, bucket_state
-from dynamo_trtllm.frontend.responses.key_value_store import StoreLimits
+from dynamo_trtllm.frontend.responses_api import jetstream
+from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore, bucket_state
+from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from dynamo_trtllm.protocol.messages import encode
 from tests.instances import make_instance
 from tests.waiting import SOON_S

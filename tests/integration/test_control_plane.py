@@ -18,7 +18,7 @@ from etcd3aio.kv import KVService
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.protocol.messages import Chunk
 from dynamo_trtllm.worker import worker

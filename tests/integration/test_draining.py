@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
 from tests.integration.worker_helpers import (

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.placement import Placement
+from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter

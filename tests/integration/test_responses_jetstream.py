@@ -12,8 +12,8 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.frontend.responses.jetstream import JetStreamStore
-from dynamo_trtllm.frontend.responses.key_value_store import StoreLimits
+from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
+from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from tests.memory_http import asgi
 from tests.servers import TestServer
 from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop

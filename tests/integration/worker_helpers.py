@@ -17,10 +17,10 @@ from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.worker import Worker

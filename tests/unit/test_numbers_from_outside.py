@@ -55,8 +55,12 @@ from dynamo_trtllm.frontend.api.request_model import RequestModel, parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.frontend.process.control_pipe import _Message
-from dynamo_trtllm.frontend.routing.load import FleetLoad, instance_cost, predicted_first_token_s
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.worker_load import (
+    FleetLoad,
+    instance_cost,
+    predicted_first_token_s,
+)
 from dynamo_trtllm.kv_transfer.nixl.bindings import NixlOffer
 from dynamo_trtllm.kv_transfer.tcp import _TcpOffer
 from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery

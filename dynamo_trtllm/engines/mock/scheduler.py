@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue, record_wait
+from dynamo_trtllm.engines.waiting_requests import FIRST, enqueue, promote_overdue, record_wait
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected

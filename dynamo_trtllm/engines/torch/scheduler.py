@@ -32,7 +32,7 @@ from dynamo_trtllm.engines.torch.sampler import SampledToken
 from dynamo_trtllm.engines.torch.scheduler_load import SchedulerLoad
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
-from dynamo_trtllm.engines.waiting import enqueue, promote_overdue, record_wait
+from dynamo_trtllm.engines.waiting_requests import enqueue, promote_overdue, record_wait
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import (
     EngineFailed,

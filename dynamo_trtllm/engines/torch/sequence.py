@@ -11,7 +11,7 @@ from torch import Tensor
 from dynamo_trtllm.engines.block_manager import BlockTable
 from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
-from dynamo_trtllm.engines.waiting import FIRST
+from dynamo_trtllm.engines.waiting_requests import FIRST
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,

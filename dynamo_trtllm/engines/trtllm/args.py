@@ -21,7 +21,8 @@ from pydantic import BaseModel, StrictInt, ValidationError
 from dynamo_trtllm.config import environ, layers
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import arguments, schema
+from dynamo_trtllm.engines import argument_schema as schema
+from dynamo_trtllm.engines import arguments
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY

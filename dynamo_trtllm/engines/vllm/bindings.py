@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dynamo_trtllm.engines import gpu, schema
+from dynamo_trtllm.engines import argument_schema as schema
+from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external.library import construct
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.vllm.releases import PACKAGE

@@ -9,18 +9,18 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.http.documentation_routes import docs, openapi
-from dynamo_trtllm.frontend.http.response_routes import ResponseRoutes
+from dynamo_trtllm.frontend.http.responses_api_routes import ResponseRoutes
 from dynamo_trtllm.frontend.http.status_routes import StatusRoutes, version
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
-from dynamo_trtllm.frontend.messages.message_builder import MessagesAdapter
+from dynamo_trtllm.frontend.messages_api.message_builder import MessagesAdapter
 from dynamo_trtllm.frontend.requests.answer import ApiAdapter
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.requests.preprocess import B
 from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
-from dynamo_trtllm.frontend.responses.key_value_store import KeyValueStore, MemoryStore
-from dynamo_trtllm.frontend.responses.response_builder import ResponsesAdapter
-from dynamo_trtllm.frontend.responses.response_store import ResponseStore, store_limits
+from dynamo_trtllm.frontend.responses_api.key_value_store import KeyValueStore, MemoryStore
+from dynamo_trtllm.frontend.responses_api.response_builder import ResponsesAdapter
+from dynamo_trtllm.frontend.responses_api.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics

@@ -16,7 +16,7 @@ from dynamo_trtllm.frontend.api.response_schemas import (
 )
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
-from dynamo_trtllm.frontend.messages.message_builder import messages_prompt
+from dynamo_trtllm.frontend.messages_api.message_builder import messages_prompt
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.conversation import chat_conversation, chat_options
 from dynamo_trtllm.frontend.requests.preprocess import (
@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.requests.serve_tokenization import (
     TokenizationApi,
     serve_tokenization,
 )
-from dynamo_trtllm.frontend.responses.response_builder import ResponsesAdapter
+from dynamo_trtllm.frontend.responses_api.response_builder import ResponsesAdapter
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import TokenIds

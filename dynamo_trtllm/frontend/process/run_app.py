@@ -18,19 +18,19 @@ from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
-from dynamo_trtllm.frontend.responses.jetstream import JetStreamStore
-from dynamo_trtllm.frontend.responses.response_store import store_limits
-from dynamo_trtllm.frontend.routing.breakers import PairBreakers
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
-from dynamo_trtllm.frontend.routing.load import FleetLoad
+from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
+from dynamo_trtllm.frontend.responses_api.response_store import store_limits
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
-from dynamo_trtllm.frontend.routing.placement import Placement
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.frontend.routing.suspects import Suspects
-from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.routing.worker_load import FleetLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries

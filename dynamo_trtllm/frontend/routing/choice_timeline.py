@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dynamo_trtllm.frontend.routing.load import PlacedRequest
+from dynamo_trtllm.frontend.routing.cost_placement import CostSelection
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
-from dynamo_trtllm.frontend.routing.placement import CostSelection
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
+from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.cost_model import Prediction
 from dynamo_trtllm.protocol.errors import DynamoError

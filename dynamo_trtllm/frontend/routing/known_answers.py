@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.view import ModelView
 from dynamo_trtllm.protocol.errors import DynamoError, RequestError, RequestRejected
 from dynamo_trtllm.protocol.messages import Instance, Role, TokenIds, token_ids
 

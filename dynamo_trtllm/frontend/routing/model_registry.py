@@ -19,10 +19,10 @@ from typing import Final
 from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.api.response_schemas import PairObject, ReadinessReport
-from dynamo_trtllm.frontend.routing.breakers import PairBreakers, PairState
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.pairs import Pair, differences, format_pair
-from dynamo_trtllm.frontend.routing.probe_pairs import pairs_of
-from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.probe_schedule import pairs_of
 from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.frontend.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from dynamo_trtllm.frontend.routing.breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.known_answers import (
     ANSWER_TOKENS,
@@ -29,8 +28,14 @@ from dynamo_trtllm.frontend.routing.known_answers import (
     is_salted,
     random_prompt,
 )
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, format_pair
-from dynamo_trtllm.frontend.routing.probe_pairs import MAX_PAIRS, is_probed, new_pairs, pairs_with
+from dynamo_trtllm.frontend.routing.probe_schedule import (
+    MAX_PAIRS,
+    is_probed,
+    new_pairs,
+    pairs_with,
+)
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import BadFrame, DynamoError
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, kv_events_subject

@@ -16,21 +16,21 @@ from typing import Any
 from dynamo_trtllm.cluster.request_plane.client import BackgroundControl
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
-from dynamo_trtllm.frontend.routing.breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow import GenerationFlow
-from dynamo_trtllm.frontend.routing.flow_events import (
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.generation_events import (
     FlowEvent,
     RouterOptions,
     Signal,
 )
+from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow
 from dynamo_trtllm.frontend.routing.kv_collection import KvCollector
-from dynamo_trtllm.frontend.routing.load import PlacedRequest
+from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
-from dynamo_trtllm.frontend.routing.placement import Placement
-from dynamo_trtllm.frontend.routing.selection import WorkerSelector
 from dynamo_trtllm.frontend.routing.suspects import Call, Suspects
-from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
+from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
 from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.protocol.errors import (

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.cli.explain import timeline
 from dynamo_trtllm.cli.stuck_requests import StuckReport, silent_processes
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
-from dynamo_trtllm.frontend.routing.placement import Costs
+from dynamo_trtllm.frontend.routing.cost_placement import Costs
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
 from dynamo_trtllm.protocol.cost_model import Prediction

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines import schema, value_types
+from dynamo_trtllm.engines import argument_schema as schema
+from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY as TRTLLM
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.protocol.errors import ConfigError

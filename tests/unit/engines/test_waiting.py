@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines import waiting
-from dynamo_trtllm.engines.waiting import FIRST, enqueue, promote_overdue, record_wait
+from dynamo_trtllm.engines import waiting_requests as waiting
+from dynamo_trtllm.engines.waiting_requests import FIRST, enqueue, promote_overdue, record_wait
 from dynamo_trtllm.observability.recorder import RecordedEvent
 
 

@@ -14,8 +14,8 @@ import msgspec
 from dynamo_trtllm.cluster.discovery.base import Registration
 from dynamo_trtllm.cluster.request_plane.transport import Service
 from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import (
     Chunk,

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
     Chunk,

@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.api.messages import MessagesRequest
 from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.api.responses import LOGPROBS, ResponseRequest
-from dynamo_trtllm.frontend.messages.message_builder import (
+from dynamo_trtllm.frontend.messages_api.message_builder import (
     MessageBuilder,
     prepare_messages,
 )
@@ -29,8 +29,8 @@ from dynamo_trtllm.frontend.requests.preprocess import (
     prepare_conversation,
     prepare_text,
 )
-from dynamo_trtllm.frontend.responses import response_builder
-from dynamo_trtllm.frontend.responses.items import normalized
+from dynamo_trtllm.frontend.responses_api import response_builder
+from dynamo_trtllm.frontend.responses_api.items import normalized
 from dynamo_trtllm.frontend.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.output import OutputParser

@@ -10,8 +10,8 @@ import pytest
 
 from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
-from dynamo_trtllm.frontend.responses import response_builder
-from dynamo_trtllm.frontend.responses.items import named, normalized
+from dynamo_trtllm.frontend.responses_api import response_builder
+from dynamo_trtllm.frontend.responses_api.items import named, normalized
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel

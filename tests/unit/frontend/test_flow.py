@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow import GenerationFlow, State
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions, Signal
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions, Signal
+from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow, State
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.protocol.errors import (
     Disconnected,

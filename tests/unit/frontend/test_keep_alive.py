@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.frontend.messages.message_builder import PING
+from dynamo_trtllm.frontend.messages_api.message_builder import PING
 from dynamo_trtllm.frontend.requests.send_answer import COMMENT
 from dynamo_trtllm.protocol import errors
 from tests.memory_http import MemoryClient

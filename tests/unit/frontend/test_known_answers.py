@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.frontend.routing.known_answers import ANSWER_TOKENS, KnownAnswers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.view import ModelView
 from dynamo_trtllm.protocol.messages import Role, TokenIds
 from tests.instances import make_instance
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.frontend.messages.message_builder import arguments_object
+from dynamo_trtllm.frontend.messages_api.message_builder import arguments_object
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason

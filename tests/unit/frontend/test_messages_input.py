@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.frontend.api.messages import MessagesRequest
 from dynamo_trtllm.frontend.api.request_model import parse
-from dynamo_trtllm.frontend.messages.message_builder import prepare_messages
+from dynamo_trtllm.frontend.messages_api.message_builder import prepare_messages
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, ToolCall
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from tests.unit.frontend import plan_helpers

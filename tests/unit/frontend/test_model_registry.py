@@ -13,8 +13,8 @@ import pytest
 
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.frontend.routing import model_registry as models_module
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.errors import EngineNotReady, ModelNotFound

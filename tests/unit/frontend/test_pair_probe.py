@@ -14,12 +14,12 @@ from functools import partial
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.known_answers import ANSWER_TOKENS
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.protocol.errors import (
     Disconnected,
     DynamoError,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.protocol import kv_events
 from dynamo_trtllm.protocol.kv_events import (

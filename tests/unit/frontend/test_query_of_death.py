@@ -16,10 +16,10 @@ import pytest
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.frontend.routing import suspects
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
-from dynamo_trtllm.frontend.routing.view import ClusterView
 from dynamo_trtllm.protocol.errors import EngineFailed, QueryOfDeath, TransferFailed
 from dynamo_trtllm.protocol.messages import (
     Chunk,

@@ -6,13 +6,13 @@ import time
 
 import msgspec
 
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import (
     ModelRegistry,
     mismatches,
     not_ready_reason,
 )
-from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.protocol.messages import Role
 from tests.inproc_plane import InprocPlane
 from tests.instances import LAYOUT, make_instance, model_view

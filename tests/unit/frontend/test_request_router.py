@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol.errors import (
     Disconnected,

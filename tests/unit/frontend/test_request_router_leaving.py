@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.routing.breakers import COOLDOWN_S, Cooldown
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import RouterOptions
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
+from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
+from dynamo_trtllm.frontend.routing.pair_breakers import COOLDOWN_S, Cooldown
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.placement import Placement
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ModelView
 from dynamo_trtllm.protocol.cost_model import CostModel, Fit, linear_prefill_fit
 from dynamo_trtllm.protocol.errors import (
     Disconnected,

@@ -14,8 +14,8 @@ from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.frontend.requests.preprocess import prepare_conversation
-from dynamo_trtllm.frontend.responses import response_builder
-from dynamo_trtllm.frontend.responses.items import named, normalized
+from dynamo_trtllm.frontend.responses_api import response_builder
+from dynamo_trtllm.frontend.responses_api.items import named, normalized
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
-from dynamo_trtllm.frontend.responses.items import OutputBuilder, TextDelta, messages_of
+from dynamo_trtllm.frontend.responses_api.items import OutputBuilder, TextDelta, messages_of
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
 from dynamo_trtllm.protocol.messages import TokenLogprob
 from tests.unit.frontend.app_helpers import CharacterRenderer

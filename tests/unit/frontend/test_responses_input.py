@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from dynamo_trtllm.frontend.responses import response_builder, response_store
-from dynamo_trtllm.frontend.responses.key_value_store import MemoryStore
+from dynamo_trtllm.frontend.responses_api import response_builder, response_store
+from dynamo_trtllm.frontend.responses_api.key_value_store import MemoryStore
 from dynamo_trtllm.frontend.tokenization.conversation import Message, ToolCall
 from dynamo_trtllm.protocol.messages import FinishReason
 from tests.unit.frontend.app_helpers import (

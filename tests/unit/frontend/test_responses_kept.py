@@ -12,9 +12,9 @@ from openai.types.responses import Response
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.frontend.responses import response_store
-from dynamo_trtllm.frontend.responses.key_value_store import MemoryStore
-from dynamo_trtllm.frontend.responses.response_store import store_limits
+from dynamo_trtllm.frontend.responses_api import response_store
+from dynamo_trtllm.frontend.responses_api.key_value_store import MemoryStore
+from dynamo_trtllm.frontend.responses_api.response_store import store_limits
 from dynamo_trtllm.protocol.errors import Disconnected
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (

@@ -16,10 +16,10 @@ from dynamo_trtllm.frontend.process.run_app import (
     routing_work,
 )
 from dynamo_trtllm.frontend.routing import pair_probe
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.frontend.routing.load import FleetLoad
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.routing.worker_load import FleetLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.messages import LoadReport, Role, encode
 from tests.inproc_plane import InprocPlane

@@ -13,7 +13,7 @@ from dynamo_trtllm.cluster.discovery import instance_cache as mirror_module
 from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.protocol.messages import Instance, Role, encode
 from tests.instances import CARD, make_instance
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.trtllm import args
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY

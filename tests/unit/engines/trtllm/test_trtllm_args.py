@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY

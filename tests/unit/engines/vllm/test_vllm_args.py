@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.arguments import LibraryArgs
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.vllm import bindings, compilation, releases, transfers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.frontend.routing.breakers import (
+from dynamo_trtllm.frontend.routing.pair_breakers import (
     MOST_STATUSES,
     BreakerLimits,
     PairBreakers,

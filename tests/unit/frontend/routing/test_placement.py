@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers
-from dynamo_trtllm.frontend.routing.load import STALE_S, FleetLoad
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
+from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection, Placement
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.placement import Costs, CostSelection, Placement
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.frontend.routing.selection import select_round_robin
-from dynamo_trtllm.frontend.routing.view import ModelView
+from dynamo_trtllm.frontend.routing.worker_load import STALE_S, FleetLoad
+from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
 from dynamo_trtllm.protocol.cost_model import CostModel, Fit, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import (

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from dynamo_trtllm.frontend.routing.probe_pairs import is_probed, new_pairs, pairs_of, pairs_with
-from dynamo_trtllm.frontend.routing.view import ClusterView
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.probe_schedule import is_probed, new_pairs, pairs_of, pairs_with
 from dynamo_trtllm.protocol.messages import Instance, Role
 from tests.instances import make_instance, model_view
 

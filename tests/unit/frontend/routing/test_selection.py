@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.routing.breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
-from dynamo_trtllm.frontend.routing.selection import incapable, select_round_robin
-from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.worker_selection import incapable, select_round_robin
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role, Sampling, token_ids
 from tests.instances import LAYOUT, make_instance, model_view

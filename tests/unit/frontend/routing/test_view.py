@@ -6,8 +6,8 @@ import random
 
 import msgspec
 
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView, PairGroup
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
-from dynamo_trtllm.frontend.routing.view import ClusterView, ModelView, PairGroup
 from dynamo_trtllm.protocol.messages import Instance, Role
 from tests.instances import CARD, LAYOUT, make_instance
 

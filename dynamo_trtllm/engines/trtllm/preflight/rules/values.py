@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.config.suggestions import suggest
-from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 

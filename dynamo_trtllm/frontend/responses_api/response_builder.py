@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.requests.preprocess import (
     conversation_prompt,
     prepare_conversation,
 )
-from dynamo_trtllm.frontend.responses.items import (
+from dynamo_trtllm.frontend.responses_api.items import (
     Item,
     OutputBuilder,
     OutputEvent,
@@ -39,7 +39,7 @@ from dynamo_trtllm.frontend.responses.items import (
     named,
     normalized,
 )
-from dynamo_trtllm.frontend.responses.response_store import (
+from dynamo_trtllm.frontend.responses_api.response_store import (
     References,
     ResponseStore,
     StoredResponse,

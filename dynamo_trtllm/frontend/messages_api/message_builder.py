@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.api.messages import CountTokensRequest, MessagesRequest
 from dynamo_trtllm.frontend.api.nvext import Extras
 from dynamo_trtllm.frontend.api.response_schemas import MessageUsage, ResponseMeta, StopReason
-from dynamo_trtllm.frontend.messages.turns import messages_input
+from dynamo_trtllm.frontend.messages_api.turns import messages_input
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.requests.preprocess import (
     GenerationPlan,

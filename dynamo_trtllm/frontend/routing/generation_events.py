@@ -1,4 +1,4 @@
-"""Define the events of `flow.GenerationFlow`, its driver, and the values that both share."""
+"""Define the events of `GenerationFlow`, its driver, and the values that both share."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 
-from dynamo_trtllm.frontend.routing.breakers import FleetHealth, PairBreakers
-from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, differences, pairing_key
-from dynamo_trtllm.frontend.routing.placement import Placement
-from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
-from dynamo_trtllm.frontend.routing.view import (
+from dynamo_trtllm.frontend.routing.cluster_view import (
     ClusterView,
     ModelView,
     PairGroup,
     excluding,
     position,
 )
+from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
+from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, differences, pairing_key
+from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 

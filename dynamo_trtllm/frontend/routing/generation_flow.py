@@ -16,7 +16,7 @@ from typing import assert_never
 import msgspec
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.flow_events import (
+from dynamo_trtllm.frontend.routing.generation_events import (
     FlowDriver,
     FlowEvent,
     RouterOptions,

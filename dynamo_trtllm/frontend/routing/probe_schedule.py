@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Final
 
+from dynamo_trtllm.frontend.routing.cluster_view import (
+    Change,
+    ModelView,
+    PairGroup,
+    excluding,
+    position,
+)
 from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
-from dynamo_trtllm.frontend.routing.view import Change, ModelView, PairGroup, excluding, position
 from dynamo_trtllm.protocol.messages import Instance, Role
 
 MAX_PAIRS: Final = 1024  # of a pairing key; see `pairs_of`

@@ -9,8 +9,8 @@ from typing import Any, Final
 from dynamo_trtllm.frontend.api.responses import LOGPROBS
 from dynamo_trtllm.frontend.http.query import last_value, read_limit
 from dynamo_trtllm.frontend.requests.answer import RunningAnswers
-from dynamo_trtllm.frontend.responses.response_builder import ResponseBuilder
-from dynamo_trtllm.frontend.responses.response_store import (
+from dynamo_trtllm.frontend.responses_api.response_builder import ResponseBuilder
+from dynamo_trtllm.frontend.responses_api.response_store import (
     ResponseStore,
     StoredResponse,
 )

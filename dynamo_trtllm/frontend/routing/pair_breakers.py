@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from dynamo_trtllm.frontend.routing.cluster_view import Change, ClusterView, ModelView
 from dynamo_trtllm.frontend.routing.pairs import Pair, format_pair
-from dynamo_trtllm.frontend.routing.probe_pairs import new_pairs, pairs_of
-from dynamo_trtllm.frontend.routing.view import Change, ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.probe_schedule import new_pairs, pairs_of
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, WorkerDied, is_not_accepted
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from dynamo_trtllm.frontend.api.responses import (
 )
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.completions import chat_logprobs, tool_call_id
-from dynamo_trtllm.frontend.responses.response_store import item_id
-from dynamo_trtllm.frontend.responses.tool_items import (
+from dynamo_trtllm.frontend.responses_api.response_store import item_id
+from dynamo_trtllm.frontend.responses_api.tool_items import (
     CALLS,
     OUTPUTS,
     PREFIXES,

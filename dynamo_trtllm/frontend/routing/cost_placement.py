@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
-from dynamo_trtllm.frontend.routing.breakers import PairBreakers
-from dynamo_trtllm.frontend.routing.load import FleetLoad, PlacedRequest, instance_cost
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.prefix_index import (
     KnownPrefixes,
@@ -26,7 +26,7 @@ from dynamo_trtllm.frontend.routing.prefix_index import (
     PromptHashes,
     SentPrompt,
 )
-from dynamo_trtllm.frontend.routing.view import ModelView
+from dynamo_trtllm.frontend.routing.worker_load import FleetLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
 
 # Instances of a role that are compared. With those chosen at random only, `benchmarks.routing

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.responses.key_value_store import KeyValueStore, StoreLimits
+from dynamo_trtllm.frontend.responses_api.key_value_store import KeyValueStore, StoreLimits
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
