@@ -174,7 +174,7 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         await settled(made)
         before = made.left()
         inbox = made.side.plane.client._inbox
-        feed = inbox.feed
+        feed = inbox._feed
         seen = []
 
         def cancelling(frames: list[Frame]) -> None:
@@ -186,7 +186,7 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
                 running.cancel()
             feed(frames)
 
-        inbox.feed = cancelling  # type: ignore[method-assign]
+        inbox._feed = cancelling  # type: ignore[method-assign]
         running = asyncio.create_task(made.run(request(max_tokens=200)))
         with pytest.raises(asyncio.CancelledError):
             await running

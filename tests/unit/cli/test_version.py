@@ -143,7 +143,7 @@ def test_version_when_a_pin_is_of_an_extra_or_can_not_be_read_then_it_is_not_com
     requires = [
         "numpy<1; extra == 'devel'",
         "numpy<1; python_version < '3'",
-        "tokenizers  1",
+        "tokenizers @@ 1",
         "pydantic<1",
     ]
     image = {"numpy": "2.4.6", "tokenizers": "0.22", "pydantic": "unknown"}

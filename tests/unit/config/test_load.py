@@ -383,7 +383,7 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
         ("nats://user:secret@n:1", "nats://***@n:1"),
         ("nats://secret@n:1", "nats://***@n:1"),
         ("user:secret@n:1", "***@n:1"),
-        ("nats://user:secretn:1", "nats://***@n:1"),
+        ("nats://user:secret@@n:1", "nats://***@n:1"),
         ("nats://user:a secret/with 'all@n:1/path", "nats://***@n:1/path"),
         ("nats://user:secret", "nats://user:***"),
     ],

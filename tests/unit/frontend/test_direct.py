@@ -322,8 +322,8 @@ class Clocked(CharacterRenderer):
 
     def render(self, conversation: Conversation) -> TokenIds:
         self.rendered_in.append(self.iteration)
-        until_s = time.perf_counter() + WORK_S
-        while time.perf_counter() < until_s:
+        until_s = time.thread_time() + WORK_S
+        while time.thread_time() < until_s:
             pass
         return super().render(conversation)
 

@@ -11,7 +11,7 @@ from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.protocol.http_status import STATUS, to_response
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
