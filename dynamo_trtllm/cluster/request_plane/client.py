@@ -153,7 +153,7 @@ class PlaneClient:
         if not running:
             del self._running[subject]
 
-    def _send_cancel(self, subject: str, stream: int, request_id: str, awaits_kv: bool) -> None:
+    def _send_cancel(self, subject: str, stream: int, request_id: str, *, awaits_kv: bool) -> None:
         RECORDER.record(request_id, RecordedEvent.CALL_CANCELLED)
         if not awaits_kv:
             remember(self._cancelled, stream, subject)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Protocol
 
 from dynamo_trtllm.cluster.request_plane.frames import Frame
 from dynamo_trtllm.protocol import errors
@@ -22,11 +23,19 @@ from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, T
 # Time for which an iteration of the event loop passes frames on. In a frontend, a frame takes 5 to
 # 10 µs, and 100 to 300 µs if it is the first or the last one of its stream.
 PASSING_S = 0.004
-FRAMES_PER_CHECK = 8  # of the time
-# At least so many must arrive together; fewer are passed on in half a millisecond.
+FRAMES_PER_CHECK = 8  # frames between two looks at the clock
+# Frames are merged only if at least this many arrive together. Fewer are passed on in half a
+# millisecond.
 MERGED_FRAMES = 64
-# The same per open stream; fewer also arrive together if this process was briefly busy.
+# They are merged only if at least this many arrive together per open stream. Fewer also do so if
+# this process was briefly busy.
 MERGED_PER_STREAM = 4
+
+
+class SendCancel(Protocol):
+    """Cancels the call of a stream at its worker."""
+
+    def __call__(self, *, awaits_kv: bool) -> None: ...
 
 
 def _nothing() -> None: ...
@@ -39,8 +48,8 @@ class StreamReceiver(TaskStream):
         on_event: receives the events.
         tasks: running tasks of the owner; the task that opens the stream is one.
         on_end: called once.
-        send_cancel: tells the worker that this caller did not receive the terminal chunk. True: it
-            still awaits it.
+        send_cancel: tells the worker that this caller did not receive the terminal chunk, and
+            whether it still awaits that chunk, which describes the KV of a prefill call.
     """
 
     __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
@@ -50,7 +59,7 @@ class StreamReceiver(TaskStream):
         on_event: OnEvent,
         tasks: set[asyncio.Task[None]],
         on_end: Callable[[], None],
-        send_cancel: Callable[[bool], None],
+        send_cancel: SendCancel,
     ) -> None:
         super().__init__(on_event, tasks)
         self._on_end = on_end
@@ -126,8 +135,8 @@ class StreamReceiver(TaskStream):
         if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
             return  # the worker may have replied before it received the OpenStream
         if self.waiting:
-            # They are not fed here, because thousands of streams may wait. The next reply is
-            # compared again, and a gap in the numbers is noticed earlier.
+            # The waiting frames are not fed here, because thousands of streams may have some. A gap
+            # in their numbers is noticed when they are fed. The next reply is compared again.
             return
         if sent is None:
             self.fail(
@@ -152,10 +161,11 @@ class StreamReceiver(TaskStream):
     def _close(self, last: StreamEvent | None) -> None:
         super()._close(last)
         on_end = self._on_end
-        self._on_end = _nothing  # it refers to this stream's timer: a cycle
+        # Break a reference cycle: the callback refers to this stream's timer.
+        self._on_end = _nothing
         on_end()
         if not isinstance(last, Chunk):
-            self._send_cancel(False)
+            self._send_cancel(awaits_kv=False)
 
     def _shutdown_error(self) -> DynamoError:
         return errors.Disconnected("the request plane is closed")
@@ -163,8 +173,9 @@ class StreamReceiver(TaskStream):
     def cancel(self) -> None:
         """See `StreamHandle.cancel`."""
         if self.has_ended and self._transfer_id:
+            # The prefill worker still holds the KV of this ended call. Tell it to free the KV.
             self._transfer_id = ""
-            self._send_cancel(False)
+            self._send_cancel(awaits_kv=False)
         super().cancel()
 
     def stop(self) -> bool:
@@ -174,7 +185,7 @@ class StreamReceiver(TaskStream):
         """
         if self.has_ended or self.last_ping_before_ack is None:
             return False
-        self._send_cancel(True)
+        self._send_cancel(awaits_kv=True)
         return True
 
 
@@ -190,10 +201,11 @@ class StreamDemux(dict[int, StreamReceiver]):
     """The open streams of one caller, by number. It passes received frames to them.
 
     When several frames per stream have arrived together, and many in all, the tokens of each stream
-    become one chunk. No token is later, because all would be sent in one write anyway. In one
-    iteration of the event loop, frames are passed on for PASSING_S seconds, and further ones wait.
-    Waiting streams are fed one by one, in the order in which they began to wait. Streams that wait
-    for their first frame take turns with the others, because it decides the time to first token.
+    become one chunk. This delays no token, because the client would get all of them in one write
+    anyway. In one iteration of the event loop, frames are passed on for PASSING_S seconds, and
+    further ones wait. Waiting streams are fed one by one, in the order in which they began to wait.
+    Streams that wait for their first frame take turns with the others, because it decides the time
+    to first token.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -18,7 +18,7 @@ class Arrivals(StreamReceiver):
             self.events.put_nowait,
             set(),
             lambda: self.ends.append("end"),
-            lambda _: self.ends.append("cancel"),
+            lambda *, awaits_kv: self.ends.append("cancel"),
         )
 
     async def get(self) -> Chunk:
