@@ -144,20 +144,24 @@ class InstanceCache:
     def _put_listed(self, listed: Mapping[str, bytes]) -> list[Event]:
         """Return the events for the records of a list that changed, or whose order did."""
         events: list[Event] = []
+        reordered: set[str] = set()  # models of which an instance was moved behind the others
         # model -> the listed keys of its instances, in the order so far
         unvisited: dict[str, Iterator[str]] = {}
         for model, instances in self._models.items():
             keys = [key for key in instances.keys() if key in listed]
             unvisited[model] = iter(keys)
         for key, record in listed.items():
-            is_unchanged = self._records.get(key) == record
-            if is_unchanged and next(unvisited[self._model_of[key]], None) == key:
-                self._missing.pop(key, None)
-                continue
+            if self._records.get(key) == record:
+                model = self._model_of[key]
+                if model not in reordered:
+                    key_so_far = next(unvisited[model], None)
+                    if key_so_far == key:
+                        self._missing.pop(key, None)
+                        continue
             events += self.put(key, record)
             # The records that follow in the list were written later, so they go behind this one.
             if key in self._model_of:
-                unvisited[self._model_of[key]] = iter(())
+                reordered.add(self._model_of[key])
         return events
 
     def put(self, key: str, record: bytes) -> list[Event]:
@@ -191,6 +195,7 @@ class InstanceCache:
                 f"instance id {instance.id:x} is already registered under the key"
                 f" {shown_key(owner)}"
             )
+            # There is nothing to remove: the owner's instance has this id.
             return self._reject(key, reason)
         model = instance.card.name
         self._leave_model(key)
