@@ -141,7 +141,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unparsed = memoryview(data)
         turns = self._server.parsing_turns
         while self._may_parse and not (turns.is_over or self._awaits_turn):
-            turns.count(self._parse_part)
+            turns.run(self._parse_part)
         if self._may_parse:
             self._await_turn(is_behind=False)
         elif self._ignores_data:
@@ -162,7 +162,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         part = self._unparsed[:_PART_BYTES]
         self._unparsed = self._unparsed[_PART_BYTES:]
         if not self._ignores_data:
-            self._receive(part)
+            self._feed_parser(part)
         if self._ignores_data:
             self._unparsed = memoryview(b"")
 
@@ -184,16 +184,18 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_turn(is_behind=True)
         self._update_reading()
 
-    def _receive(self, part: memoryview) -> None:
+    def _feed_parser(self, part: memoryview) -> None:
         """Parse a part of what the client sends, and check the limits of heads and bodies."""
         parser = self._parser
         try:
-            if not parser.feed(part):  # another protocol is not offered
+            is_http = parser.feed(part)
+            if not is_http:
+                # The client wants to change the protocol, which is not offered. Ignore the rest.
                 self._ignores_data = True
             if self._ignores_data:
                 return
             parser.check_size()
-            if parser.in_head and parser.received_bytes > SMALL_HEAD_BYTES:
+            if parser.awaits_head and parser.received_bytes > SMALL_HEAD_BYTES:
                 self._hold_heads(parser.received_bytes)
         except DynamoError as error:
             self._reject(error)
@@ -213,7 +215,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self.is_idle:
             if not request.is_probe:
                 self._server.check_capacity()
-            self._server.idle.add(self)  # it is the least idle one now
+            # Until its body is there, this connection may be evicted, but after all others.
+            self._server.idle.add(self)
         if request.large_head_bytes or self in self._server.large_heads:
             self._hold_heads(request.large_head_bytes)
         response = HttpResponse(
@@ -228,6 +231,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
         self._begin_next()
+        # `_begin_next` has done so if the request runs.
         if self._waiting:
             self._arm_body()
         self._update_reading()
@@ -263,7 +267,12 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._keep_open()
 
     def _hold_heads(self, head_bytes: int) -> None:
-        """Count the large heads of this connection: the newest, of `head_bytes`, and its requests'.
+        """Count the large heads of this connection.
+
+        These are the heads of the requests that wait or run, and the one that is being received.
+
+        Args:
+            head_bytes: size of the one that is being received.
 
         Raises:
             Overloaded: the large heads of all connections together exceed their limit.
@@ -384,7 +393,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_turn(is_behind=True)
         elif self._server.is_draining:
             self.drain()
-        elif self._parser.in_head:
+        elif self._parser.awaits_head:
             self._arm_idle()
         self._update_reading()
 
@@ -435,7 +444,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         seconds = self._limits.receive_timeout_s
         if not self._is_reading and self._waiting:
             self._arm(seconds, self._cut)  # the request could not arrive
-        elif self._parser.in_head and self._parser.received_bytes:
+        elif self._parser.awaits_head and self._parser.received_bytes:
             self._reject(
                 errors.RequestTimeout(
                     f"the request line and headers did not arrive within {seconds:g} s"
@@ -473,7 +482,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.abort()  # `close` would wait until the client has read all data
             return
         newest = self._newest
-        receives_head = self._parser.in_head and self._parser.received_bytes > 0
+        receives_head = self._parser.awaits_head and self._parser.received_bytes > 0
         receives_body = newest is not None and not (
             newest.request.is_complete or newest.response.started
         )
@@ -501,8 +510,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         """
         newest = self._newest
         if newest is not None and not newest.response.ended:
-            newest.response.keeps_alive = newest.response.keeps_alive and newest.response.started
-        elif self._parser.in_head:
+            if not newest.response.started:
+                newest.response.keeps_alive = False
+        elif self._parser.awaits_head:
             self._arm(_DRAIN_S, self._close)
             self._awaits_request = True
         else:
@@ -516,10 +526,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._is_lingering:
             return
         self._disarm()
-        current = self._current
         newest = self._newest
-        if current and newest and current.response.ended and not newest.request.is_complete:
-            self._waiting.clear()
+        # The newest request, whose body the client still sends, was answered early.
+        if newest and newest.response.ended and not newest.request.is_complete:
             self._ignores_data = True
             self._linger()
             return
@@ -535,7 +544,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ignores_data = True
         self._disarm()
         newest = self._newest
-        if newest is not None and not self._parser.in_head:  # the error is in this request's body
+        if (
+            newest is not None and not self._parser.awaits_head
+        ):  # the error is in this request's body
             if newest.response.ended:
                 self._linger()
                 return

@@ -46,7 +46,7 @@ class ParsingTurns:
         """True if this iteration has no time left for parsing."""
         return self._used_s >= PARSING_S
 
-    def count(self, act: Callable[[], None], more_s: float = 0.0) -> None:
+    def run(self, act: Callable[[], None], more_s: float = 0.0) -> None:
         """Call `act`, and count the time that it takes, and some more."""
         self._schedule()
         begun_s = self._clock()
@@ -83,4 +83,4 @@ class ParsingTurns:
                 self._groups.move_to_end(group)
             else:
                 del self._groups[group]
-            self.count(connection.take_turn, _TURN_S)
+            self.run(connection.take_turn, _TURN_S)

@@ -53,7 +53,7 @@ class RequestParser:
     If a head asks for an upgrade, it goes on with one that does not (see `without_upgrade`).
     """
 
-    in_head = True  # True before and during a request's head
+    awaits_head = True  # True before and during a request's head
     received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
     _num_headers = 0  # headers and trailers of the newest request
@@ -85,7 +85,7 @@ class RequestParser:
             InvalidRequest: it is not HTTP/1.1.
             DynamoError: a check of the head, or the receiver, has failed.
         """
-        if self.in_head:
+        if self.awaits_head:
             self.received_bytes += len(part)
         else:
             self._body_bytes += len(part)
@@ -119,7 +119,7 @@ class RequestParser:
                 f" its body, and more than {_FRAMING_BYTES} bytes; send larger chunks"
             )
             raise errors.InvalidRequest(text)
-        if self.in_head and self.received_bytes > limits.max_header_bytes:
+        if self.awaits_head and self.received_bytes > limits.max_header_bytes:
             raise request_head.head_too_large(limits.max_header_bytes)
 
     def _parse(self, view: memoryview) -> bool:
@@ -158,7 +158,7 @@ class RequestParser:
         if self._num_headers > MAX_HEADERS:
             raise request_head.too_many_headers()
         name = name.lower()
-        if name in READ_HEADERS and self.in_head:  # after the head, it is a trailer
+        if name in READ_HEADERS and self.awaits_head:  # after the head, it is a trailer
             self._headers.add(name, value)
 
     def on_headers_complete(self) -> None:
@@ -186,7 +186,7 @@ class RequestParser:
             ),
         )
         self._events.on_head(head)
-        self.in_head = False
+        self.awaits_head = False
         self.received_bytes = self._parsed_bytes = self._body_bytes = self._data_bytes = 0
         self._url = b""
         self._headers = Headers()  # the request has the others
@@ -197,7 +197,7 @@ class RequestParser:
 
     def on_message_complete(self) -> None:
         if self._plain_head is None:
-            self.in_head = True
+            self.awaits_head = True
             self._events.on_complete()
 
     def _count(self, num_bytes: int) -> None:
