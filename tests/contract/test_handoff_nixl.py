@@ -37,7 +37,7 @@ async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlBackend, NixlBacke
 async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_still_arrive(
     pair: tuple[NixlBackend, NixlBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "PEER_LOADS", 3)
+    monkeypatch.setattr(fetch, "MAX_KNOWN_MEMORIES", 3)
     holder, reader = pair
     known = []
     kept = []

@@ -3,7 +3,8 @@
 A fetch reads the regions as they become ready, verifies the transfer, and acknowledges it. A few
 reads are in flight at once. Threads hash regions while others arrive. The checksum is in the
 validity slot, which a reader reads last. NIXL can only be polled, so each fetch yields to the
-others while it waits, see `poller`.
+others while it waits. It yields the seconds since its last progress, from which `poller` decides
+how long to sleep.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
 from dynamo_trtllm.kv_transfer.nixl.validity import (
     ACK_BYTES,
     ACK_OFFSET,
-    SLOT_BYTES,
     Validity,
     ValiditySlots,
     part,
+    with_checksum,
 )
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 
-PEER_LOADS = 1024  # NIXL frees the metadata of a peer's memory only with the whole peer
+# A peer is removed once the metadata of this many of its memories was loaded, because NIXL frees
+# the metadata only with the whole peer.
+MAX_KNOWN_MEMORIES = 1024
 
 
 @dataclass(slots=True)
@@ -93,7 +96,7 @@ class RemoteAgents:
         finally:
             with self._lock:
                 peer.fetches -= 1
-                is_full = len(peer.known) >= PEER_LOADS
+                is_full = len(peer.known) >= MAX_KNOWN_MEMORIES
                 if peer.broken or (is_full and peer.fetches == 0):
                     self._remove(peer)
 
@@ -305,10 +308,9 @@ class Fetch:
         """
         ours = self.validity_slots.descriptor(self.slot)
         theirs = self.offer.validity_slot
-        # These descriptors leave out the checksum at the end of the slot.
         if self.is_checked:
-            ours = part(ours, SLOT_BYTES)
-            theirs = part(theirs, SLOT_BYTES)
+            ours = with_checksum(ours)
+            theirs = with_checksum(theirs)
         yield from self._finish(self._post_validity("READ", ours, theirs))
         entry = self.validity_slots.get(self.slot)
         if entry.nonce != self.offer.nonce:

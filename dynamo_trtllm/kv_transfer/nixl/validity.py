@@ -147,3 +147,9 @@ def part(
     """
     address, _, device = validity_slot
     return address + offset, num_bytes, device
+
+
+def with_checksum(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the descriptor of a whole slot, given that of the slot without its checksum."""
+    address, _, device = validity_slot
+    return address, SLOT_BYTES, device
