@@ -109,7 +109,7 @@ def _causes(request: RequestRecording) -> Iterator[tuple[Step, Step]]:
         phases = [step.entry.reason for step in sent]
         if phases not in (["prefill", "decode"], ["prefill"], ["aggregated"]):
             continue
-        worker_ids = [step.entry.a for step in sent]
+        worker_ids = [step.entry.instance_id for step in sent]
         pairs: list[tuple[Step | None, Step | None]] = []
         for step, worker_id in zip(sent, worker_ids, strict=True):
             pairs.append((step, first.get((worker_id, RecordedEvent.CALL_RECEIVED))))

@@ -162,8 +162,10 @@ def outcome(request: RequestRecording) -> str:
     if finished is not None:
         end = finished.entry
         took_s = (end.ns - request.steps[0].entry.ns) / 1e9
-        status = f"HTTP {end.a}" if end.a else "no response"
-        return f"finished after {took_s:.3f} s, {status}, {end.b} tokens, {end.reason}"
+        http_status = end.a
+        num_tokens = end.b
+        status = f"HTTP {http_status}" if http_status else "no response"
+        return f"finished after {took_s:.3f} s, {status}, {num_tokens} tokens, {end.reason}"
     frontends = [process for process in request.processes() if process.is_frontend]
     if not frontends:
         return "its frontend is gone, or was not asked or did not answer"

@@ -256,7 +256,11 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
         return _blocked_before_placement(recordings, frontend, last)
     if last.event == RecordedEvent.RESERVING_SLOT:
         return _blocked_in_worker(
-            recordings, frontend, last.a, [], "it has not answered the reservation of a slot"
+            recordings,
+            frontend,
+            last.instance_id,
+            [],
+            "it has not answered the reservation of a slot",
         )
     if last.event == RecordedEvent.LAST_TOKEN:
         return Holder(
@@ -266,16 +270,16 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
     if not calls or last.event in _NO_CALL:
         return Holder(frontend.title, _NO_CALL.get(last.event, "it has not sent a call"))
     call = calls[-1]
-    worker = recordings.instance(call.a)
+    worker = recordings.instance(call.instance_id)
     since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
-    return _blocked_in_worker(recordings, frontend, call.a, since, "")
+    return _blocked_in_worker(recordings, frontend, call.instance_id, since, "")
 
 
 def _blocked_before_placement(
     recordings: Recordings, frontend: ProcessRecording, waiting: Entry
 ) -> Holder:
     """Return who holds a request that waits for workers."""
-    if waiting.b:
+    if waiting.is_quarantined:
         return Holder(
             frontend.title, f"no worker can take it: {quarantined(waiting)} (`pairs` in /health)"
         )
@@ -324,13 +328,13 @@ def _blocked_in_worker(
         )
     last = steps[-1].entry
     if last.event == RecordedEvent.KV_FETCH_STARTED:
-        return _blocked_by_fetch(recordings, worker, last.a)
+        return _blocked_by_fetch(recordings, worker, last.instance_id)
     if last.event in (RecordedEvent.CALL_RECEIVED, RecordedEvent.QUEUED):
         queue_ahead = _queue_ahead(worker, last)
         return Holder(worker.title, f"the call waits in the engine's queue{queue_ahead}")
     if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):
         # The event of the first token has no number.
-        num_tokens = max(1, last.a)
+        num_tokens = max(1, last.num_tokens)
         return Holder(
             worker.title, f"the engine has generated {num_tokens} tokens of the call, and no more"
         )
@@ -360,7 +364,7 @@ def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
     for entry in worker.entries:
         call = (entry.key, entry.choice)
         if entry.event == RecordedEvent.CALL_RECEIVED:
-            prompts[call] = entry.a
+            prompts[call] = entry.num_tokens
         elif entry.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.CALL_ENDED):
             prompts.pop(call, None)
     prompts.pop((queued.key, queued.choice), None)

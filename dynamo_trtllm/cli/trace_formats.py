@@ -99,7 +99,7 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
                 continue
             if first_ns is None:
                 first_ns = arrived_ns
-            num_blocks = -(-prompt.a // BLOCK_TOKENS)  # rounded up
+            num_blocks = -(-prompt.num_tokens // BLOCK_TOKENS)  # rounded up
             ids: list[int] = []
             last_id = -1
             for block_hash in itertools.islice(_hashes(request, prompt.choice), num_blocks):
@@ -107,7 +107,7 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
                 ids.append(last_id)
             fields = {
                 "timestamp": (arrived_ns - first_ns) // 1_000_000,
-                "input_length": prompt.a,
+                "input_length": prompt.num_tokens,
                 "output_length": _num_tokens(request, prompt.choice, ends[prompt.choice]),
                 "hash_ids": ids,
             }
@@ -147,7 +147,8 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
 
 def _num_tokens(request: RequestRecording, choice: int, end: Entry) -> int:
     if end.event == RecordedEvent.LAST_TOKEN:
-        return end.a
+        return end.num_tokens
     # An error ended the choice: only its progress was recorded.
     own = [step.entry for step in request.steps if step.entry.choice == choice]
-    return max((entry.a for entry in own if entry.event == RecordedEvent.PROGRESS), default=0)
+    progress = [entry.num_tokens for entry in own if entry.event == RecordedEvent.PROGRESS]
+    return max(progress, default=0)

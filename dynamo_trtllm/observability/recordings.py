@@ -68,6 +68,23 @@ class Entry(NamedTuple):
     c: int
     reason: str
 
+    # What `a` and `b` are is said where `RecordedEvent` is defined.
+
+    @property
+    def instance_id(self) -> int:
+        """The instance that the event names. Only of events whose `a` is one."""
+        return self.a
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the event counts. Only of events whose `a` is their number."""
+        return self.a
+
+    @property
+    def is_quarantined(self) -> bool:
+        """True if WAITING_FOR_WORKERS names a quarantined pair or instance."""
+        return bool(self.b)
+
     @property
     def name(self) -> str:
         """The event as text for people."""
