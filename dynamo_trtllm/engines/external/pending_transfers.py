@@ -110,15 +110,16 @@ class ExternalTransfers(PendingTransfers):
             prompt_tokens: length of its prompt.
             has_expired: a decode worker whose clock is behind may still read the KV.
         """
-        until = call.release_kv(has_expired=has_expired)
-        if until is None:
+        # None: it is not kept. Infinity: it is kept for ever.
+        kept_until_s = call.release_kv(has_expired=has_expired)
+        if kept_until_s is None:
             return
         blocks = kv_blocks(self.identity.layout, prompt_tokens)
-        if until == math.inf:
+        if kept_until_s == math.inf:
             self.leaked_kv_blocks += blocks
             return
         number = next(self._numbers)
-        left_s = max(0.0, until - time.monotonic())
+        left_s = max(0.0, kept_until_s - time.monotonic())
         expiry = asyncio.get_running_loop().call_later(left_s, self._forget, number)
         self._retained[number] = _RetainedKv(blocks, expiry)
         self._on_change()

@@ -67,8 +67,9 @@ class Scheduler:
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
-    # These three are events. Blocks and transfer-buffer space for the KV of a decode call are
-    # reserved, with the rows of `KvPool.all_rows` that it goes to, int64 [rows].
+    # The next three are events.
+    # Blocks and transfer-buffer space for the KV of a decode call are reserved. The tensor has the
+    # rows of `KvPool.all_rows` that the KV goes to, int64 [rows].
     on_reserved: Callable[[TorchSequence, Allocation, Tensor], None]
     # The KV of a prefill call is copied to the transfer buffer. On a GPU, there is one event per
     # region: its copy is done. The blocks stay reserved until the sequence is retired.
@@ -258,7 +259,7 @@ class Scheduler:
         lacking = ""
         while self._waiting:
             promote_overdue(self._waiting)
-            lacking = self._lacking(self._waiting[0])
+            lacking = self._try_reserve(self._waiting[0])
             if lacking:
                 break
             seq = self._waiting.popleft()
@@ -275,8 +276,8 @@ class Scheduler:
         if self._waiting:
             record_wait(self._waiting[0], lacking)
 
-    def _lacking(self, seq: TorchSequence) -> str:
-        """Allocate what the first waiting sequence needs.
+    def _try_reserve(self, seq: TorchSequence) -> str:
+        """Reserve what the first waiting sequence needs.
 
         Return what is lacking; "" if it can start.
         """
@@ -341,20 +342,21 @@ class Scheduler:
         return planned
 
     def _update_from_output(
-        self, sampled: list[TorchSequence], choices: list[SampledToken | None]
+        self, sampled: list[TorchSequence], tokens: list[SampledToken | None]
     ) -> None:
-        for seq, choice in zip(sampled, choices, strict=True):
+        """Add the sampled tokens to their sequences. None: the output was NaN or infinite."""
+        for seq, token in zip(sampled, tokens, strict=True):
             if seq in self._prefilling:
                 seq.phases.end("prefill")
                 RECORDER.record(seq.request.request_id, RecordedEvent.PREFILL_DONE)
                 self._prefilling.remove(seq)
                 self._decoding.append(seq)
-                if choice is not None:
+                if token is not None:
                     self.blocks.store(seq)
             elif seq.awaits_step:
                 seq.awaits_step = False
                 seq.phases.end("decode_wait")
-            self._emit(seq, choice)
+            self._emit(seq, token)
         if len(self._non_finite) >= _MOST_NON_FINITE:
             raise EngineFailed(
                 f"the model's output was NaN or infinite in {len(self._non_finite)} requests within"
@@ -367,6 +369,7 @@ class Scheduler:
             seq.request.request_id,
         )
         self.blocks.manager.forget(seq.block_table)
+        # `_drop` would store the blocks of a sequence that is decoding, and they have wrong KV.
         self._decoding.remove(seq)
         self._drop(seq)
         text = (

@@ -66,6 +66,11 @@ class _TrtllmState(EngineState, frozen=True, kw_only=True):
     params: _SentParams
 
 
+def _is_missing(value: object) -> bool:
+    # 0 is a valid id.
+    return not value and value != 0
+
+
 def pack(params: Mapping[str, Any], *, release: str) -> bytes:
     """Encode the fields of a context-only result as engine state.
 
@@ -76,9 +81,9 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
     Raises:
         RequestRejected: a needed field is missing, or a value can't be encoded.
     """
-    missing = [name for name in _NEEDED if not params.get(name) and params.get(name) != 0]
+    missing = [name for name in _NEEDED if _is_missing(params.get(name))]
     if not any(params.get(name) for name in _PLACES):
-        missing.append(" and no ".join(_PLACES))
+        missing.append(" or ".join(_PLACES))
     if missing:
         raise RequestRejected(
             f"TensorRT-LLM's context-only result has no {', '.join(missing)}; set"
