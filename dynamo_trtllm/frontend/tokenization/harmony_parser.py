@@ -142,7 +142,8 @@ class HarmonyParser:
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
         self._run(forced_ids)
-        self._prefill_ids = len(self._header)  # number of tokens in the header that are not output
+        # number of tokens in the header that are not output
+        self._num_forced_in_header = len(self._header)
 
     def push(self, token_ids: TokenIds) -> StepOutput:
         if self._token_texts is not None and len(token_ids) == 1 and not self._decoder.buffer:
@@ -216,6 +217,8 @@ class HarmonyParser:
             or len(self._header) > _MAX_HEADER_TOKENS
         ):
             return False
+        # A token has at least one byte. So this many have more bytes than `_RECIPIENT`, and the
+        # text up to an earlier token has begun with it.
         if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)
@@ -250,11 +253,14 @@ class HarmonyParser:
         for token_id in self._header:
             if token_id < FIRST_SPECIAL:
                 parts[control].append(token_id)
-            elif token_id in parts and token_id != START:
+                continue
+            # The sender's part begins without it.
+            if token_id == START:
+                continue
+            if token_id in parts:
                 return None
-            elif token_id != START:
-                control = token_id
-                parts[token_id] = []
+            control = token_id
+            parts[token_id] = []
         words = {
             control: self._bytes(ids).decode(errors="replace").split()
             for control, ids in parts.items()
@@ -270,7 +276,10 @@ class HarmonyParser:
             return None
         if len(recipients) > 1 or len(others) > 1 or len(content_type) > 1:
             return None
-        return Header(role, channel, "".join(recipients), "".join(content_type or others))
+        # Each has at most one word.
+        recipient = next(iter(recipients), "")
+        type_name = next(iter(content_type or others), "")
+        return Header(role, channel, recipient, type_name)
 
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the
@@ -284,7 +293,7 @@ class HarmonyParser:
 
     def _header_is_text(self) -> None:
         """Emit the withheld header as final text. That goes on up to the next control token."""
-        shown = self._header[self._prefill_ids :]
+        shown = self._header[self._num_forced_in_header :]
         self._clear_header()
         self._position = _Position.FINAL
         self._body(shown)
@@ -292,11 +301,14 @@ class HarmonyParser:
     def _clear_header(self) -> None:
         self._header = []
         self._blanks = 0
-        self._prefill_ids = 0
+        self._num_forced_in_header = 0
 
     def _end_message(self) -> None:
-        if self._position is _Position.HEADER and self._header and self._read_header() != Header():
-            self._header_is_text()
+        if self._position is _Position.HEADER and self._header:
+            # A header of only the role is dropped: it has nothing to show.
+            is_bare = self._read_header() == Header()
+            if not is_bare:
+                self._header_is_text()
         self._flush()
         self._clear_header()
         self._position = _Position.BETWEEN
