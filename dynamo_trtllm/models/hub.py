@@ -339,8 +339,8 @@ def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]
 def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
     """Make huggingface_hub use a class for the progress bars of single files.
 
-    Before 1.0, `snapshot_download` counts files with its `tqdm_class`, and only these bars count
-    bytes. Later releases don't show them.
+    Before 1.0, `snapshot_download` uses its `tqdm_class` only to count files. Bytes are counted
+    only by the bars of single files, which later releases don't show.
     """
     # An import statement would give the class: the package has it as an attribute of this name.
     module: Any = importlib.import_module("huggingface_hub.utils.tqdm")

@@ -61,8 +61,7 @@ class RelayedOutput:
             unknown).
         on_dropped: called with a number of dropped lines.
         on_queued: called with the change in the number of queued lines.
-        on_failed: called with the reason when a write fails; after that, not before a write has
-            succeeded.
+        on_failed: called with the reason when a write fails, once per series of failed writes.
         on_idle: called when everything is written.
     """
 
@@ -130,16 +129,17 @@ class RelayedOutput:
             if chunk is None:
                 break
             data, num_reported = chunk
+            is_notice = num_reported > 0
             had_failed = bool(self._failure)
             left = self._write(data)
             is_written = not left
             with self._changed:
                 self._num_bytes -= len(data)
-                if not num_reported:
+                if not is_notice:
                     self._on_queued(-data.count(b"\n"))
                 if is_written:
                     self._num_unreported -= num_reported
-                elif not num_reported:
+                elif not is_notice:
                     self._count(left.count(b"\n"))
                 if self.is_closed:
                     self._drop_queued()
@@ -377,9 +377,13 @@ def main(argv: Sequence[str]) -> None:
     relay = Relay(pipes, socket.socket(fileno=int(control)))
     for pair in argv[4:]:
         pipe, file = map(int, pair.split(":"))
-        on_failed = partial(report_failure, pipe)
         pipes[pipe] = RelayedOutput(
-            file, notice, count, partial(count, 0), on_failed, relay.answer_flush
+            file,
+            notice,
+            on_dropped=count,
+            on_queued=partial(count, 0),
+            on_failed=partial(report_failure, pipe),
+            on_idle=relay.answer_flush,
         )
     relay.run()
 

@@ -57,7 +57,12 @@ class StepSample(NamedTuple):
     def features(self) -> Features:
         """The values on which the time depends."""
         if self.prefill_tokens:
-            return prefill_features(*self[1:])
+            return prefill_features(
+                self.decode_requests,
+                self.context_tokens,
+                self.prefill_tokens,
+                self.attention_pairs,
+            )
         return decode_features(self.decode_requests, self.context_tokens)
 
 
@@ -226,7 +231,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     decode: Fit | None = None  # of steps without prompt tokens
     prefill: Fit | None = None  # of steps with prompt tokens
-    # Of prefill and aggregated calls until it, from the predicted time of their steps.
+    # time to first token of prefill and aggregated calls, from the predicted time of their steps
     first_token: Fit | None = None
     step_tokens: Count = 0  # most prompt tokens of one step
     kv_transfer: Fit | None = None  # of decode calls until their first token
@@ -280,8 +285,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         decoding = work.decode_requests
         context = work.context_tokens
         queued_tokens = work.queued_tokens
-        # Tokens in the running step. They are of a request that has begun, and as many as each of
-        # the others has on average.
+        # Assume that the request in the running step has as many tokens left as each of those that
+        # have not begun has on average.
         running_tokens = min(queued_tokens // (work.queued_requests + 1), self.step_tokens)
         running_s = 0.0
         if running_tokens > 0:
@@ -299,7 +304,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         # Pairs of attention are added for all of these steps together, with the last coefficient.
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         if work.queued_requests:
-            pairs += queued_tokens * (queued_tokens / work.queued_requests) / 2
+            mean_prompt = queued_tokens / work.queued_requests
+            pairs += queued_tokens * mean_prompt / 2
         attention_s = fit.coefficients[-1] * pairs * _MI
         return running_s, seconds + attention_s
 

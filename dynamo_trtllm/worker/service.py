@@ -64,8 +64,8 @@ class WorkerAdmission:
 
     Args:
         max_active: limit of calls plus reserved slots; None: no limit.
-        max_pending_transfer_fraction: share of the KV blocks that may await transfer; when more
-            have for a second, new prompts are rejected.
+        max_pending_transfer_fraction: share of the KV blocks that may await transfer. If more of
+            them await it for a second, new prompts are rejected.
         clock: returns seconds since the epoch, as the expiry of reservations.
     """
 
@@ -199,7 +199,7 @@ class _ServiceStream(Stream):
         calls: deque[CallSample],
     ) -> None:
         super().__init__(on_event)
-        self._calls: deque[CallSample] | None = calls  # None: the first token was there
+        self._calls: deque[CallSample] | None = calls  # None: it has the sample of this call
         self._arrived_s = time.monotonic()
         self._num_prompt_tokens = len(request.token_ids)
         self.work = EngineWork()  # what the engine did before it got the call
@@ -212,6 +212,7 @@ class _ServiceStream(Stream):
         self._is_stopped = False
 
     def emit(self, event: StreamEvent) -> None:
+        """Count the tokens of an event and pass it on. The last one ends the stream."""
         if isinstance(event, Chunk):
             # The first chunk of a prefill call may have KV transfer parameters and no token.
             if not self.num_tokens and (event.token_ids or event.kv_params is not None):
@@ -253,7 +254,7 @@ class _ServiceStream(Stream):
         if self.source is None or not self.source.stop():
             return False
         self._is_stopped = True
-        # As for a cancelled call.
+        # Free the slot now, though the engine may hold the call a little longer.
         self.admission.close()
         return True
 

@@ -80,9 +80,9 @@ def endpoint_of(config: WorkerConfig) -> records.EndpointId:
 def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
     """Check the configuration.
 
-    Return it with the model's folder and this host's address, and the sampling defaults. The served
-    name stays that of a bundled model. The call may take seconds: it may write the model's folder,
-    and it may block on DNS.
+    Return it with the model's folder and this host's address, and the sampling defaults. A bundled
+    model keeps its served name although its path changes. The call may take seconds: it may write
+    the model's folder, and it may block on DNS.
 
     Raises:
         ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
