@@ -90,10 +90,13 @@ def check_prerequisites(
     given = file_layer(config).values
     if engine == "mock":
         return  # no weights, no GPU: only the name of the model is used
-    if (folder := locate(config.model_path)) is not None:
+    folder = locate(config.model_path)
+    if folder is not None:
         check_model_files(folder, reads_gguf=engine == "torch")
     device = override_layer(config).values.get("device", given.get("device"))
-    if not (engine == "torch" and device == "cpu") and not (engine == "vllm" and _has_cpu_vllm()):
+    is_torch_on_cpu = engine == "torch" and device == "cpu"
+    is_vllm_on_cpu = engine == "vllm" and _has_cpu_vllm()
+    if not (is_torch_on_cpu or is_vllm_on_cpu):
         _check_gpus(environment, engine)
 
 
