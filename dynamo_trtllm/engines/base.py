@@ -292,7 +292,7 @@ def _is_used(request: GenerateRequest, name: str) -> bool:
     if name == "cache_salt":
         return request.cache_salt is not None
     if name == "resumed_tokens":
-        return False  # they are treated as prompt
+        return False  # the tokens are treated as prompt
     return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 

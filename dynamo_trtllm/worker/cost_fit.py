@@ -34,20 +34,20 @@ from dynamo_trtllm.protocol.cost_model import (
 
 _log = logging.getLogger(__name__)
 
-_MOST_KINDS = 24  # of steps; those that were seen last
-_PER_KIND = 12  # samples
+_MOST_KINDS = 24  # kinds of steps whose samples are kept; the kinds that were seen last
+_PER_KIND = 12  # samples that are kept of each kind; the newest ones
 _WARM_UP = 4  # samples to ignore at first
-_MIN_SAMPLES = 24  # after which the fit replaces the prior
-_RATIOS = 256  # of measured to predicted times
-_FIRST_RATIOS = 20  # after which the interval comes from them
+_MIN_SAMPLES = 24  # number of samples after which the fit replaces the prior
+_RATIOS = 256  # ratios of measured to predicted times that are kept
+_FIRST_RATIOS = 20  # number of ratios after which the interval comes from them
 _FIRST_INTERVAL = (0.5, 2.0)
 # Samples of known kinds. If all but one are too fast, or too slow, older samples are dropped.
 _CHANGED = 12
 # Samples for which the coefficients stay until it is clear that the engine has changed.
 _MOST_DOUBTED = 64
-_MISS_RATE: Final = 0.1
-_ADAPT = 0.01
-_ROUNDS = 3
+_MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
+_ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
+_ROUNDS = 3  # rounds of a fit; each has new weights
 _RIDGE = 1e-4  # weight of the prior (or of zero), relative to that of the samples
 _TIES = 1e-3  # weight of equal slopes of adjacent segments, likewise
 _PRIOR_SAMPLES = 2.0
@@ -83,7 +83,7 @@ class RobustFit:
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        # With the numbers of the samples.
+        # (number of the sample, its ratio), of samples of known kinds
         self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
@@ -99,9 +99,9 @@ class RobustFit:
         Samples that are not finite are ignored.
 
         Args:
-            features: on which the time depends.
+            features: the values on which the time depends.
             kind: equal for samples that are alike.
-            seconds: that were measured.
+            seconds: the measured time.
         """
         if not (0 < seconds < math.inf and all(map(math.isfinite, features))):
             return
@@ -120,7 +120,7 @@ class RobustFit:
                 oldest = next(iter(self._kinds))
                 del self._kinds[oldest]
         samples.append(_Sample(self.num_samples, features, seconds))
-        # It was removed above, so it is the last one now.
+        # The kind was removed above, so it is now the one that was seen last.
         self._kinds[kind] = samples
 
     def _evaluate(self, ratio: float, *, is_known: bool) -> None:

@@ -272,7 +272,7 @@ class ExternalCall(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             error = unexpected_error(exc, self._task.get_name())
             if self._call is not None:
-                self._call.abort()  # it may have been submitted
+                self._call.abort()  # the library may have got the call
         try:
             if error is not None:
                 self.on_error(error)
@@ -369,7 +369,7 @@ class ExternalCall(Stream):
             else:
                 _log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
                 if self._call is not None:
-                    self._call.abort()  # it may still run
+                    self._call.abort()  # the call may still run in the library
         self._end()
         self._pass_on(error)
 

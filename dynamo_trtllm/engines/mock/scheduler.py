@@ -58,9 +58,10 @@ class MockStream(TaskStream):
         self.wanted = 0  # tokens to generate, one per step
         self.phases = CallPhases(request.kv_params)
         self.queue_waits: dict[str, float] = {}  # of the queue, when the stream was queued
-        self.queued_s = 0.0  # as for `WaitingRequest`
-        self.is_overdue = False  # as for `WaitingRequest`
-        self.recorded_wait = ""  # as for `WaitingRequest`
+        # The next three are those of `WaitingRequest`.
+        self.queued_s = 0.0
+        self.is_overdue = False
+        self.recorded_wait = ""
 
     @property
     def queue_order(self) -> float:

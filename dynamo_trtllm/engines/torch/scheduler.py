@@ -131,7 +131,7 @@ class Scheduler:
         """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
         kv_params = seq.request.kv_params
         if seq not in self._reserved or kv_params is None:
-            return  # it was dropped in the meantime
+            return  # the sequence was dropped in the meantime
         if not self.pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._drop(seq)
             worker = kv_params.prefill_instance_id

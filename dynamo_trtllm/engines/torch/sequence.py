@@ -68,9 +68,10 @@ class TorchSequence(TaskStream):
         self.output_ids: TokenIds = token_ids()
         self.phases = CallPhases(request.kv_params)
         self.queue_waits: dict[str, float] = {}  # of the queue, when the sequence was queued
-        self.queued_s = 0.0  # as for `WaitingRequest`
-        self.is_overdue = False  # as for `WaitingRequest`
-        self.recorded_wait = ""  # as for `WaitingRequest`
+        # The next three are those of `WaitingRequest`.
+        self.queued_s = 0.0
+        self.is_overdue = False
+        self.recorded_wait = ""
         self.awaits_step = False  # decode: its KV is in the pool, and it waits for its first step
 
     def retire(self) -> None:

@@ -106,12 +106,12 @@ class TrtllmBindings:
         """
         executor = getattr(llm, "_executor", None)
         if executor is None:
-            return ""  # it was shut down on request
+            return ""  # the engine was shut down on request
         if hasattr(executor, "_fatal_error"):
             error = executor._fatal_error
         else:
             waiting = getattr(getattr(executor, "_error_queue", None), "queue", ())
-            error = next(iter(waiting), None)  # it stays in the queue
+            error = next(iter(waiting), None)  # the error stays in the queue
         if error is not None:
             return f"{type(error).__name__}: {error}"
         if getattr(executor, "doing_shutdown", False):

@@ -118,7 +118,7 @@ class Acceptor:
         self._accepts_per_turn = accepts_per_turn
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failures = 0  # since the last log line about them
+        self._failures = 0  # failed accepts since the last log line about them
         self._logged_at = -math.inf
         self._pause: asyncio.TimerHandle | None = None
         self.broken: OSError | None = None  # set if the listening socket is unusable
