@@ -526,9 +526,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._is_lingering:
             return
         self._disarm()
+        current = self._current
         newest = self._newest
-        # The newest request, whose body the client still sends, was answered early.
-        if newest and newest.response.ended and not newest.request.is_complete:
+        # The client still sends a body: of the request that was answered, or of one behind it. A
+        # close now could reset the connection before the client has read the answer.
+        if current and newest and current.response.ended and not newest.request.is_complete:
+            self._waiting.clear()
             self._ignores_data = True
             self._linger()
             return
@@ -544,9 +547,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ignores_data = True
         self._disarm()
         newest = self._newest
-        if (
-            newest is not None and not self._parser.awaits_head
-        ):  # the error is in this request's body
+        # While a head is awaited, the error is in it, and it has no request yet.
+        if newest is not None and not self._parser.awaits_head:
             if newest.response.ended:
                 self._linger()
                 return
