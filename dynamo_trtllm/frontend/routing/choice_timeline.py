@@ -47,6 +47,7 @@ class ChoiceTimeline:
     expected: tuple[float, Prediction] | None = None
     # The index of the first span of the current attempt.
     _attempt_span: int = field(default=0, compare=False)
+    _called_role: str = field(default=FRONTEND, compare=False)  # of the worker called last
 
     def attempt_began(self) -> None:
         """Begin the spans of an attempt.
@@ -100,12 +101,14 @@ class ChoiceTimeline:
     def calling(self, request: GenerateRequest, worker: Instance) -> None:
         """Note that a worker is called. `request`: the call."""
         phase = request.phase
+        self._called_role = worker.role
         self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
         RECORDER.record(request.request_id, RecordedEvent.CALL_SENT, worker.id, reason=phase)
 
     def decode_began(self) -> None:
         """Note the first answer of a decode call."""
-        self._enter("decode", self.spans[-1].role)
+        # Not the role of the last span: a migration is one of the frontend.
+        self._enter("decode", self._called_role)
 
     def call_failed(
         self, request: GenerateRequest, worker: Instance, error: DynamoError, *, goes_on: bool

@@ -139,6 +139,7 @@ async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_sp
     phases = divide(trace.spans, end_s, trace.prefill_stats, trace.decode_stats)
     assert sum(phases.values()) == pytest.approx(end_s - begins[0])
     assert ("frontend", "migration") in phases
+    assert [span.role for span in trace.spans if span.phase == "decode"] == [Role.DECODE] * 2
 
 
 def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_reads_the_others() -> (
