@@ -12,6 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import (
     ClusterView,
@@ -82,7 +83,15 @@ class WorkerSelector:
             NoInstances, TransferMismatch: as `select_round_robin` does.
             UnsupportedParameter: no workers support a field of the request.
         """
-        excluded |= incapable(self.view.model(request.model), request)
+        support = field_support(self.view.model(request.model), request)
+        field = support.rejected_field
+        if field:
+            raise UnsupportedParameter(
+                f"{field} is not supported by the workers of {request.model}, as they are"
+                " configured now; leave it out",
+                field=field,
+            )
+        excluded |= support.incapable
         self.health.update_breakers(now)
         cooling_down = self.health.cooling_down(now)
         if cooling_down:
@@ -144,7 +153,7 @@ class WorkerSelector:
         """
         self.health.update_breakers(now)
         model = prefill.card.name
-        unusable = tried | incapable(self.view.model(model), request)
+        unusable = tried | field_support(self.view.model(model), request).incapable
         unusable |= self.health.cooling_down(now)
         view = self.view.model(model).excluding(unusable)
         candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
@@ -312,24 +321,30 @@ def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoIn
     )
 
 
-def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
-    """Return the instances that can't run this request.
+class FieldSupport(NamedTuple):
+    """Which instances of a model can't run a request, and whether the others are enough."""
 
-    They would ignore when or where it wants to run.
+    # They do not support its priority or its data-parallel rank, and would ignore it.
+    incapable: frozenset[int]
+    # The field, as the client's request names it, without whose support a role has no instance; "":
+    # all roles have one.
+    rejected_field: str
 
-    Raises:
-        UnsupportedParameter: the other instances are not enough to run it; `field` is the client's
-            name.
-    """
+
+_ALL_FIELDS_SUPPORTED = FieldSupport(frozenset(), "")
+
+
+def field_support(view: ModelView, request: GenerateRequest) -> FieldSupport:
+    """Return which instances can't run this request. The result is cached in the view."""
     if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
-        return frozenset()  # nearly all requests
+        return _ALL_FIELDS_SUPPORTED  # nearly all requests
     key = (
-        "incapable",
+        "field_support",
         bool(request.priority),
         request.dp_rank is None,
         request.prefill_dp_rank is None,
     )
-    known: frozenset[int] | None = view.cache.get(key)
+    known: FieldSupport | None = view.cache.get(key)
     if known is not None:
         return known
     lacking: dict[int, str] = {}  # the field that an instance does not support
@@ -338,15 +353,12 @@ def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
             if feature not in instance.supported_features:
                 lacking[instance.id] = field
     ids = frozenset(lacking)
+    rejected_field = ""
     if view.excluding(ids).missing_roles() and not view.missing_roles():
-        field = next(iter(lacking.values()))
-        raise UnsupportedParameter(
-            f"{field} is not supported by the workers of {request.model}, as they are configured"
-            " now; leave it out",
-            field=field,
-        )
-    view.cache[key] = ids
-    return ids
+        rejected_field = next(iter(lacking.values()))
+    support = FieldSupport(ids, rejected_field)
+    view.cache[key] = support
+    return support
 
 
 def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:

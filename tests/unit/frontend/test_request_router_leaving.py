@@ -267,6 +267,25 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
     assert older.requests == []
 
 
+async def test_generate_when_the_only_decode_worker_with_a_feature_leaves_then_it_is_rejected(
+    cluster: Cluster,
+) -> None:
+    wanted = msgspec.structs.replace(request(), priority=1)
+    has_left = asyncio.Event()
+    has_feature = partial(cluster.add, supported_features=("priority",))
+    prefill = await has_feature(1, Role.PREFILL, [has_left, kv_chunk("t1")])
+    await has_feature(2, Role.DECODE, [Draining("leaving")])
+    older = await cluster.add(3, Role.DECODE)
+    async with aclosing(routed_stream(cluster.router, wanted, ChoiceTimeline())) as stream:
+        answer = asyncio.ensure_future(anext(stream))
+        await prefill.hanging.wait()
+        cluster.view.remove(2)
+        has_left.set()
+        with pytest.raises(UnsupportedParameter, match="priority is not supported"):
+            await answer
+    assert older.requests == []
+
+
 def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
     """Return what the router counts per instance: requests, prompt tokens to compute, tokens of
     context.

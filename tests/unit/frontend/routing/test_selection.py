@@ -11,9 +11,13 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
-from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
-from dynamo_trtllm.frontend.routing.worker_selection import incapable, select_round_robin
+from dynamo_trtllm.frontend.routing.worker_selection import (
+    WorkerSelector,
+    field_support,
+    select_round_robin,
+)
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role, Sampling, token_ids
 from tests.instances import LAYOUT, make_instance, model_view
@@ -266,11 +270,11 @@ RANKS = {"supported_features": ("dp_rank",)}
         ),
     ],
 )
-def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ignore_it(
+def test_support_when_a_request_needs_a_feature_then_the_workers_that_would_ignore_it_are_incapable(
     fields: dict[str, Any], view: ModelView, ids: set[int]
 ) -> None:
-    assert incapable(view, asked(**fields)) == ids
-    assert incapable(view, asked(**fields)) == ids  # cached
+    assert field_support(view, asked(**fields)) == (ids, "")
+    assert field_support(view, asked(**fields)) == (ids, "")  # cached
 
 
 @pytest.mark.parametrize(
@@ -298,15 +302,22 @@ def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ig
         ),
     ],
 )
-def test_incapable_when_the_other_workers_are_not_enough_then_the_clients_name_of_the_field_is_rejected(
+def test_support_when_the_other_workers_are_not_enough_then_the_clients_name_of_the_field_is_rejected(
     fields: dict[str, Any], view: ModelView, name: str
 ) -> None:
+    assert field_support(view, asked(**fields)).rejected_field == name
+
+
+def test_select_when_a_field_is_rejected_then_the_error_names_it() -> None:
+    view = ClusterView()
+    view.add(*some(Role.AGGREGATED, 1))
+    selector = WorkerSelector(view, FleetHealth(view, PairBreakers(), has_probes=False))
     with pytest.raises(
-        UnsupportedParameter, match=f"{name} is not supported by the workers of tiny"
+        UnsupportedParameter, match="priority is not supported by the workers of tiny"
     ) as caught:
-        incapable(view, asked(**fields))
-    assert caught.value.field == name
+        selector.select(asked(priority=1), 0, 0.0, excluded=frozenset(), avoid=None)
+    assert caught.value.field == "priority"
 
 
-def test_incapable_when_a_role_is_missing_anyway_then_nothing_is_rejected() -> None:
-    assert incapable(model_view(decode=decodes(2)), asked(priority=1)) == {2}
+def test_support_when_a_role_is_missing_anyway_then_nothing_is_rejected() -> None:
+    assert field_support(model_view(decode=decodes(2)), asked(priority=1)) == ({2}, "")
