@@ -32,8 +32,8 @@ def describe(entry: Entry, request: RequestRecording) -> str:
 
 def _costs(number: int) -> str:
     costs = Costs.unpacked(number)
-    second = "none" if costs.second < 0 else costs.second
-    return f"{costs.selected} (next {second})"
+    other = "none" if costs.other < 0 else costs.other
+    return f"{costs.selected} (next {other})"
 
 
 # What the numbers and the reason of an event mean, for `str.format`.

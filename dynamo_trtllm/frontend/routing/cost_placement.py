@@ -1,9 +1,9 @@
-"""Place requests by the load of the workers and by the prefixes in their caches. Pure.
+"""Place requests by the load of the workers and by the prefixes in their caches, without I/O.
 
 A selection compares all instances of a role, or of more than MOST_COMPARED those whose caches have
 the longest prefixes of the prompt, and a few at random ("power of d choices"). So its time does not
 grow with the number of instances, and frontends that know the same do not all send their next
-requests to the same worker. Callers pass the time.
+requests to the same worker. Callers pass the time, and the seed of the random choices.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from dynamo_trtllm.frontend.routing.prefix_index import (
 from dynamo_trtllm.frontend.routing.worker_load import FleetLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
 
-# Instances of a role that are compared. With those chosen at random only, `benchmarks.routing
-# frontends` with eight equal workers and 16 frontends, which learn of each other's requests late:
-# p99 of the time to first token was 615 ms when all workers were compared, 432 ms with four, 325 ms
-# with two, and 291 ms in turn. With one frontend and prompts of different lengths it was 469, 564,
-# 735 and 1196 ms.
+# Instances of a role that are compared. It is a compromise between many frontends, which learn of
+# each other's requests late, and one, which knows all. p99 of the time to first token in ms, with
+# eight equal workers; those compared are chosen at random (`benchmarks.routing frontends`):
+#
+#     compared                                     8     4     2   none: in turn
+#     16 frontends                               615   432   325             291
+#     1 frontend, prompts of different lengths   469   564   735            1196
 MOST_COMPARED: Final = 4
 _DEEPEST = 2  # those that are compared because of their caches
 # An instance that takes this many times as long per token as the fastest one costs more.
@@ -54,30 +56,30 @@ class Candidate(msgspec.Struct, frozen=True, order=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """The cost of the selected instance of a role and of the second best one, or -1."""
+    """The cost of the selected instance of a role, and of the cheapest other one."""
 
     selected: int
-    second: int
+    other: int  # -1: there is no other instance
 
     @classmethod
     def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
         best = ranked[0]
         if selected is not best:
             return cls(selected.cost, best.cost)
-        second = ranked[1].cost if len(ranked) > 1 else -1
-        return cls(selected.cost, second)
+        other = ranked[1].cost if len(ranked) > 1 else -1
+        return cls(selected.cost, other)
 
     def packed(self) -> int:
         """Return both in one number of 64 bits, each plus one."""
         selected = min(self.selected + 1, _MOST_COST)
-        second = min(self.second + 1, _MOST_COST)
-        return selected << 32 | second
+        other = min(self.other + 1, _MOST_COST)
+        return selected << 32 | other
 
     @classmethod
     def unpacked(cls, number: int) -> Costs:
         selected = number >> 32
-        second = number & _MOST_COST
-        return cls(selected - 1, second - 1)
+        other = number & _MOST_COST
+        return cls(selected - 1, other - 1)
 
 
 class CostSelection(WorkerSelection, frozen=True):
@@ -242,6 +244,7 @@ class Placement:
 
         None: there is no instance.
         """
+        # Without overlaps, the view is not used.
         ranked = self._ranked(_NO_INSTANCES, decodes, request, None)
         return ranked[0].instance if ranked else None
 
@@ -306,8 +309,10 @@ def _penalize_slow(candidates: list[Candidate], paces: Sequence[float]) -> list[
         paces: seconds per token of each candidate. 0: not known; then no cost changes.
     """
     fastest = min(paces, default=0.0)
+    if fastest <= 0:
+        return candidates  # the pace of one is not known
     limit = _SLOWER * fastest
-    if not 0 < limit < max(paces):
+    if max(paces) <= limit:
         return candidates
     penalized: list[Candidate] = []
     for candidate, pace in zip(candidates, paces, strict=True):

@@ -1,4 +1,4 @@
-"""Know the load of the workers: what they report, and what this frontend has sent since. Pure.
+"""Know the load of the workers: what they report, and what this frontend has sent since.
 
 `instance_cost` is the one place that says what it costs to run a request on an instance. Callers
 pass the time.
