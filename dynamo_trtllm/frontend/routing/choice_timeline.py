@@ -24,12 +24,12 @@ from dynamo_trtllm.protocol.phases import FRONTEND, Span
 
 @dataclass(slots=True)
 class ChoiceTimeline:
-    """The workers and timings of a choice, filled while it runs: one call for each event.
+    """The workers and timings of a choice, filled while it runs.
 
-    Instances and stats: of its last attempt. Times are of `time.monotonic()`. The calls also write
-    the event to the flight recorder.
-
-    The router reports its events. Its caller sets the times of tokens when it gets them.
+    The router calls a method for each event, which also writes it to the flight recorder. The flow
+    sets the instances and stats, which are those of the last attempt, and counts retries and
+    migrations. `RequestTimeline` sets the times of tokens when they arrive. Times are of
+    `time.monotonic()`.
     """
 
     prefill_instance: int | None = None

@@ -57,13 +57,16 @@ class State(Enum):
 
 @dataclass(slots=True)
 class _Attempt:
-    """One prefill call and one decode call, or one call of an aggregated worker."""
+    """One prefill call and the decode call of its KV, or one call of an aggregated worker.
+
+    A decode worker that does not take its call is replaced: then, there are several decode calls.
+    """
 
     prefill: Instance | None  # None: `decode` is an aggregated worker
     decode: Instance
     worker: Instance  # the one that was called last: a failure is attributed to it
     request: GenerateRequest  # the decode call, once there is one
-    tried: frozenset[int]  # decode instances
+    tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
     # Tokens after which the call of a suspect has settled (see `suspects`); 0 once it has.
     num_unsettled_tokens: int
@@ -101,11 +104,13 @@ class GenerationFlow:
     workers.
 
     A cancel leads from every state to ENDED. Any other error leads to the next attempt if the
-    request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no
-    decode call has fetched and a decode slot that none has used. If only a fetch can free the KV,
-    the flow leaves it to the driver to have it fetched after a cancel. After an error of the decode
-    call it is unknown whether it has fetched the KV, and another call might wait for KV that is
-    gone: there, the library's timeout frees it.
+    request can be retried or migrated, else to ENDED. In all these cases, the flow frees a decode
+    slot that no decode call has used, and sends a release of KV that none has fetched.
+
+    Some prefill workers ignore that release, and free KV only when it is fetched. After a cancel,
+    the driver has it fetched. After an error of the decode call, it does not: the call may have
+    fetched the KV, and another fetch might wait for KV that is gone. There, the library's timeout
+    frees it.
 
     Args:
         driver: does what the flow decides.
@@ -177,9 +182,9 @@ class GenerationFlow:
         return None
 
     def passes(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is only passed on to the client, as nearly all are.
+        """Count the tokens of a chunk as sent if it is only passed on, as nearly all are.
 
-        If so, `on` need not be called.
+        Return True if so: then, `on` must not be called with it.
         """
         attempt = self._attempt
         if (
@@ -320,6 +325,7 @@ class GenerationFlow:
         self._timeline.decode_stats = chunk.stats or self._timeline.decode_stats
         if attempt.num_unsettled_tokens and self.progress().call >= attempt.num_unsettled_tokens:
             attempt.num_unsettled_tokens = 0
+            # The first chunk may settle it at once: then, what follows lets the next ones pass.
             attempt.passes_tokens = attempt.has_begun
             self._driver.record_settled()
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived

@@ -379,9 +379,9 @@ class FleetHealth:
         return self._cooldown.ids(now)
 
     def record_unreachable(self, instance_id: int, error: DynamoError, now: float) -> None:
-        """Avoid a worker for a while if it did not accept a call.
+        """Avoid a worker for a while if it did not accept a call, or has died.
 
-        Its pairs count as not working.
+        Its pairs count as not working if it did not accept the call, or lost its connection.
         """
         if is_not_accepted(error) or isinstance(error, WorkerDied):
             self._cooldown.start(instance_id, now)

@@ -1,4 +1,4 @@
-"""Route requests to workers: do what `flow` decides, and pass it what happens.
+"""Route requests to workers: do what `generation_flow` decides, and pass it what happens.
 
 Handles no HTTP and no text.
 """
@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow
 from dynamo_trtllm.frontend.routing.kv_collection import KvCollector
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
-from dynamo_trtllm.frontend.routing.suspects import Call, Suspects
+from dynamo_trtllm.frontend.routing.suspects import Suspects, TrackedCall
 from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
 from dynamo_trtllm.observability.line_limit import LineLimit
@@ -58,7 +58,8 @@ from dynamo_trtllm.protocol.streams import (
 log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
-# Expiry of a slot, in case this frontend dies. A decode call without a slot is queued.
+# Expiry of a slot, in case this frontend dies. An expired slot does no harm: the decode call is
+# then queued.
 _RESERVED_S = 60.0
 # Overloaded workers can make thousands of calls fail in a second. So many lines are written in each
 # period, in seconds; the others are counted.
@@ -77,7 +78,7 @@ class RequestRouter:
     """Routes requests to prefill and decode workers. Close it after the last stream.
 
     Args:
-        breakers: records the outcome of every KV transfer, and opens.
+        breakers: record the KV transfers; the breaker of a failing pair opens.
         placement: selects workers by cost.
     """
 
@@ -152,7 +153,7 @@ class RoutedRequest(Stream):
         "_router",
         "_task",
         "_timeline",
-        "_tracked",
+        "_tracked_call",
     )
 
     def __init__(
@@ -170,7 +171,7 @@ class RoutedRequest(Stream):
         # The context of log lines: events come in the context of a transport.
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
-        self._tracked = Call(timeline.suspicion, self._flow.progress)
+        self._tracked_call = TrackedCall(timeline.suspicion, self._flow.progress)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next two belong
         self._begun_s = 0.0
@@ -219,7 +220,7 @@ class RoutedRequest(Stream):
             self._round_robin_index = self._router.selector.new_round_robin_index(request.model)
         self._end_placed()
         self._end_trial()
-        self._router.suspects.end(self._tracked)
+        self._router.suspects.end(self._tracked_call)
         try:
             self._router.suspects.check(request)
             if is_last_resort:
@@ -242,7 +243,9 @@ class RoutedRequest(Stream):
         router = self._router
         suspicion = self._timeline.suspicion
         if self._flow.awaits_turn:
+            # Workers on which other suspects are tried are not free for this one.
             excluded |= router.suspects.tried_on(suspicion)
+        # The prompt's other choices share the suspicion, and with it the selection.
         selection = suspicion.selection if suspicion.is_shared else None
         selector = router.selector
         now = time.monotonic()
@@ -261,7 +264,7 @@ class RoutedRequest(Stream):
         suspicion.selection = selection
         if suspicion.deaths:
             router.suspects.begin_trial(
-                self._tracked, selection, is_prime=self._flow.is_prime_suspect
+                self._tracked_call, selection, is_prime=self._flow.is_prime_suspect
             )
         return selection
 
@@ -300,7 +303,7 @@ class RoutedRequest(Stream):
         on_event = self._on_prompt if scores_prompt else self._on
         self._call = None  # the one before has ended
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
-        self._router.suspects.begin(self._tracked, worker.id, kv_holder)
+        self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
         self._call = self._router.plane.client.generate(worker.subject, request, on_event)
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
@@ -313,21 +316,21 @@ class RoutedRequest(Stream):
 
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         if error is None:  # the first chunk of the decode call
-            self._router.suspects.kv_arrived(self._tracked)
+            self._router.suspects.kv_arrived(self._tracked_call)
             self._timeline.decode_began()
             if self._placed is not None:
                 self._placed.prefilled()
         self._router.health.record_transfer(pair, error, time.monotonic())
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
-        return self._router.suspects.record_death(self._tracked, worker.id, self._flow.request)
+        return self._router.suspects.record_death(self._tracked_call, worker.id, self._flow.request)
 
     def record_settled(self) -> None:
         self._end_trial()
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
         self._router.health.record_unreachable(worker.id, error, time.monotonic())
-        self._router.suspects.end(self._tracked)
+        self._router.suspects.end(self._tracked_call)
         request = self._flow.request
         self._timeline.call_failed(request, worker, error, goes_on=bool(next_step))
         if not next_step:
@@ -348,8 +351,8 @@ class RoutedRequest(Stream):
             self._placed = None
 
     def _end_trial(self) -> None:
-        if self._tracked.tried_on:
-            self._router.suspects.end_trial(self._tracked)
+        if self._tracked_call.tried_on:
+            self._router.suspects.end_trial(self._tracked_call)
             self._router.view.notify_changed()  # other suspects may wait for these workers
 
     def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
@@ -360,7 +363,8 @@ class RoutedRequest(Stream):
         try:
             answer = await work
         except DynamoError as exc:
-            answer = exc.with_traceback(None)  # as above
+            # Its frames refer to this stream, and the flow may keep the error.
+            answer = exc.with_traceback(None)
         except Exception as exc:  # noqa: BLE001 - logged, and the client gets InternalError
             answer = unexpected_error(exc, self._flow.request.request_id)
         self._task = None
@@ -395,10 +399,11 @@ class RoutedRequest(Stream):
         self._end_placed(is_done=is_done)
         if is_done:
             self._router.suspects.completed(self._flow.request)
-        self._router.suspects.end(self._tracked)
+        self._router.suspects.end(self._tracked_call)
         self._end_trial()
         if last is None:
-            self._on(Signal.CANCEL)  # which may let the call go on
+            # This may hand the call to the KV collector (`collect_kv`), so that `_stop` finds none.
+            self._on(Signal.CANCEL)
             self._stop()
 
 

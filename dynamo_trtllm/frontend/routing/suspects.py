@@ -110,10 +110,11 @@ class Suspicion:
         self.deaths[dead] = now
 
 
-class Call:
+class TrackedCall:
     """The call of one choice that runs now.
 
-    The choice uses this object for its later calls, too.
+    All calls are tracked: if their worker dies, some of them become suspects. The choice uses this
+    object for its later calls, too.
     """
 
     __slots__ = (
@@ -160,13 +161,13 @@ class Suspects:
     ) -> None:
         self._count = count
         self._clock = clock
-        self._running: set[Call] = set()  # of all workers: it is searched only when one dies
+        self._running: set[TrackedCall] = set()  # of all workers: it is searched only when one dies
         # The next four have instance ids as keys, and those about deaths the latest death last.
         # Suspects that have not settled.
-        self._trials: defaultdict[int, set[Call]] = defaultdict(set)
+        self._trials: defaultdict[int, set[TrackedCall]] = defaultdict(set)
         self._dead: dict[int, None] = {}
         # Calls to which the death is charged and that have not failed yet.
-        self._charged: dict[int, set[Call]] = {}
+        self._charged: dict[int, set[TrackedCall]] = {}
         self._is_certain: dict[int, bool] = {}  # the death is charged to one request
         # The times at which refusals expire, the latest last.
         self._refused: dict[Key, float] = {}
@@ -175,10 +176,11 @@ class Suspects:
 
     # --- running calls ----------------------------------------------------------------------------
 
-    def begin(self, call: Call, instance_id: int, kv_holder: int | None = None) -> None:
+    def begin(self, call: TrackedCall, instance_id: int, kv_holder: int | None = None) -> None:
         """Note that a worker runs a call from now on.
 
-        If the last call was not ended before, it has succeeded.
+        If the last call was not ended before, it has succeeded: that is how a prefill call, whose
+        decode call follows, succeeds.
 
         Args:
             call: the call.
@@ -193,7 +195,7 @@ class Suspects:
         call.is_after_death = instance_id in self._dead
         self._running.add(call)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: TrackedCall) -> None:
         """Note that no worker runs the call any more. Idempotent."""
         if call.instance_id is None:
             return
@@ -204,19 +206,19 @@ class Suspects:
         call.instance_id = None
         call.kv_holder = None
 
-    def _forget_charge(self, call: Call, instance_id: int | None) -> None:
+    def _forget_charge(self, call: TrackedCall, instance_id: int | None) -> None:
         """Forget that the death of an instance is charged to a call: the call has ended."""
         if instance_id is not None:
             _discard(self._charged, instance_id, call)
 
-    def kv_arrived(self, call: Call) -> None:
+    def kv_arrived(self, call: TrackedCall) -> None:
         """Note that the worker of a call has read the KV, and succeeds."""
         self.succeeded(call)
         if self._charged:
             self._forget_charge(call, call.kv_holder)
         call.kv_holder = None
 
-    def succeeded(self, call: Call) -> None:
+    def succeeded(self, call: TrackedCall) -> None:
         """Note that the worker has returned a result.
 
         If its death was recorded before the call, it works again.
@@ -224,7 +226,7 @@ class Suspects:
         if call.instance_id is not None and call.is_after_death:
             self._dead.pop(call.instance_id, None)
 
-    def begin_trial(self, call: Call, selection: WorkerSelection, *, is_prime: bool) -> None:
+    def begin_trial(self, call: TrackedCall, selection: WorkerSelection, *, is_prime: bool) -> None:
         """Note the workers on which a suspect is tried. `is_prime`: it is a prime suspect."""
         prefill = selection.prefill
         decode = selection.decode
@@ -233,7 +235,7 @@ class Suspects:
         for instance_id in call.tried_on:
             self._trials[instance_id].add(call)
 
-    def end_trial(self, call: Call) -> None:
+    def end_trial(self, call: TrackedCall) -> None:
         """Note that a suspect has settled, or that its attempt has ended. Idempotent."""
         for instance_id in call.tried_on:
             _discard(self._trials, instance_id, call)
@@ -250,7 +252,9 @@ class Suspects:
 
     # --- deaths -----------------------------------------------------------------------------------
 
-    def record_death(self, call: Call, dead: int, request: GenerateRequest) -> QueryOfDeath | None:
+    def record_death(
+        self, call: TrackedCall, dead: int, request: GenerateRequest
+    ) -> QueryOfDeath | None:
         """Record that a call failed because an instance died.
 
         Return an error if the request is given up.
@@ -290,7 +294,7 @@ class Suspects:
         _drop_oldest(self._dead, _MOST_DEAD)
         _drop_oldest(self._is_certain, _MOST_DEAD)
 
-    def _find_charged(self, instance_id: int) -> set[Call]:
+    def _find_charged(self, instance_id: int) -> set[TrackedCall]:
         """Return the calls to which the death of an instance is charged."""
         running = {call for call in self._running if call.uses(instance_id)}
         prime_suspects = {call for call in running if call.is_prime_on(instance_id)}
@@ -362,7 +366,7 @@ def _key(request: GenerateRequest) -> Key:
     return request.model, digest.digest()
 
 
-def _discard(calls_of: dict[int, set[Call]], instance_id: int, call: Call) -> None:
+def _discard(calls_of: dict[int, set[TrackedCall]], instance_id: int, call: TrackedCall) -> None:
     """Remove a call from those of an instance, if it is there. Drop an entry without calls."""
     calls = calls_of.get(instance_id)
     if calls is None:

@@ -1,7 +1,7 @@
 """Select the workers of requests: every selection of a frontend is made here.
 
-The router mode decides how: by cost (`placement`), or in turn over the pairs whose breaker is
-closed. Both are pure functions of the view of the fleet. Callers pass the time.
+The router mode decides how: by cost (`cost_placement`), in turn over the pairs whose breaker is
+closed, or at random. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
-_MOST_REASONS_FROM = 100  # pairs whose reasons an error names
+_MAX_PAIRS_EXPLAINED = 100  # an error names the reasons of so many
 
 
 @dataclass(eq=False)
@@ -184,7 +184,7 @@ def select_round_robin(
     was built for them.
 
     Args:
-        round_robin_index: number of requests of this model so far.
+        round_robin_index: of the attempt, see `WorkerSelector.new_round_robin_index`.
         avoid: prefill instance to use only if no other matches the decode instance.
         decode_fallback: without a prefill instance, let a decode instance that can run aggregated
             requests do so.
@@ -249,19 +249,19 @@ def _select_prefill(
     prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
     if avoid is not None:
         prefills = excluding(prefills, (avoid,)) or prefills
-    # Requests are counted per key: an index over the decodes of all keys would skip prefills of
-    # this key.
+    # How many requests the decodes of this pairing key had before. With two keys of one decode
+    # each, the requests 0, 2, 4 of the model are 0, 1, 2 of the first key: its prefills take turns.
     num_peers = len(group.decode)
     num_cycles = round_robin_index // len(usable.paired)
     index_in_key = num_cycles * num_peers + position(group.decode, decode.id)
-    # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use
-    # two of four pairs.
+    # After each full cycle of decodes and prefills, shift by one. Without the shift, two of each
+    # would use two of their four pairs: 0-0, 1-1, 0-0, 1-1. With it: 0-0, 1-1, 0-1, 1-0.
     shift = index_in_key // math.lcm(num_peers, len(prefills))
     return prefills[(index_in_key + shift) % len(prefills)]
 
 
 def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
-    """Return the decode instances of whose pairs all breakers are open. They get no requests.
+    """Return the decode instances whose pairs are all open. They get no requests.
 
     The result is cached until a breaker opens or closes.
     """
@@ -283,7 +283,7 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
             blocked.update(decode.id for decode in group.decode)
     for decode_id, partners in breakers.open_partners.items():
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
-        # Usually fewer are open, and a look at the number is enough.
+        # Usually fewer are open, and a look at the number is enough. The one more is `avoid`.
         if len(partners) + 1 < len(group.prefill):
             continue
         if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
@@ -312,7 +312,7 @@ def _select_aggregated(
 
 
 def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
-    some = itertools.islice(pairs, _MOST_REASONS_FROM)
+    some = itertools.islice(pairs, _MAX_PAIRS_EXPLAINED)
     # The different ones, in this order.
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
     return NoInstances(

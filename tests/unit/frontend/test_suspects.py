@@ -17,10 +17,10 @@ from dynamo_trtllm.frontend.routing.suspects import (
     MOST_UNSETTLED_TOKENS,
     REFUSED_S,
     SETTLED_TOKENS,
-    Call,
     RequestProgress,
     Suspects,
     Suspicion,
+    TrackedCall,
 )
 from dynamo_trtllm.protocol.errors import QueryOfDeath
 from dynamo_trtllm.protocol.messages import (
@@ -46,7 +46,7 @@ class Request:
         self.asked = asked
         self.num_tokens = 0  # of the call
         self.num_before = 0  # of the calls before
-        self.call = Call(suspicion or Suspicion(), self.progress)
+        self.call = TrackedCall(suspicion or Suspicion(), self.progress)
 
     def progress(self) -> RequestProgress:
         return RequestProgress(self.num_tokens, self.num_before + self.num_tokens)
