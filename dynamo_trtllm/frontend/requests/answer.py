@@ -44,7 +44,11 @@ class AnswerBuilder(Protocol):
 
 
 class ApiAdapter(Protocol[B]):
-    """One generating endpoint of the API."""
+    """One generating endpoint of the API.
+
+    The implementations are `completions.CHAT`, `completions.TEXT`, `ResponsesAdapter` and
+    `MessagesAdapter`; `http.app` gives each its route.
+    """
 
     endpoint: str  # the value of the metric label `endpoint`
     id_prefix: str
@@ -182,13 +186,25 @@ def joined_ids(instances: Iterable[int | None]) -> str | None:
 
 def tokens_per_s(choices: Iterable[Choice]) -> float | None:
     """Return the sum of the choices' rates after their first token; None if no choice has two."""
-    rates = []
+    rates = _rates(choices)
+    return sum(rates) if rates else None
+
+
+def seconds_per_token(choices: Iterable[Choice]) -> float | None:
+    """Return the time per token at the mean of the choices' rates; None if no choice has two."""
+    rates = _rates(choices)
+    return len(rates) / sum(rates) if rates else None
+
+
+def _rates(choices: Iterable[Choice]) -> list[float]:
+    """Return the tokens per second after the first one, of each choice that has two."""
+    rates: list[float] = []
     for choice in choices:
         first_s = choice.timeline.first_s
         last_s = choice.timeline.last_s
         if first_s is not None and last_s > first_s:
             rates.append((choice.num_tokens - 1) / (last_s - first_s))
-    return sum(rates) if rates else None
+    return rates
 
 
 class RunningAnswers:

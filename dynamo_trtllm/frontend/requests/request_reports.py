@@ -10,7 +10,12 @@ from typing import Literal
 
 from dynamo_trtllm.frontend.api.nvext import Extras, NvTiming, Stats, WorkerIds
 from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields, collector
-from dynamo_trtllm.frontend.requests.answer import Answer, joined_ids, tokens_per_s
+from dynamo_trtllm.frontend.requests.answer import (
+    Answer,
+    joined_ids,
+    seconds_per_token,
+    tokens_per_s,
+)
 from dynamo_trtllm.frontend.requests.choice import Choice
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.timeline import (
@@ -245,9 +250,9 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
         known["decode"] = answer.decode_ids()
         if timeline.first_s is not None:
             known["ttft"] = _seconds(timeline.first_s - timeline.begun_s)
-        rate = tokens_per_s(answer.choices)
-        if rate:
-            known["tpot"] = _seconds(len(answer.choices) / rate)
+        tpot_s = seconds_per_token(answer.choices)
+        if tpot_s is not None:
+            known["tpot"] = _seconds(tpot_s)
     return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.completions import TEXT
 from dynamo_trtllm.frontend.requests.preprocess import prepare_text
+from dynamo_trtllm.frontend.requests.request_reports import RequestLog
 from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -94,6 +96,25 @@ def test_timeline_when_a_request_runs_then_each_event_is_reported_once_in_order(
     assert names[8:] == ["ended"]
     end = events[8][1]
     assert (end.code, end.status, timeline.first_s) == ("ok", 200, two.timeline.first_s)
+
+
+def test_log_line_when_a_choice_has_one_token_then_only_the_others_count_in_the_time_per_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    subscribers = TimelineSubscribers()
+    RequestLog().subscribe(subscribers)
+    _, timeline = received(subscribers)
+    answer = answer_of_two_choices()
+    answer.create_choices()
+    timeline.accepted(answer)
+    timeline.started()
+    for choice, num_tokens in zip(answer.choices, (5, 1), strict=True):
+        choice.num_tokens = num_tokens
+        choice.timeline.first_s = 10.0
+        choice.timeline.last_s = 10.0 + 0.5 * (num_tokens - 1)
+    with caplog.at_level(logging.INFO):
+        timeline.ended("ok", 200)
+    assert "tpot=0.5000s" in caplog.text
 
 
 async def test_choices_when_their_block_fails_then_their_streams_end_and_no_output_is_counted() -> (
