@@ -38,7 +38,10 @@ async def stream_answer(
     timeline: RequestTimeline,
     state: AppState,
 ) -> None:
-    """Send the events of an answer: the deltas that were not written at once, and its end."""
+    """Send the events of an answer that `_delivery` has not written already, and its end.
+
+    `_delivery` writes most deltas of a stream when they arrive.
+    """
     # All choices are returned, because `best_of` is rejected with `stream`.
     num_unfinished = len(answer.choices)
     async for delta in deltas:
@@ -65,17 +68,18 @@ async def send_whole_answer(
     """Collect the deltas of all choices, and send the answer when they have finished."""
     plan = answer.plan
     builder = answer.builder
-    # If the best candidates are to be picked, all deltas wait for that.
-    candidates: list[ChoiceDelta] = []
-    add = builder.push if plan.candidates == plan.keep else candidates.append
-    async for delta in deltas:
-        add(delta)
 
     def likelihood(index: int) -> float:
         return answer.choices[index].mean_logprob
 
-    for delta in pick_best_of(candidates, plan, likelihood):
-        builder.push(delta)
+    if plan.candidates == plan.keep:
+        async for delta in deltas:
+            builder.push(delta)
+    else:
+        # The best candidates are known when all have finished.
+        candidates = [delta async for delta in deltas]
+        for delta in pick_best_of(candidates, plan, likelihood):
+            builder.push(delta)
 
     def encode() -> bytes:
         return orjson.dumps(builder.body(answer.usage(), extras_of(answer, timeline)))
@@ -91,10 +95,11 @@ async def send_whole_answer(
 
 
 class RunningChoices:
-    """The choices of an answer, while a `with` block runs them.
+    """The choices of an answer, which run within an `async with` block.
 
-    Iterate over it to get the deltas that were not written at once. The first error of a choice is
-    raised, and the end of the block ends the other ones.
+    Iterate over it within the block: that starts the choices, and yields the deltas that
+    `_delivery` has not written. The first error of a choice is raised, and the end of the block
+    ends the other ones.
 
     Args:
         answer: the answer, whose choices were created.
@@ -114,7 +119,7 @@ class RunningChoices:
     ) -> None:
         self._answer = answer
         self._state = state
-        self._unsent = UnsentDeltas()
+        self._unsent = UnsentDeltas(is_streamed=answer.is_streamed)
         self._deliver = _delivery(answer, response, sender, timeline, self._unsent)
         self._deltas = self._run()
 
@@ -125,7 +130,7 @@ class RunningChoices:
 
     async def __aexit__(self, *_: object) -> None:
         """End the streams of all choices that still run."""
-        self._unsent.num_pending += 1  # so that `_deliver` writes nothing more
+        self._unsent.stop_writing()
         await self._deltas.aclose()
         # In turns with other requests.
         running = [choice for choice in self._answer.choices if choice.is_running]
@@ -154,11 +159,13 @@ class RunningChoices:
                 if isinstance(item, DynamoError):
                     raise item
                 yield item
-                if is_streamed:
+                if is_streamed:  # otherwise, it waits in the builder until all choices have ended
+                    # As much as `deliver` has added.
                     unsent.num_pending -= scored_tokens(item) if is_scored else item.tokens + 1
-                    is_less = unsent.num_pending < unsent.num_counted - COUNTED_TOKENS
-                    if unsent.num_counted and is_less:
+                    if unsent.num_pending < unsent.num_counted - COUNTED_TOKENS:
                         unsent.count()
+                    if not unsent.num_pending:
+                        unsent.resume_writing()
                 if item.finish is not None:
                     num_running -= 1
         finally:
@@ -177,7 +184,7 @@ class RunningChoices:
         deliver = self._deliver
         choices = self._answer.choices
         if len(choices) == 1:
-            # Reading its body takes longer, so it takes no turn.
+            # A single choice needs no turn: its start takes less time than the request's body did.
             choices[0].start(router, deliver)
             return
 
@@ -187,7 +194,12 @@ class RunningChoices:
         await self._state.turns.starts.run(choices, start)
 
     def _end(self, error: DynamoError, drops_pending: bool) -> None:
-        """End the request with an error, as its output demands."""
+        """End the request with an error: the output budget calls this at its limits.
+
+        Args:
+            error: the error.
+            drops_pending: the deltas that wait are dropped, so that their memory is free at once.
+        """
         self._cancel()
         if drops_pending:
             self._unsent.clear()
@@ -202,16 +214,33 @@ class UnsentDeltas:
     """The deltas of a request that wait to be sent, and the error behind them.
 
     `output` counts their memory. It is set before the choices start.
+
+    Args:
+        is_streamed: the response is a stream, to which deltas may be written when they arrive.
     """
 
-    __slots__ = ("items", "num_counted", "num_pending", "output")
+    __slots__ = ("_may_resume", "items", "num_counted", "num_pending", "output", "writes_at_once")
 
     output: Output
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_streamed: bool) -> None:
         self.items: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
-        self.num_pending = 0  # in units of TOKEN_BYTES; an error counts as one
-        self.num_counted = 0  # of them in `output`
+        # The memory of what waits, in units of TOKEN_BYTES: one for each token, and one for each
+        # delta. Log-probabilities take more.
+        self.num_pending = 0
+        self.num_counted = 0  # how many of these units `output` counts
+        # No delta waits that the next one would overtake.
+        self.writes_at_once = is_streamed
+        self._may_resume = is_streamed
+
+    def stop_writing(self) -> None:
+        """Let all further deltas wait: behind an error, or because nobody takes them any more."""
+        self.writes_at_once = False
+        self._may_resume = False
+
+    def resume_writing(self) -> None:
+        """Let the next delta be written at once, unless `stop_writing` was called."""
+        self.writes_at_once = self._may_resume
 
     def count(self) -> None:
         """Count what waits in `output`."""
@@ -233,14 +262,18 @@ def _delivery(
 ) -> Callable[[ChoiceDelta | DynamoError], None]:
     """Return the function that gets the deltas of all choices.
 
-    A delta of a stream is written within the call that has its tokens. It waits while the client
-    reads slowly, behind earlier ones or an error, and if it is the last of its choice. Deltas of
-    other responses always wait.
+    A delta is written at once, in the engine's callback, except in these cases, in which it waits
+    in `unsent`:
+
+    - The response is not streamed.
+    - Other deltas or an error wait before it.
+    - The client reads slowly.
+    - It is the last one of its choice.
 
     The function runs once per token. It is a closure, because attributes of an object take 30 ns
     more per token.
     """
-    encoder = answer.builder if answer.is_streamed else None
+    encoder = answer.builder
     is_scored = answer.plan.is_scored
     delta_arrived = timeline.delta_arrived
     write = sender.write
@@ -248,11 +281,11 @@ def _delivery(
     def deliver(item: ChoiceDelta | DynamoError) -> None:
         if not isinstance(item, ChoiceDelta):
             unsent.items.put_nowait(item)
-            unsent.num_pending += 1  # no delta overtakes the error
+            unsent.stop_writing()  # no delta overtakes the error
             return
         delta_arrived(item)
-        if item.finish is None and not unsent.num_pending and encoder is not None:
-            # In a task, it would be later, and all deltas until then would wait.
+        if item.finish is None and unsent.writes_at_once:
+            # Begin the response here: if a task did it, all deltas until then would wait.
             if not answer.has_begun:
                 answer.begin(response)
             if response.is_writable:
@@ -261,6 +294,8 @@ def _delivery(
                     write(data)
                 return
         unsent.items.put_nowait(item)
+        unsent.writes_at_once = False
+        # `RunningChoices` subtracts the same. A call of a function would take longer.
         unsent.num_pending += scored_tokens(item) if is_scored else item.tokens + 1
         if unsent.num_pending > unsent.num_counted + COUNTED_TOKENS:
             unsent.count()
