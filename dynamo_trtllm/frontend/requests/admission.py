@@ -22,7 +22,7 @@ T = TypeVar("T")
 WORK_S = 0.01
 TURNS_PER_ITERATION = 64
 CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
-FEW_CHOICES = 4  # requests with more of them are planned within the time of an iteration
+FEW_CHOICES = 4  # requests with more of them are planned in turns
 _GROUP = 8  # choices of one request in one turn
 
 
@@ -232,7 +232,8 @@ class IterationTime:
     def _begin_iteration(self) -> None:
         """Let the first of those that wait have their turns, in the next iteration."""
         self._is_scheduled = False
-        # Those that would find no time left would have been woken for nothing.
+        # How much fits into the next iteration is not known: at most twice as much as into this
+        # one, and one group in any case. More would be woken for nothing.
         left = min(self._most, max(_GROUP, 2 * self._size))
         self._begun_s = None
         self._size = 0

@@ -1,4 +1,4 @@
-"""Hold the objects that all requests share."""
+"""Create what the requests of a frontend need beyond their own objects."""
 
 from __future__ import annotations
 

@@ -187,7 +187,8 @@ class Choice:
     ) -> None:
         """Start the stream.
 
-        `on_delta` gets its deltas, and then nothing after one with `finish` or an error.
+        `on_delta` gets its deltas. The last one has `finish`, or an error comes instead of it;
+        after either, `on_delta` gets nothing.
         """
         push = self.push
         request = self._choice_request.request
@@ -212,7 +213,10 @@ class Choice:
 
     @property
     def is_running(self) -> bool:
-        """True if the stream was started, and has neither ended nor been canceled."""
+        """True if the stream was started, and has neither finished nor been cancelled.
+
+        It stays True after an error; to cancel such a stream does no harm.
+        """
         return self._stream is not None and self.finish is None
 
     @property

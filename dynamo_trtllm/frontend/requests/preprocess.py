@@ -50,7 +50,7 @@ _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRequest:
-    """One choice of a response, ready to run."""
+    """What a choice of a response needs to run: the call to workers, and how to read its output."""
 
     request: GenerateRequest
     renderer: Renderer

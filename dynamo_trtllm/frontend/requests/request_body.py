@@ -37,7 +37,8 @@ SMALL_BODY_BYTES = 128 << 10
 _MANY_OBJECTS = 500
 # Code in a message has braces, too: there, a quotation mark is escaped.
 _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
-# The time is limited for which the event loop plans larger bodies before it does other work.
+# Larger bodies are planned in turns: the event loop plans them for a limited time, then does other
+# work.
 TURN_BYTES = 16 << 10
 # Of text without words, which takes up to twenty times as long to tokenize.
 _WORDLESS_BYTES = 48 << 10

@@ -40,8 +40,8 @@ _ALWAYS_SHOWN = ("queue", "prefill", "handoff", "decode_wait")  # phases
 _CALLS = ("prefill", "first_token")  # phases that begin with a call
 _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
 _PROGRAM_CHARS = 64
-_NO_PROGRAM = re.compile(r"[^\w./-]", re.ASCII)
-_NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
+_UNSAFE_IN_PROGRAM = re.compile(r"[^\w./-]", re.ASCII)
+_UNSAFE_IN_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
 class RequestMetrics:
@@ -279,10 +279,12 @@ def extras_of(answer: Answer, timeline: RequestTimeline) -> Extras:
     extras: Extras = {}
     choices = answer.choices
     if answer.wants_stats:
-        stats = _stats_of(choices, timeline, time.monotonic())
+        now_s = time.monotonic()
+        stats = _stats_of(choices, timeline, now_s)
         if len(choices) > 1:
+            # A choice without a token has no time of its last one.
             stats["choices"] = [
-                _stats_of([choice], timeline, choice.timeline.last_s) for choice in choices
+                _stats_of([choice], timeline, choice.timeline.last_s or now_s) for choice in choices
             ]
         extras["dynamo_trtllm"] = stats
     if answer.nvext_fields:
@@ -331,11 +333,11 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
     transfers = [choice.transfer for choice in choices]
     _, transport = transfers[0]
     last = last_of(choices)
-    begins_s = []
-    for choice in choices:
-        first_s = choice.timeline.first_s
-        begins_s.append(choice.timeline.last_s if first_s is None else first_s)
-    begin_s = min(begins_s, default=0.0)
+    # A choice may end without a token.
+    first_tokens_s = [
+        choice.timeline.first_s for choice in choices if choice.timeline.first_s is not None
+    ]
+    first_token_s = min(first_tokens_s, default=end_s)
     phases = seconds_by_phase(timeline.phases(last, end_s))
     return {
         "prefill_instance": joined_ids(choice.timeline.prefill_instance for choice in choices),
@@ -343,7 +345,7 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
         "kv_bytes": sum(kv_bytes for kv_bytes, _ in transfers),
         "transport": transport,
         "queued_s": phases.get("frontend_queue", 0.0),
-        "ttft_s": begin_s - timeline.begun_s,
+        "ttft_s": first_token_s - timeline.begun_s,
         "tokens_per_s": tokens_per_s(choices),
         "total_s": end_s - timeline.begun_s,
         "phase_s": phases | {name: phases.get(name, 0.0) for name in _ALWAYS_SHOWN},
@@ -354,7 +356,8 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
 class IgnoredFieldReports:
     """The reports of ignored fields.
 
-    The log names each once per client: a program that a header User-Agent names.
+    The log names each once per client. A client is the program named in User-Agent, or else an
+    address.
 
     Args:
         mode: what happens to unknown fields, as `--unknown-fields` says.
@@ -386,7 +389,7 @@ class IgnoredFieldReports:
             ignored.add([*(unknown or ()), *ineffective])
         if not ignored:
             return ""
-        safe = [_NO_NAME.sub("?", name) for name in ignored]
+        safe = [_UNSAFE_IN_NAME.sub("?", name) for name in ignored]
         client = _program_of(request)
         new = [name for name in safe if (client, name) not in self._logged]
         if new:
@@ -408,4 +411,4 @@ def _program_of(request: HttpRequest) -> str:
     named = (request.header(b"user-agent") or "").split(maxsplit=1)
     if not named:
         return request.client
-    return _NO_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS])
+    return _UNSAFE_IN_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS])

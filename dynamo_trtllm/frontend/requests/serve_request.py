@@ -4,7 +4,8 @@
 
 Three objects are the request while it runs, each within the one before:
 
-1. `Choice`: one of its answers, as the client sees it: text, finish reason and usage.
+1. `Choice`: one of the alternatives in its answer, as the client sees it: text, finish reason and
+   usage.
 2. `RoutedRequest`: the calls of a choice to workers. It selects the workers, and reports why.
 3. `GenerationFlow`: what happens next to a routed request. It is a state machine without I/O.
 """
@@ -73,7 +74,8 @@ async def serve_request(
         admission: holds what the request takes, until its end.
 
     Raises:
-        Exception: any error, which the client does not have yet.
+        DynamoError: the request was not served. If its stream has begun, the client has a part.
+        ClientDisconnected: the client has disconnected.
     """
     request, response = exchange
     # Read the body, parse it, and plan what to generate.
@@ -91,7 +93,7 @@ async def serve_request(
         check_answer(plan)
     timeline.planned(plan)
 
-    # Admit it, as soon as all of its choices have permits.
+    # Admit it: wait until all of its choices have permits, then create them.
     admission.check_choices(len(plan.choices))
     answer = _new_answer(api, body, plan, ignored, timeline, response)
     timeline.accepted(answer)
@@ -166,6 +168,7 @@ async def tokenize(
     timeline.enter("tokenize")
     size = max(len(received.data), stored_chars)
     renderer = served.renderer
+    # Once the model is loaded, the next prompts of this size may need no thread.
     if not received.is_large and not renderer.is_loaded and size > renderer.inline_bytes:
         state.models.preload(served.card.name)
     if received.is_large or size > renderer.inline_bytes:

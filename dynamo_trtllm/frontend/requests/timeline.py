@@ -1,4 +1,7 @@
-"""Follow one request: one call for each event, which is passed to its subscribers."""
+"""Follow one request: one call for each event.
+
+Most events are passed to the subscribers; `TimelineSubscribers` lists which.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineSubscribers:
-    """What is called at each event of all requests, in order. One list for each event."""
+    """What is called at the events of all requests, in order. One list for each event."""
 
     def __init__(self) -> None:
         self.received: list[Callable[[RequestTimeline], None]] = []
@@ -111,7 +114,7 @@ class RequestTimeline:
             notify(self, plan)
 
     def accepted(self, answer: Answer) -> None:
-        """Note the answer of the request, which waits for its permits next."""
+        """Note the answer of the request, which waits for its permits next, if any can be had."""
         self.answer = answer
 
     def left_queue(self) -> None:
@@ -121,7 +124,7 @@ class RequestTimeline:
             notify(self, queued_s)
 
     def started(self) -> None:
-        """Note that the choices of the answer were created. They start next."""
+        """Note that the choices of the answer were created, and will be started next."""
         assert self.answer is not None
         self.choices = self.answer.choices
         for notify in self._subscribers.started:

@@ -34,13 +34,14 @@ class Renderer(Protocol):
 
     @property
     def inline_bytes(self) -> int:
-        """The prompt of a larger body is rendered in a thread, so that it delays no other
-        stream.
+        """The most bytes of a body whose prompt is rendered on the event loop.
+
+        The prompt of a larger one is rendered in a thread, so that it delays no other stream.
         """
 
     @property
     def is_loaded(self) -> bool:
-        """False if `preload` would raise `inline_bytes`."""
+        """False if `preload` would increase `inline_bytes`."""
 
     def preload(self) -> None:
         """Load what makes long prompts fast.
