@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.completions import TEXT
 from dynamo_trtllm.frontend.requests.preprocess import prepare_text
-from dynamo_trtllm.frontend.requests.request_reports import RequestLog
+from dynamo_trtllm.frontend.requests.request_reports import RequestLog, extras_of
 from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import Overloaded
+from dynamo_trtllm.protocol.streams import OnEvent, Stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
 from tests.unit.frontend.app_helpers import MODEL, Catalog, ScriptedRouter, chunk
@@ -115,6 +116,77 @@ def test_log_line_when_a_choice_has_one_token_then_only_the_others_count_in_the_
     with caplog.at_level(logging.INFO):
         timeline.ended("ok", 200)
     assert "tpot=0.5000s" in caplog.text
+
+
+def test_stats_when_a_choice_has_no_token_then_the_first_token_is_that_of_the_others() -> None:
+    _, timeline = received(TimelineSubscribers())
+    answer = answer_of_two_choices()
+    answer.wants_stats = True
+    answer.create_choices()
+    timeline.accepted(answer)
+    timeline.started()
+    one = answer.choices[1].timeline
+    one.first_s = timeline.begun_s + 0.5
+    one.last_s = timeline.begun_s + 1.5
+    stats = extras_of(answer, timeline)["dynamo_trtllm"]
+    assert stats["ttft_s"] == pytest.approx(0.5)
+    without, with_tokens = stats["choices"]
+    assert with_tokens["total_s"] == pytest.approx(1.5)
+    assert without["ttft_s"] == without["total_s"] >= 0
+
+
+async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all_behind_an_error() -> (
+    None
+):
+    on_event: list[OnEvent] = []
+    writable = [True]
+    written: list[bytes] = []
+
+    class Router:
+        def generate(self, request: Any, timeline: Any, listener: OnEvent) -> Stream:
+            on_event.append(listener)
+            return Stream(listener)
+
+    class Response(HttpResponse):
+        @property
+        def is_writable(self) -> bool:
+            return writable[0]
+
+        def start_events(self, headers: Mapping[str, str] | None = None) -> None: ...
+
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    state = AppState(FrontendConfig(), Catalog(), Router(), FrontendMetrics())  # type: ignore[arg-type]
+    _, timeline = received(TimelineSubscribers())
+    answer = answer_of_two_choices()
+    answer.is_streamed = True
+    answer.create_choices()
+    timeline.accepted(answer)
+    timeline.started()
+    response = Response(asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error)
+    async with RunningChoices(answer, response, response, timeline, state) as deltas:
+        arrived = aiter(deltas)
+        waiting = asyncio.ensure_future(anext(arrived))
+        await asyncio.sleep(0)
+        one, two = on_event
+        one(chunk("a"))
+        assert len(written) == 1
+        writable[0] = False
+        one(chunk("b"))
+        writable[0] = True
+        two(chunk("c"))
+        assert len(written) == 1
+        assert [(await waiting).index, (await anext(arrived)).index] == [0, 1]
+        waiting = asyncio.ensure_future(anext(arrived))
+        await asyncio.sleep(0)
+        one(chunk("d"))  # nothing waits any more
+        assert len(written) == 2
+        one(Overloaded("the worker is full"))
+        two(chunk("e"))
+        assert len(written) == 2
+        with pytest.raises(Overloaded):
+            await waiting
 
 
 async def test_choices_when_their_block_fails_then_their_streams_end_and_no_output_is_counted() -> (
