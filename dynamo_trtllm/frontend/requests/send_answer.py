@@ -229,12 +229,12 @@ class UnsentDeltas:
         # delta. Log-probabilities take more.
         self.num_pending = 0
         self.num_counted = 0  # how many of these units `output` counts
-        # No delta waits that the next one would overtake.
+        # The next delta may be written at once: it would overtake none.
         self.writes_at_once = is_streamed
         self._may_resume = is_streamed
 
     def stop_writing(self) -> None:
-        """Let all further deltas wait: behind an error, or because nobody takes them any more."""
+        """Let all further deltas wait: behind an error, or because the request ends."""
         self.writes_at_once = False
         self._may_resume = False
 
@@ -266,7 +266,7 @@ def _delivery(
     in `unsent`:
 
     - The response is not streamed.
-    - Other deltas or an error wait before it.
+    - Other deltas or an error wait before it, or the request ends.
     - The client reads slowly.
     - It is the last one of its choice.
 

@@ -270,9 +270,10 @@ async def handle_request(
 async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str | DynamoError:
     """Serve a request. Return "ok" or its error, which the client does not have yet.
 
-    The error is not being handled any more when its caller waits. Otherwise, a cancel of that wait
-    would refer to the error and, through a time limit that has passed, to the task: a cycle that
-    would keep the body in memory.
+    The error is returned, so that no `except` block of the caller waits. If such a wait were
+    cancelled, Python would make the error the context of the cancellation. An error of a time limit
+    refers to the task, and the task to the cancellation: a cycle that would keep the body in
+    memory.
 
     Raises ClientDisconnected.
     """
