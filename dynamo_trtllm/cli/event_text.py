@@ -82,8 +82,12 @@ def _values(entry: Entry) -> str:
 
 def quarantined(waiting: Entry) -> str:
     """Return the quarantined pair for which a request waits, as text."""
-    pair = f"pair {waiting.a:x} -> {waiting.b:x}" if waiting.a else f"instance {waiting.b:x}"
-    return f"{pair} is quarantined, because its KV transfers failed"
+    prefill_id = waiting.a
+    decode_id = waiting.b
+    name = f"instance {decode_id:x}"
+    if prefill_id:
+        name = f"pair {prefill_id:x} -> {decode_id:x}"
+    return f"{name} is quarantined, because its KV transfers failed"
 
 
 def clock_error(process: ProcessRecording) -> str:
