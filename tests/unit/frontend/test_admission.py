@@ -46,6 +46,20 @@ async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goe
     assert budget.in_use == 3 * SMALL_BODY_BYTES
 
 
+async def test_body_budget_when_an_older_body_waits_then_the_favored_one_still_goes_on() -> None:
+    budget = BodyBudget(8 * SMALL_BODY_BYTES)
+    older = budget.body()
+    favored = budget.body()
+    await budget.acquire(4 * SMALL_BODY_BYTES, budget.body())
+    await budget.acquire(SMALL_BODY_BYTES + 1, favored)
+    waiting = asyncio.create_task(budget.acquire(2 * SMALL_BODY_BYTES, older))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await budget.acquire(1, favored)
+    assert not waiting.done()
+    waiting.cancel()
+
+
 async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has_taken_its_quarter() -> (
     None
 ):
