@@ -51,7 +51,7 @@ async def stream_answer(
         if delta.finish is not None:
             num_unfinished -= 1
             if not num_unfinished:
-                async with state.turns.ending.turn():
+                async with state.turns.ending.turn(len(answer.choices)):
                     data += answer.builder.finish(answer.usage(), extras_of(answer, timeline))
                 await answer.on_complete()
         if data:
@@ -88,7 +88,7 @@ async def send_whole_answer(
         async with state.limits.slot():
             body = await in_thread(encode)
     else:
-        async with state.turns.ending.turn():
+        async with state.turns.ending.turn(len(answer.choices)):
             body = encode()
     await answer.on_complete()
     response.send(200, body, headers=answer.headers())

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dynamo_trtllm.support.network.by_network import HasNetwork
 
-PARSING_S = 0.005
+PARSING_S = 0.01
 HANDLER_S = 0.0002  # what a handler takes at its beginning
 # what a turn takes in addition to parsing: the connection stops and resumes reading
 _TURN_S = 0.00005

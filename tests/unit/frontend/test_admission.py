@@ -226,6 +226,41 @@ async def test_planning_when_bodies_that_wait_take_unlike_times_then_no_iteratio
     assert max(took) == pytest.approx(1.2 * WORK_S)
 
 
+async def test_planning_when_other_tasks_take_time_in_between_then_it_does_not_count() -> None:
+    clock = Clock()
+    planning = IterationTime(clock)
+    planned_in = list[int]()
+    iteration = 0
+
+    async def plan() -> None:
+        async with planning.turn():
+            planned_in.append(iteration)
+        clock.now += WORK_S  # other work of the same iteration
+
+    tasks = [asyncio.create_task(plan()) for _ in range(3)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        iteration += 1
+    assert planned_in == [0, 0, 0]
+
+
+async def test_ending_when_requests_have_many_choices_then_each_has_an_iteration() -> None:
+    ending = IterationTime(Clock())
+    ended_in = list[int]()
+    iteration = 0
+    num_choices = 2 * TURNS_PER_ITERATION  # more than an iteration has turns
+
+    async def end() -> None:
+        async with ending.turn(num_choices):
+            ended_in.append(iteration)
+
+    tasks = [asyncio.create_task(end()) for _ in range(3)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        iteration += 1
+    assert len(ended_in) == len(set(ended_in)) == 3
+
+
 async def test_planning_when_many_bodies_wait_then_each_only_looks_at_its_own_turn() -> None:
     looks = 0
 
