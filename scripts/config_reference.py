@@ -190,38 +190,36 @@ are in their documentation; what is known of them by release is checked before a
 
 def _program(model: type[Config]) -> Iterator[str]:
     flags = flags_of(model)
-    descriptions = model.descriptions()
     for group in GROUPS:
         in_group = [flag for flag in flags if flag.group == group]
         if not in_group:
             continue
         yield f"### {group[0].upper()}{group[1:]}\n"
-        rows = [
-            _flag(flag, model.model_fields[flag.field], descriptions[flag.field])
-            for flag in in_group
-        ]
+        rows = [_flag(flag, model.model_fields[flag.field]) for flag in in_group]
         yield table(("flag", "variable", "default", "what it is for"), rows)
 
 
-def _flag(flag: Flag, info: FieldInfo, description: str) -> tuple[str, ...]:
+def _flag(flag: Flag, info: FieldInfo) -> tuple[str, ...]:
     names = _quoted(flag.names)
     if flag.choices:
         names += f": {_quoted(flag.choices)}"
     variables = _quoted([f"{ENV_PREFIX}{flag.field.upper()}", *flag.env])
-    return names, variables, _default(info), html.escape(description, quote=False)
+    return names, variables, _default(info), _description(info)
 
 
 def _fields(model: type[BaseModel]) -> str:
-    descriptions = model.descriptions() if issubclass(model, Config) else {}
     rows = []
     for name, info in model.model_fields.items():
-        description = descriptions.get(name) or str(info.description)
         key = f"`{name}`"
         choices = _choices(info.annotation)
         if choices:
             key += f": {_quoted(choices)}"
-        rows.append((key, _default(info), html.escape(description, quote=False)))
+        rows.append((key, _default(info), _description(info)))
     return table(("key", "default", "what it is for"), rows)
+
+
+def _description(info: FieldInfo) -> str:
+    return html.escape(str(info.description), quote=False)
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

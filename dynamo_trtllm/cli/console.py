@@ -180,7 +180,6 @@ def completion(shell: str) -> str:
         except ConfigError:
             continue  # a package of this command is not installed
         if isinstance(parser, CommandParser):
-            parser.describe()
             for action, words in parser.values.items():
                 if words:
                     action.choices = words

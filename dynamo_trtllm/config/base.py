@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -63,6 +60,7 @@ def _ip_address(value: str) -> str:
 
 
 _SERVER = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)(:\d{1,5})?/?"  # host and port
+_ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 _ETCD = rf"\s*(https?://)?{_SERVER}\s*"
 NAME = r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}"
 NAME_RULE = "1 to 256 characters and no '/', '.', '*', '>', white space or control characters"
@@ -85,6 +83,16 @@ NatsAddress = Annotated[
     matching(
         rf"((nats|tls)://)?([^\s/@,]+@)?{_SERVER}", "expected an address like nats://localhost:4222"
     ),
+]
+Origins = Annotated[
+    str,
+    matching(
+        rf"\*|{_ORIGIN}(,{_ORIGIN})*",
+        "expected * or comma-separated origins like https://chat.example.org",
+    ),
+]
+OtlpEndpoint = Annotated[
+    str, matching(r"https?://[^\s/@]+(/\S*)?", "expected a URL like http://localhost:4318")
 ]
 ReachableHost = Annotated[str, AfterValidator(_reachable_host)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
@@ -121,10 +129,9 @@ def option(
     positional: bool = False,
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
+    help: str,
 ) -> Any:
     """Return a pydantic field that is also a command-line option.
-
-    The field's docstring is its text in `--help`.
 
     Args:
         group: Title of the field's group in `--help`.
@@ -134,6 +141,7 @@ def option(
         positional: The field is a positional argument.
         const_flags: Flags without a value, each mapped to the value that it sets.
         is_address: The value may contain a password, which is masked when printed.
+        help: Text of the flag in `--help`.
     """
     shown: JsonDict = {
         "group": group,
@@ -143,14 +151,14 @@ def option(
         "const_flags": dict(const_flags or {}),
         "is_address": is_address,
     }
-    return Field(default=default, json_schema_extra=shown)
+    return Field(default=default, description=help, json_schema_extra=shown)
 
 
 class Config(BaseModel):
     """Base of all settings: immutable, rejects unknown fields, and stores the source of each value.
 
-    The docstrings of a command's settings are its help: the first line of the class describes the
-    command, the rest is what `--help` ends with, and those of the fields describe the flags.
+    The docstring of a command's settings is part of its help: the first line describes the command,
+    the rest is what `--help` ends with.
     """
 
     model_config = ConfigDict(
@@ -158,24 +166,6 @@ class Config(BaseModel):
     )
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
-
-    @classmethod
-    def descriptions(cls) -> dict[str, str]:
-        """Return the docstring of each field, as one line.
-
-        Only help needs it: pydantic would read it at each start.
-        """
-        texts: dict[str, str] = {}
-        for model in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
-            body = ast.parse(inspect.getsource(model)).body[0]
-            assert isinstance(body, ast.ClassDef)
-            for statement, following in pairwise(body.body):
-                match statement, following:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                        value=ast.Constant(value=str(text))
-                    ):
-                        texts[name] = " ".join(text.split())
-        return texts
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
         """Return a copy with a source for each field; `source_of` returns it."""
@@ -201,31 +191,60 @@ class ConnectionConfig(Config):
     logging.
     """
 
-    namespace: Namespace = option("control plane", "dynamo", env="DYN_NAMESPACE")
-    """Name of the deployment. Workers and frontends see only instances of the same namespace."""
+    namespace: Namespace = option(
+        "control plane",
+        "dynamo",
+        env="DYN_NAMESPACE",
+        help="Name of the deployment. Workers and frontends see only instances of the same"
+        " namespace.",
+    )
     etcd_endpoints: EtcdAddresses = option(
-        "control plane", "http://localhost:2379", env="ETCD_ENDPOINTS", is_address=True
+        "control plane",
+        "http://localhost:2379",
+        env="ETCD_ENDPOINTS",
+        is_address=True,
+        help="etcd addresses, separated by commas.",
     )
-    """etcd addresses, separated by commas."""
-    etcd_ca: Path | None = option("control plane", None, env="ETCD_AUTH_CA")
-    """PEM file of the CA that signed etcd's certificate, for https:// endpoints."""
-    etcd_cert: Path | None = option("control plane", None, env="ETCD_AUTH_CLIENT_CERT")
-    """PEM file of the client certificate for etcd."""
-    etcd_key: Path | None = option("control plane", None, env="ETCD_AUTH_CLIENT_KEY")
-    """PEM file of the client certificate's key."""
+    etcd_ca: Path | None = option(
+        "control plane",
+        None,
+        env="ETCD_AUTH_CA",
+        help="PEM file of the CA that signed etcd's certificate, for https:// endpoints.",
+    )
+    etcd_cert: Path | None = option(
+        "control plane",
+        None,
+        env="ETCD_AUTH_CLIENT_CERT",
+        help="PEM file of the client certificate for etcd.",
+    )
+    etcd_key: Path | None = option(
+        "control plane",
+        None,
+        env="ETCD_AUTH_CLIENT_KEY",
+        help="PEM file of the client certificate's key.",
+    )
     nats_server: NatsAddress = option(
-        "control plane", "nats://localhost:4222", env="NATS_SERVER", is_address=True
+        "control plane",
+        "nats://localhost:4222",
+        env="NATS_SERVER",
+        is_address=True,
+        help="NATS address.",
     )
-    """NATS address."""
-    log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
-    """Minimum log level."""
-    log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
-    """Format of log lines: text, or json (one object per line)."""
+    log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
+    log_format: LogFormat = option(
+        "process",
+        "text",
+        env=LOG_FORMAT,
+        help="Format of log lines: text, or json (one object per line).",
+    )
 
 
 class ProcessConfig(ConnectionConfig):
     """Settings that workers and frontends share."""
 
-    recorder_dir: NonEmpty | None = option("process", None)
-    """Folder of the flight recorder's files, on tmpfs. Default: dynamo_trtllm in $XDG_RUNTIME_DIR,
-    otherwise /dev/shm/dynamo_trtllm-UID. off: record nothing."""
+    recorder_dir: NonEmpty | None = option(
+        "process",
+        None,
+        help="Folder of the flight recorder's files, on tmpfs. Default: dynamo_trtllm in"
+        " $XDG_RUNTIME_DIR, otherwise /dev/shm/dynamo_trtllm-UID. off: record nothing.",
+    )

@@ -55,40 +55,55 @@ class PreflightConfig(Config):
     exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
     """
 
-    prefill: Path | None = option("role", None)
-    """YAML file of a prefill worker's engine arguments."""
-    decode: Path | None = option("role", None)
-    """YAML file of a decode worker's engine arguments. With --prefill the pair is checked too."""
-    agg: Path | None = option("role", None)
-    """YAML file of an aggregated worker's engine arguments."""
-    prefill_args: str | None = option("role", None)
-    """More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size
-    32'.
-    """
-    decode_args: str | None = option("role", None)
-    """More flags of the decode worker, as one string."""
-    agg_args: str | None = option("role", None)
-    """More flags of the aggregated worker, as one string."""
-    gpu: str | None = option("engine", None)
-    """GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000.
-
-    Default: the GPU of this machine.
-    """
-    release: str = option("engine", "1.2.1")
-    """TensorRT-LLM release to check against."""
-    model_path: str | None = option("model", None, aliases=("--model",))
-    """Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their
-    published shape.
-    Without it, the model's limits and memory are not checked.
-    """
-    isl: PositiveInt | None = option("load", None)
-    """Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer."""
-    osl: PositiveInt | None = option("load", None)
-    """Tokens of the longest output."""
-    concurrency: PositiveInt | None = option("load", None)
-    """Number of concurrent requests."""
-    json_output: bool = option("process", False, aliases=("--json",))
-    """Print JSON instead of tables."""
+    prefill: Path | None = option(
+        "role", None, help="YAML file of a prefill worker's engine arguments."
+    )
+    decode: Path | None = option(
+        "role",
+        None,
+        help="YAML file of a decode worker's engine arguments. With --prefill the pair is checked"
+        " too.",
+    )
+    agg: Path | None = option(
+        "role", None, help="YAML file of an aggregated worker's engine arguments."
+    )
+    prefill_args: str | None = option(
+        "role",
+        None,
+        help="More flags of the prefill worker, as one string: '--max-num-tokens 20000"
+        " --max-batch-size 32'.",
+    )
+    decode_args: str | None = option(
+        "role", None, help="More flags of the decode worker, as one string."
+    )
+    agg_args: str | None = option(
+        "role", None, help="More flags of the aggregated worker, as one string."
+    )
+    gpu: str | None = option(
+        "engine",
+        None,
+        help="GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of"
+        " this machine.",
+    )
+    release: str = option("engine", "1.2.1", help="TensorRT-LLM release to check against.")
+    model_path: str | None = option(
+        "model",
+        None,
+        aliases=("--model",),
+        help="Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b"
+        " for their published shape. Without it, the model's limits and memory are not checked.",
+    )
+    isl: PositiveInt | None = option(
+        "load",
+        None,
+        help="Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer"
+        " buffer.",
+    )
+    osl: PositiveInt | None = option("load", None, help="Tokens of the longest output.")
+    concurrency: PositiveInt | None = option("load", None, help="Number of concurrent requests.")
+    json_output: bool = option(
+        "process", False, aliases=("--json",), help="Print JSON instead of tables."
+    )
 
     @model_validator(mode="after")
     def _has_a_role(self) -> PreflightConfig:
@@ -114,13 +129,15 @@ class ClearNamespaceConfig(ConnectionConfig):
     for a bad command line
     """
 
-    yes: bool = option("process", False)
-    """Remove without confirmation. Required when stdin is not a terminal."""
-    force: bool = option("process", False)
-    """Also remove live instances by revoking their leases.
-
-    A worker that still runs registers again within seconds.
-    """
+    yes: bool = option(
+        "process", False, help="Remove without confirmation. Required when stdin is not a terminal."
+    )
+    force: bool = option(
+        "process",
+        False,
+        help="Also remove live instances by revoking their leases. A worker that still runs"
+        " registers again within seconds.",
+    )
 
 
 class ChatConfig(Config):
@@ -134,18 +151,26 @@ class ChatConfig(Config):
     """
 
     # None selects the server's own default.
-    url: ServerUrl = option("HTTP and routing", "http://localhost:8000", is_address=True)
-    """Address of a frontend."""
-    model: NonEmpty | None = option("model", None)
-    """Model name. Default: the only model of the frontend."""
-    system: str | None = option("model", None)
-    """System message, sent before the first question."""
-    reasoning_effort: Literal["low", "medium", "high"] | None = option("model", None)
-    """Reasoning effort of the model."""
-    max_tokens: PositiveInt | None = option("model", None)
-    """Maximum tokens of an answer, reasoning included."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = option("model", None)
-    """Sampling temperature. 0 selects the most likely token; higher values vary more."""
+    url: ServerUrl = option(
+        "HTTP and routing", "http://localhost:8000", is_address=True, help="Address of a frontend."
+    )
+    model: NonEmpty | None = option(
+        "model", None, help="Model name. Default: the only model of the frontend."
+    )
+    system: str | None = option(
+        "model", None, help="System message, sent before the first question."
+    )
+    reasoning_effort: Literal["low", "medium", "high"] | None = option(
+        "model", None, help="Reasoning effort of the model."
+    )
+    max_tokens: PositiveInt | None = option(
+        "model", None, help="Maximum tokens of an answer, reasoning included."
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = option(
+        "model",
+        None,
+        help="Sampling temperature. 0 selects the most likely token; higher values vary more.",
+    )
 
 
 class LaunchConfig(Config):
@@ -153,30 +178,47 @@ class LaunchConfig(Config):
     that die.
     """
 
-    deployment: Path = option("process", ..., positional=True)
-    """YAML file that lists services, frontend and workers."""
-    model: str | None = option("model", None)
-    """Model for all workers, instead of the one in the file."""
-    engine: EngineName | None = option("engine", None)
-    """Engine for all workers, instead of the one in the file.
-
-    Arguments of another engine are dropped.
-    """
-    port: Port | None = option("HTTP and routing", None)
-    """Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one."""
-    host: NonEmpty | None = option("HTTP and routing", None)
-    """Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections
-    from other machines.
-    Default without a value in the file: 127.0.0.1.
-    """
-    demo: bool = option("process", False)
-    """Once all processes are ready, send a sample request and print which workers processed it."""
-    once: bool = option("process", False)
-    """Stop all processes once they are ready and the demo is done."""
-    log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
-    """Minimum log level."""
-    log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
-    """Format of log lines, also of the started processes: text, or json (one object per line)."""
+    deployment: Path = option(
+        "process", ..., positional=True, help="YAML file that lists services, frontend and workers."
+    )
+    model: str | None = option(
+        "model", None, help="Model for all workers, instead of the one in the file."
+    )
+    engine: EngineName | None = option(
+        "engine",
+        None,
+        help="Engine for all workers, instead of the one in the file. Arguments of another engine"
+        " are dropped.",
+    )
+    port: Port | None = option(
+        "HTTP and routing",
+        None,
+        help="Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free"
+        " one.",
+    )
+    host: NonEmpty | None = option(
+        "HTTP and routing",
+        None,
+        help="Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts"
+        " connections from other machines. Default without a value in the file: 127.0.0.1.",
+    )
+    demo: bool = option(
+        "process",
+        False,
+        help="Once all processes are ready, send a sample request and print which workers"
+        " processed it.",
+    )
+    once: bool = option(
+        "process", False, help="Stop all processes once they are ready and the demo is done."
+    )
+    log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
+    log_format: LogFormat = option(
+        "process",
+        "text",
+        env=LOG_FORMAT,
+        help="Format of log lines, also of the started processes: text, or json (one object per"
+        " line).",
+    )
 
 
 class ServeConfig(Config):
@@ -191,46 +233,78 @@ class ServeConfig(Config):
     """
 
     # None selects what fits the machine and the model.
-    model: str = option("model", ..., positional=True)
-    """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub,
-    which is downloaded
-    unless it is in the cache.
-    """
-    revision: NonEmpty | None = option("model", None)
-    """Branch, tag or commit of a model on the Hub. Default: its main branch."""
-    served_model_name: NonEmpty | None = option("model", None)
-    """Name that clients send as `model`. Default: MODEL, or the name of the folder."""
-    engine: EngineName | None = option("engine", None)
-    """Inference engine.
-
-    Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch that is
-    installed.
-    """
-    tensor_parallel_size: PositiveInt | None = option("engine", None, aliases=("--tp",))
-    """GPUs per worker, over which each layer is split. Default: as few as the weights need."""
-    prefill: PositiveInt | None = option("role", None)
-    """Number of prefill workers. Default: 1 if there are enough devices for two workers."""
-    decode: PositiveInt | None = option("role", None)
-    """Number of decode workers. Default: 1 if there are enough devices for two workers."""
-    port: Port = option("HTTP and routing", 8000, env="DYN_HTTP_PORT", aliases=("--http-port",))
-    """Port of the OpenAI-compatible API; 0 takes a free one."""
-    host: NonEmpty | None = option("HTTP and routing", None, aliases=("--http-host",))
-    """Address that the API listens on; 0.0.0.0 accepts connections from other machines.
-
-    Default: 127.0.0.1.
-    """
-    namespace: Namespace = option("control plane", "dynamo", env="DYN_NAMESPACE")
-    """Name of the deployment. Each has its own etcd and NATS."""
-    dry_run: bool = option("process", False)
-    """Print the deployment file that the launcher would run, and start nothing.
-
-    For a model on the Hub, only
-    config.json is downloaded.
-    """
-    log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
-    """Minimum log level."""
-    log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
-    """Format of log lines, also of the started processes: text, or json (one object per line)."""
+    model: str = option(
+        "model",
+        ...,
+        positional=True,
+        help="Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face"
+        " Hub, which is downloaded unless it is in the cache.",
+    )
+    revision: NonEmpty | None = option(
+        "model", None, help="Branch, tag or commit of a model on the Hub. Default: its main branch."
+    )
+    served_model_name: NonEmpty | None = option(
+        "model",
+        None,
+        help="Name that clients send as `model`. Default: MODEL, or the name of the folder.",
+    )
+    engine: EngineName | None = option(
+        "engine",
+        None,
+        help="Inference engine. Default: torch on a machine without GPU; with GPUs, the first of"
+        " trtllm, vllm and torch that is installed.",
+    )
+    tensor_parallel_size: PositiveInt | None = option(
+        "engine",
+        None,
+        aliases=("--tp",),
+        help="GPUs per worker, over which each layer is split. Default: as few as the weights"
+        " need.",
+    )
+    prefill: PositiveInt | None = option(
+        "role",
+        None,
+        help="Number of prefill workers. Default: 1 if there are enough devices for two workers.",
+    )
+    decode: PositiveInt | None = option(
+        "role",
+        None,
+        help="Number of decode workers. Default: 1 if there are enough devices for two workers.",
+    )
+    port: Port = option(
+        "HTTP and routing",
+        8000,
+        env="DYN_HTTP_PORT",
+        aliases=("--http-port",),
+        help="Port of the OpenAI-compatible API; 0 takes a free one.",
+    )
+    host: NonEmpty | None = option(
+        "HTTP and routing",
+        None,
+        aliases=("--http-host",),
+        help="Address that the API listens on; 0.0.0.0 accepts connections from other machines."
+        " Default: 127.0.0.1.",
+    )
+    namespace: Namespace = option(
+        "control plane",
+        "dynamo",
+        env="DYN_NAMESPACE",
+        help="Name of the deployment. Each has its own etcd and NATS.",
+    )
+    dry_run: bool = option(
+        "process",
+        False,
+        help="Print the deployment file that the launcher would run, and start nothing. For a"
+        " model on the Hub, only config.json is downloaded.",
+    )
+    log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
+    log_format: LogFormat = option(
+        "process",
+        "text",
+        env=LOG_FORMAT,
+        help="Format of log lines, also of the started processes: text, or json (one object per"
+        " line).",
+    )
 
 
 class DemoConfig(LaunchConfig):
@@ -241,8 +315,18 @@ class DemoConfig(LaunchConfig):
       %(prog)s --once --port 0
     """
 
-    deployment: Path = option("process", Path("deploy/local/demo.yaml"), positional=True)
-    demo: bool = option("process", True)
+    deployment: Path = option(
+        "process",
+        Path("deploy/local/demo.yaml"),
+        positional=True,
+        help="YAML file that lists services, frontend and workers.",
+    )
+    demo: bool = option(
+        "process",
+        True,
+        help="Once all processes are ready, send a sample request and print which workers"
+        " processed it.",
+    )
 
 
 class StatusConfig(ConnectionConfig):
@@ -256,20 +340,23 @@ class StatusConfig(ConnectionConfig):
     line
     """
 
-    url: ServerUrl | None = option("HTTP and routing", None, is_address=True)
-    """Address of a frontend.
-
-    Default: the deployments that were launched on this machine, otherwise the frontend at
-    http://localhost:8000 and the workers registered in etcd.
-    """
-    watch: bool = option("process", False)
-    """Show the status again and again until Ctrl-C."""
-    interval_s: PositiveFloat = option("process", 2.0)
-    """Seconds between two outputs of --watch."""
-    timeout_s: PositiveFloat = option("process", 3.0)
-    """Maximum seconds to wait for the answers of all processes."""
-    json_output: bool = option("process", False, aliases=("--json",))
-    """Print JSON, with --watch one line each time."""
+    url: ServerUrl | None = option(
+        "HTTP and routing",
+        None,
+        is_address=True,
+        help="Address of a frontend. Default: the deployments that were launched on this machine,"
+        " otherwise the frontend at http://localhost:8000 and the workers registered in etcd.",
+    )
+    watch: bool = option("process", False, help="Show the status again and again until Ctrl-C.")
+    interval_s: PositiveFloat = option(
+        "process", 2.0, help="Seconds between two outputs of --watch."
+    )
+    timeout_s: PositiveFloat = option(
+        "process", 3.0, help="Maximum seconds to wait for the answers of all processes."
+    )
+    json_output: bool = option(
+        "process", False, aliases=("--json",), help="Print JSON, with --watch one line each time."
+    )
 
 
 class ExplainConfig(ConnectionConfig):
@@ -286,37 +373,55 @@ class ExplainConfig(ConnectionConfig):
     something; 2 for a bad command line
     """
 
-    request: NonEmpty | None = option("process", None, positional=True)
-    """Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header
-    X-Request-Id, or of a log
-    line. Default: list the latest requests.
-    """
-    stuck: bool = option("process", False)
-    """List requests that have not ended and are silent, with the process that holds each."""
-    older_than_s: Annotated[float, Field(ge=1.5, le=MOST_SECONDS)] = option("process", 10.0)
-    """Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a
-    stream is recorded once
-    a second.
-    """
-    perfetto: Path | None = option("process", None)
-    """Write the events to this file as a Chrome trace (JSON), for Perfetto."""
-    trace: Path | None = option("process", None)
-    """Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format
-    (JSONL).
-    """
-    json_output: bool = option("process", False, aliases=("--json",))
-    """With --stuck: print JSON."""
-    recorder_dir: NonEmpty | None = option("process", None)
-    """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
-    /dev/shm/dynamo_trtllm-UID."""
-    local: bool = option("process", False)
-    """Read only the files of this machine.
-
-    Default: the running processes of other machines and containers are asked,
-    too, over etcd and NATS.
-    """
-    timeout_s: PositiveFloat = option("process", 2.0)
-    """Maximum seconds to wait for etcd, for NATS, and for the answers of all processes."""
+    request: NonEmpty | None = option(
+        "process",
+        None,
+        positional=True,
+        help="Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header"
+        " X-Request-Id, or of a log line. Default: list the latest requests.",
+    )
+    stuck: bool = option(
+        "process",
+        False,
+        help="List requests that have not ended and are silent, with the process that holds each.",
+    )
+    older_than_s: Annotated[float, Field(ge=1.5, le=MOST_SECONDS)] = option(
+        "process",
+        10.0,
+        help="Seconds of silence after which a request counts as stuck, at least 1.5: the progress"
+        " of a stream is recorded once a second.",
+    )
+    perfetto: Path | None = option(
+        "process",
+        None,
+        help="Write the events to this file as a Chrome trace (JSON), for Perfetto.",
+    )
+    trace: Path | None = option(
+        "process",
+        None,
+        help="Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's"
+        " format (JSONL).",
+    )
+    json_output: bool = option(
+        "process", False, aliases=("--json",), help="With --stuck: print JSON."
+    )
+    recorder_dir: NonEmpty | None = option(
+        "process",
+        None,
+        help="Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR,"
+        " otherwise /dev/shm/dynamo_trtllm-UID.",
+    )
+    local: bool = option(
+        "process",
+        False,
+        help="Read only the files of this machine. Default: the running processes of other"
+        " machines and containers are asked, too, over etcd and NATS.",
+    )
+    timeout_s: PositiveFloat = option(
+        "process",
+        2.0,
+        help="Maximum seconds to wait for etcd, for NATS, and for the answers of all processes.",
+    )
 
     @model_validator(mode="after")
     def _one_question(self) -> ExplainConfig:
@@ -335,8 +440,7 @@ class VersionConfig(Config):
     found.
     """
 
-    json_output: bool = option("process", False, aliases=("--json",))
-    """Print JSON."""
+    json_output: bool = option("process", False, aliases=("--json",), help="Print JSON.")
 
 
 class CompletionConfig(Config):
@@ -348,12 +452,14 @@ class CompletionConfig(Config):
       fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
     """
 
-    shell: Literal["bash", "zsh", "fish"] = option("process", ..., positional=True)
-    """Shell to print a script for."""
+    shell: Literal["bash", "zsh", "fish"] = option(
+        "process", ..., positional=True, help="Shell to print a script for."
+    )
 
 
 class FrontendProcessConfig(FrontendConfig):
     """One process of a frontend with several `workers`. The frontend starts these processes."""
 
-    number: PositiveInt = option("process", ...)
-    """Number of this process among the processes of the frontend, from 1."""
+    number: PositiveInt = option(
+        "process", ..., help="Number of this process among the processes of the frontend, from 1."
+    )

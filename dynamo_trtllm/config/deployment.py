@@ -152,10 +152,8 @@ class ServicesConfig(Section):
     `start` runs one on a free loopback port; an address selects a running one.
     """
 
-    etcd: EtcdAddresses = START
-    """start, or comma-separated addresses."""
-    nats: NatsAddress = START
-    """start, or an address."""
+    etcd: EtcdAddresses = Field(default=START, description="start, or comma-separated addresses.")
+    nats: NatsAddress = Field(default=START, description="start, or an address.")
 
 
 class RestartConfig(Section):
@@ -164,38 +162,52 @@ class RestartConfig(Section):
     The launcher stops the deployment at the limit.
     """
 
-    max_restarts: NonNegativeInt = 3
-    """Maximum restarts of one process per window."""
-    window_s: PositiveFloat = 60.0
-    """Window in seconds. Earlier restarts are not counted."""
-    pause_s: NonNegativeFloat = 0.0
-    """Seconds before the second restart within the window, doubled with each further one.
-
-    The first restart has no pause.
-    """
-    decode_workers: bool = True
-    """When a prefill worker of the vllm engine on GPUs dies, also drain and restart its decode
-    workers on GPUs, which otherwise hold its memory. These restarts are not counted.
-    """
+    max_restarts: NonNegativeInt = Field(
+        default=3, description="Maximum restarts of one process per window."
+    )
+    window_s: PositiveFloat = Field(
+        default=60.0, description="Window in seconds. Earlier restarts are not counted."
+    )
+    pause_s: NonNegativeFloat = Field(
+        default=0.0,
+        description="Seconds before the second restart within the window, doubled with each"
+        " further one. The first restart has no pause.",
+    )
+    decode_workers: bool = Field(
+        default=True,
+        description="When a prefill worker of the vllm engine on GPUs dies, also drain and restart"
+        " its decode workers on GPUs, which otherwise hold its memory. These restarts are not"
+        " counted.",
+    )
 
 
 class WorkerSpec(Section):
     """A group of `count` workers with the same settings."""
 
-    name: WorkerName
-    """Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on."""
-    disaggregation_mode: RoleName
-    """prefill, decode or prefill_and_decode (also agg, pd)."""
-    count: int = Field(default=1, gt=0, le=1024)
-    """Number of identical workers, at most 1024."""
-    devices: Annotated[list[NonNegativeInt] | Literal["cpu"], BeforeValidator(_gpu_numbers)] = "cpu"
-    """cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N equal parts."""
-    flags: Annotated[dict[str, Any], BeforeValidator(partial(_by_field, WorkerConfig))] = Field(
-        default_factory=dict
+    name: WorkerName = Field(
+        description="Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on."
     )
-    """Flags of `dynamo-trtllm worker` without the leading dashes."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of its processes, added to the launcher's."""
+    disaggregation_mode: RoleName = Field(
+        description="prefill, decode or prefill_and_decode (also agg, pd)."
+    )
+    count: int = Field(
+        default=1, gt=0, le=1024, description="Number of identical workers, at most 1024."
+    )
+    devices: Annotated[list[NonNegativeInt] | Literal["cpu"], BeforeValidator(_gpu_numbers)] = (
+        Field(
+            default="cpu",
+            description="cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N"
+            " equal parts.",
+        )
+    )
+    flags: Annotated[dict[str, Any], BeforeValidator(partial(_by_field, WorkerConfig))] = Field(
+        default_factory=dict,
+        description="Flags of `dynamo-trtllm worker` without the leading dashes.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of its processes, added to the launcher's.",
+    )
 
     @model_validator(mode="after")
     def _devices_divide(self) -> WorkerSpec:
@@ -212,21 +224,26 @@ class WorkerSpec(Section):
 class DeploymentConfig(Section):
     """The deployment of one machine: services, frontend and workers."""
 
-    namespace: Namespace = "dynamo"
-    """Namespace of the frontend and all workers."""
-    services: ServicesConfig = ServicesConfig()
-    """etcd and NATS."""
+    namespace: Namespace = Field(
+        default="dynamo", description="Namespace of the frontend and all workers."
+    )
+    services: ServicesConfig = Field(default=ServicesConfig(), description="etcd and NATS.")
     frontend: Annotated[
         dict[str, Any] | None, BeforeValidator(partial(_by_field, FrontendConfig))
-    ] = Field(default_factory=dict)
-    """Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is started.
-    """
-    workers: list[WorkerSpec] = Field(min_length=1)
-    """Worker groups; at least one."""
-    restart: RestartConfig = RestartConfig()
-    """Policy for processes that die."""
-    ready_timeout_s: PositiveFloat = 120.0
-    """Maximum seconds until a process is ready. Beyond it the deployment is stopped."""
+    ] = Field(
+        default_factory=dict,
+        description="Flags of `dynamo-trtllm frontend` without the leading dashes. null: no"
+        " frontend is started.",
+    )
+    workers: list[WorkerSpec] = Field(min_length=1, description="Worker groups; at least one.")
+    restart: RestartConfig = Field(
+        default=RestartConfig(), description="Policy for processes that die."
+    )
+    ready_timeout_s: PositiveFloat = Field(
+        default=120.0,
+        description="Maximum seconds until a process is ready. Beyond it the deployment is"
+        " stopped.",
+    )
 
     @model_validator(mode="after")
     def _names_differ(self) -> DeploymentConfig:

@@ -216,27 +216,15 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
         action="store_true",
         help="Print each setting, its value and source; exit.",
     )
-    actions: dict[str, argparse.Action] = {}
     for title in GROUPS:
         in_group = [flag for flag in flags if flag.group == title]
         if not in_group:
             continue
         group = parser.add_argument_group(title)
         for flag in in_group:
-            action = _add(group, flag)
-            actions[flag.field] = action
+            action = _add(group, flag, _help_text(flag, model.model_fields[flag.field]))
             if flag.choices or flag.kind is Path:
                 parser.values[action] = flag.choices
-
-    def describe() -> None:
-        descriptions = model.descriptions()
-        for flag in flags:
-            notes = _notes(flag, model.model_fields[flag.field])
-            text = descriptions[flag.field] + notes
-            # argparse formats help texts with the % operator.
-            actions[flag.field].help = text.replace("%", "%%")
-
-    parser.describe = describe
     return parser
 
 
@@ -245,27 +233,30 @@ def _usage(flag: Flag) -> str:
     return value if flag.positional else f"{flag.names[0]} {value}"
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
+def _add(group: argparse._ArgumentGroup, flag: Flag, help_text: str) -> argparse.Action:
     """Add the arguments of a flag, and return the one that takes its value."""
     metavar = {int: "INT", float: "NUMBER", dict: "JSON"}.get(flag.kind, flag.field.upper())
     if flag.choices:
         metavar = "{" + ",".join(flag.choices) + "}"
     if flag.positional:
-        return group.add_argument(flag.field, metavar=metavar, action=_Store, nargs="?")
+        return group.add_argument(
+            flag.field, metavar=metavar, action=_Store, nargs="?", help=help_text
+        )
     if flag.kind is bool:
         return group.add_argument(
-            *flag.names, dest=flag.field, action=argparse.BooleanOptionalAction
+            *flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text
         )
-    action = group.add_argument(*flag.names, dest=flag.field, metavar=metavar, action=_Store)
+    action = group.add_argument(
+        *flag.names, dest=flag.field, metavar=metavar, action=_Store, help=help_text
+    )
     for word, value in flag.const_flags.items():
-        help_text = f"{flag.names[0]} {value}"
-        group.add_argument(
-            word, dest=flag.field, action=_Store, nargs=0, const=value, help=help_text
-        )
+        meaning = f"{flag.names[0]} {value}"
+        group.add_argument(word, dest=flag.field, action=_Store, nargs=0, const=value, help=meaning)
     return action
 
 
-def _notes(flag: Flag, info: FieldInfo) -> str:
+def _help_text(flag: Flag, info: FieldInfo) -> str:
+    """Return the text of a flag in `--help`, with its default and variables."""
     notes = []
     if info.is_required():
         notes.append("required")
@@ -273,7 +264,11 @@ def _notes(flag: Flag, info: FieldInfo) -> str:
         notes.append(f"default: {info.default}")
     if flag.env:
         notes.append(f"also {', '.join(flag.env)}")
-    return f" ({'; '.join(notes)})" if notes else ""
+    text = info.description or ""
+    if notes:
+        text += f" ({'; '.join(notes)})"
+    # argparse formats help texts with the % operator.
+    return text.replace("%", "%%")
 
 
 def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tuple[Any, str]]:

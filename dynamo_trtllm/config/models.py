@@ -19,29 +19,19 @@ from dynamo_trtllm.config.base import (
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
+    Origins,
+    OtlpEndpoint,
     Port,
     PositiveFloat,
     PositiveInt,
     ProcessConfig,
     ReachableHost,
     RoleName,
-    matching,
     option,
 )
 from dynamo_trtllm.protocol.messages import Role
 
-_ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
-Origins = Annotated[
-    str,
-    matching(
-        rf"\*|{_ORIGIN}(,{_ORIGIN})*",
-        "expected * or comma-separated origins like https://chat.example.org",
-    ),
-]
-OtlpEndpoint = Annotated[
-    str, matching(r"https?://[^\s/@]+(/\S*)?", "expected a URL like http://localhost:4318")
-]
 
 
 class WorkerConfig(ProcessConfig):
@@ -55,97 +45,142 @@ class WorkerConfig(ProcessConfig):
     """
 
     # None selects the engine's own default.
-    model_path: str = option("model", ..., aliases=("--model",))
-    """Model folder or bundled model name."""
-    served_model_name: NonEmpty | None = option("model", None)
-    """Name that clients send as `model`. Default: the name of the folder."""
+    model_path: str = option(
+        "model", ..., aliases=("--model",), help="Model folder or bundled model name."
+    )
+    served_model_name: NonEmpty | None = option(
+        "model", None, help="Name that clients send as `model`. Default: the name of the folder."
+    )
     dyn_reasoning_parser: Literal["gpt_oss", "basic", "deepseek_r1", "none"] | None = option(
-        "model", None, env="DYN_REASONING_PARSER"
+        "model",
+        None,
+        env="DYN_REASONING_PARSER",
+        help="Reasoning parser: gpt_oss (Harmony), basic (text between <think> and </think>),"
+        " deepseek_r1 (text up to </think>), none. Default: chosen by the model's format.",
     )
-    """Reasoning parser: gpt_oss (Harmony), basic (text between <think> and </think>), deepseek_r1
-    (text up to </think>), none. Default: chosen by the model's format.
-    """
     dyn_tool_call_parser: Literal["harmony", "hermes", "json", "none"] | None = option(
-        "model", None, env="DYN_TOOL_CALL_PARSER"
+        "model",
+        None,
+        env="DYN_TOOL_CALL_PARSER",
+        help="Tool-call parser: harmony, hermes (JSON in <tool_call> tags), json (the answer is a"
+        " call), none. Default: chosen by the model's format.",
     )
-    """Tool-call parser: harmony, hermes (JSON in <tool_call> tags), json (the answer is a call),
-    none. Default: chosen by the model's format.
-    """
-    generation_config: Literal["auto", "none"] = option("model", "auto")
-    """auto: requests default to temperature, top_p, top_k, min_p and repetition_penalty of the
-    model's generation_config.json. none: they use the API's defaults.
-    """
-    custom_jinja_template: Path | None = option("model", None, env="DYN_CUSTOM_JINJA_TEMPLATE")
-    """Chat template (Jinja) instead of the model's own.
-
-    Pass it to all workers of the model. Not for gpt-oss, whose format (Harmony) has no template.
-    """
-    max_seq_len: PositiveInt | None = option("model", None, aliases=("--max-model-len",))
-    """Maximum prompt and output tokens per request."""
-    engine: EngineName | None = option("engine", None)
-    """Inference engine: trtllm (TensorRT-LLM), vllm, torch (transformers on CPU or GPU), mock (no
-    weights). Default: trtllm if TensorRT-LLM is installed; otherwise this flag is required.
-    """
-    extra_engine_args: Path | None = option("engine", None)
-    """YAML file of engine arguments. Flags override its values."""
-    kernels_profile: str | None = option("engine", None)
-    """Kernel profile: a name in kernels_config/, or a file. Default: chosen by the GPU."""
-    override_engine_args: dict[str, Any] | None = option("engine", None)
-    """JSON object of engine arguments. It overrides file and flags."""
-    dump_config_to: Path | None = option("engine", None, env="DYN_DUMP_CONFIG_TO")
-    """Write the merged engine arguments to this YAML file, each with its source."""
-    print_environment: bool = option("engine", False)
-    """Print the variables that TensorRT-LLM reads on each node of an engine on several nodes (of
-    the kernel profile and --compile-cache), as lines for a shell, and exit. A variable that is set
-    keeps its value.
-    """
-    load_format: Literal["auto", "dummy"] | None = option("engine", None)
-    """auto: read the model's weights. dummy: use random weights, which need no weight files and
-    give meaningless answers.
-    """
-    compile_cache: Path | None = option("engine", None)
-    """Folder for compiled kernels (vllm, trtllm).
-
-    Later starts with the same model, GPU, engine version and arguments use them, on other machines,
-    too. Default: the libraries' own folders.
-    """
-    warm_up_budget_s: NonNegativeFloat = option("engine", 120.0)
-    """Maximum seconds of the warm-up before the worker registers, in which kernels are compiled.
-
-    A step that runs then is finished. 0: only one request.
-    """
-    expected_step_ms: PositiveFloat | None = option("engine", None)
-    """Expected milliseconds of a decode step, for predictions until the worker has measured enough
-    steps. Default: none, or what the mock engine's arguments say.
-    """
-    expected_prefill_rate: PositiveFloat | None = option("engine", None)
-    """Expected prompt tokens per second of prefill, for the same."""
-    max_num_tokens: PositiveInt | None = option("engine", None)
-    """Maximum tokens in one engine step."""
-    max_batch_size: PositiveInt | None = option("engine", None)
-    """Maximum requests in one engine step."""
-    tensor_parallel_size: PositiveInt | None = option("engine", None, aliases=("--tp",))
-    """Number of GPUs over which each layer is split."""
-    expert_parallel_size: PositiveInt | None = option("engine", None)
-    """Number of GPUs over which experts are spread."""
-    pipeline_parallel_size: PositiveInt | None = option("engine", None)
-    """Number of GPUs over which layers are spread."""
-    enable_attention_dp: bool | None = option("engine", None)
-    """Attention data parallelism (trtllm): each of the GPUs of --tensor-parallel-size computes the
-    attention of its own requests.
-    """
-    gpus_per_node: PositiveInt | None = option("engine", None)
-    """GPUs on each node of an engine on several nodes (trtllm).
-
-    Default: TensorRT-LLM counts them.
-    """
-    max_beam_width: PositiveInt | None = option("engine", None)
-    """Maximum beams of a request (trtllm). Requests to this frontend use one."""
-    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = option("engine", None)
-    """Library for structured output (trtllm).
-
-    Default: none; requests for structured output are rejected.
-    """
+    generation_config: Literal["auto", "none"] = option(
+        "model",
+        "auto",
+        help="auto: requests default to temperature, top_p, top_k, min_p and repetition_penalty of"
+        " the model's generation_config.json. none: they use the API's defaults.",
+    )
+    custom_jinja_template: Path | None = option(
+        "model",
+        None,
+        env="DYN_CUSTOM_JINJA_TEMPLATE",
+        help="Chat template (Jinja) instead of the model's own. Pass it to all workers of the"
+        " model. Not for gpt-oss, whose format (Harmony) has no template.",
+    )
+    max_seq_len: PositiveInt | None = option(
+        "model",
+        None,
+        aliases=("--max-model-len",),
+        help="Maximum prompt and output tokens per request.",
+    )
+    engine: EngineName | None = option(
+        "engine",
+        None,
+        help="Inference engine: trtllm (TensorRT-LLM), vllm, torch (transformers on CPU or GPU),"
+        " mock (no weights). Default: trtllm if TensorRT-LLM is installed; otherwise this flag is"
+        " required.",
+    )
+    extra_engine_args: Path | None = option(
+        "engine", None, help="YAML file of engine arguments. Flags override its values."
+    )
+    kernels_profile: str | None = option(
+        "engine",
+        None,
+        help="Kernel profile: a name in kernels_config/, or a file. Default: chosen by the GPU.",
+    )
+    override_engine_args: dict[str, Any] | None = option(
+        "engine", None, help="JSON object of engine arguments. It overrides file and flags."
+    )
+    dump_config_to: Path | None = option(
+        "engine",
+        None,
+        env="DYN_DUMP_CONFIG_TO",
+        help="Write the merged engine arguments to this YAML file, each with its source.",
+    )
+    print_environment: bool = option(
+        "engine",
+        False,
+        help="Print the variables that TensorRT-LLM reads on each node of an engine on several"
+        " nodes (of the kernel profile and --compile-cache), as lines for a shell, and exit. A"
+        " variable that is set keeps its value.",
+    )
+    load_format: Literal["auto", "dummy"] | None = option(
+        "engine",
+        None,
+        help="auto: read the model's weights. dummy: use random weights, which need no weight"
+        " files and give meaningless answers.",
+    )
+    compile_cache: Path | None = option(
+        "engine",
+        None,
+        help="Folder for compiled kernels (vllm, trtllm). Later starts with the same model, GPU,"
+        " engine version and arguments use them, on other machines, too. Default: the libraries'"
+        " own folders.",
+    )
+    warm_up_budget_s: NonNegativeFloat = option(
+        "engine",
+        120.0,
+        help="Maximum seconds of the warm-up before the worker registers, in which kernels are"
+        " compiled. A step that runs then is finished. 0: only one request.",
+    )
+    expected_step_ms: PositiveFloat | None = option(
+        "engine",
+        None,
+        help="Expected milliseconds of a decode step, for predictions until the worker has"
+        " measured enough steps. Default: none, or what the mock engine's arguments say.",
+    )
+    expected_prefill_rate: PositiveFloat | None = option(
+        "engine", None, help="Expected prompt tokens per second of prefill, for the same."
+    )
+    max_num_tokens: PositiveInt | None = option(
+        "engine", None, help="Maximum tokens in one engine step."
+    )
+    max_batch_size: PositiveInt | None = option(
+        "engine", None, help="Maximum requests in one engine step."
+    )
+    tensor_parallel_size: PositiveInt | None = option(
+        "engine", None, aliases=("--tp",), help="Number of GPUs over which each layer is split."
+    )
+    expert_parallel_size: PositiveInt | None = option(
+        "engine", None, help="Number of GPUs over which experts are spread."
+    )
+    pipeline_parallel_size: PositiveInt | None = option(
+        "engine", None, help="Number of GPUs over which layers are spread."
+    )
+    enable_attention_dp: bool | None = option(
+        "engine",
+        None,
+        help="Attention data parallelism (trtllm): each of the GPUs of --tensor-parallel-size"
+        " computes the attention of its own requests.",
+    )
+    gpus_per_node: PositiveInt | None = option(
+        "engine",
+        None,
+        help="GPUs on each node of an engine on several nodes (trtllm). Default: TensorRT-LLM"
+        " counts them.",
+    )
+    max_beam_width: PositiveInt | None = option(
+        "engine",
+        None,
+        help="Maximum beams of a request (trtllm). Requests to this frontend use one.",
+    )
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = option(
+        "engine",
+        None,
+        help="Library for structured output (trtllm). Default: none; requests for structured"
+        " output are rejected.",
+    )
     disaggregation_mode: RoleName = option(
         "role",
         Role.AGGREGATED,
@@ -155,81 +190,106 @@ class WorkerConfig(ProcessConfig):
             "DYN_VLLM_IS_DECODE_WORKER",
         ),
         const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"},
+        help="Role of this worker; with --engine vllm it is decode unless it is set. agg and pd"
+        " are other names of prefill_and_decode.",
     )
-    """Role of this worker; with --engine vllm it is decode unless it is set. agg and pd are other
-    names of prefill_and_decode.
-    """
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option(
-        "role", "prefill_first"
+        "role",
+        "prefill_first",
+        help="Phase that starts first. decode_first reserves a decode slot before the prompt is"
+        " processed. Prefill and decode workers need the same value.",
     )
-    """Phase that starts first. decode_first reserves a decode slot before the prompt is processed.
-
-    Prefill and decode workers need the same value.
-    """
-    endpoint: Endpoint | None = option("role", None, env="DYN_ENDPOINT")
-    """Endpoint as dyn://NAMESPACE.COMPONENT.ENDPOINT. Default: chosen by role."""
+    endpoint: Endpoint | None = option(
+        "role",
+        None,
+        env="DYN_ENDPOINT",
+        help="Endpoint as dyn://NAMESPACE.COMPONENT.ENDPOINT. Default: chosen by role.",
+    )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = option(
-        "KV cache and transfer", None, aliases=("--gpu-memory-utilization",)
+        "KV cache and transfer",
+        None,
+        aliases=("--gpu-memory-utilization",),
+        help="Fraction of the GPU memory left after weights that the KV cache takes. With --engine"
+        " vllm: fraction of the whole GPU memory that the engine takes, weights included.",
     )
-    """Fraction of the GPU memory left after weights that the KV cache takes.
-
-    With --engine vllm: fraction of the whole GPU memory that the engine takes, weights included.
-    """
-    kv_block_size: PositiveInt | None = option("KV cache and transfer", None)
-    """Tokens per KV block. Prefill and decode workers need the same value."""
+    kv_block_size: PositiveInt | None = option(
+        "KV cache and transfer",
+        None,
+        help="Tokens per KV block. Prefill and decode workers need the same value.",
+    )
     publish_kv_events: bool = option(
         "KV cache and transfer",
         False,
         env="DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS",
+        help="Publish which prompt prefixes the prefix cache has, for frontends with --router-mode"
+        " kv.",
     )
-    """Publish which prompt prefixes the prefix cache has, for frontends with --router-mode kv."""
-    ticket_ttl_s: PositiveFloat = option("KV cache and transfer", 60.0)
-    """Seconds until KV that was not fetched is freed."""
-    handoff_timeout_s: PositiveFloat = option("KV cache and transfer", 30.0)
-    """Maximum seconds to fetch a prompt's KV."""
-    kv_transfer_host: ReachableHost | None = option("KV cache and transfer", None)
-    """Address or name at which other workers reach this host for KV over TCP, or for the handshake
-    of --engine vllm. Default: the local address that routes to NATS, else to etcd, else 127.0.0.1.
-    """
-    kv_transfer_bind_host: IpAddress | None = option("KV cache and transfer", None)
-    """IP address to listen on for KV over TCP; 0.0.0.0 and :: mean every interface.
-
-    Default: --kv-transfer-host.
-    """
+    ticket_ttl_s: PositiveFloat = option(
+        "KV cache and transfer", 60.0, help="Seconds until KV that was not fetched is freed."
+    )
+    handoff_timeout_s: PositiveFloat = option(
+        "KV cache and transfer", 30.0, help="Maximum seconds to fetch a prompt's KV."
+    )
+    kv_transfer_host: ReachableHost | None = option(
+        "KV cache and transfer",
+        None,
+        help="Address or name at which other workers reach this host for KV over TCP, or for the"
+        " handshake of --engine vllm. Default: the local address that routes to NATS, else to"
+        " etcd, else 127.0.0.1.",
+    )
+    kv_transfer_bind_host: IpAddress | None = option(
+        "KV cache and transfer",
+        None,
+        help="IP address to listen on for KV over TCP; 0.0.0.0 and :: mean every interface."
+        " Default: --kv-transfer-host.",
+    )
     max_ticket_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
-        "KV cache and transfer", 0.5
+        "KV cache and transfer",
+        0.5,
+        help="Maximum fraction of the KV blocks held for transfers that are not yet fetched. When"
+        " more are held for a second, a prefill worker rejects requests.",
     )
-    """Maximum fraction of the KV blocks held for transfers that are not yet fetched.
-
-    When more are held for a second, a prefill worker rejects requests.
-    """
     max_leaked_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
-        "KV cache and transfer", 0.5
+        "KV cache and transfer",
+        0.5,
+        help="Maximum fraction of the KV blocks that the engine can't free. Above it a worker"
+        " drains and restarts.",
     )
-    """Maximum fraction of the KV blocks that the engine can't free.
-
-    Above it a worker drains and restarts.
-    """
-    max_queued_requests: NonNegativeInt = option("engine", 1024)
-    """Maximum requests that a worker accepts beyond --max-batch-size. Further ones are rejected."""
-    lease_ttl_s: PositiveFloat = option("control plane", 10.0)
-    """Seconds until a dead worker's lease expires."""
-    stall_timeout_s: PositiveFloat = option("control plane", 10.0)
-    """Seconds without an answer after which a frontend counts as dead and the worker cancels its
-    requests.
-    """
-    system_host: NonEmpty = option("process", "0.0.0.0", env="DYN_SYSTEM_HOST")
-    """Address that --system-port listens on.
-
-    The default accepts connections from other machines. The launcher sets 127.0.0.1.
-    """
-    system_port: Port | None = option("process", None, env="DYN_SYSTEM_PORT")
-    """Port for /live, /ready, /health and /metrics; 0 takes a free one.
-
-    Default: disabled, or a free loopback port when the launcher starts the worker.
-    """
-    drain_timeout_s: PositiveFloat = option("process", 30.0, env="DYN_PREFILL_DRAIN_TIMEOUT_S")
-    """Maximum time in seconds to drain at shutdown."""
+    max_queued_requests: NonNegativeInt = option(
+        "engine",
+        1024,
+        help="Maximum requests that a worker accepts beyond --max-batch-size. Further ones are"
+        " rejected.",
+    )
+    lease_ttl_s: PositiveFloat = option(
+        "control plane", 10.0, help="Seconds until a dead worker's lease expires."
+    )
+    stall_timeout_s: PositiveFloat = option(
+        "control plane",
+        10.0,
+        help="Seconds without an answer after which a frontend counts as dead and the worker"
+        " cancels its requests.",
+    )
+    system_host: NonEmpty = option(
+        "process",
+        "0.0.0.0",
+        env="DYN_SYSTEM_HOST",
+        help="Address that --system-port listens on. The default accepts connections from other"
+        " machines. The launcher sets 127.0.0.1.",
+    )
+    system_port: Port | None = option(
+        "process",
+        None,
+        env="DYN_SYSTEM_PORT",
+        help="Port for /live, /ready, /health and /metrics; 0 takes a free one. Default: disabled,"
+        " or a free loopback port when the launcher starts the worker.",
+    )
+    drain_timeout_s: PositiveFloat = option(
+        "process",
+        30.0,
+        env="DYN_PREFILL_DRAIN_TIMEOUT_S",
+        help="Maximum time in seconds to drain at shutdown.",
+    )
 
     @property
     def model_name(self) -> str:
@@ -267,167 +327,223 @@ class FrontendConfig(ProcessConfig):
     streams output.
     """
 
-    http_host: str = option("HTTP and routing", "0.0.0.0", env="DYN_HTTP_HOST", aliases=("--host",))
-    """Address to listen on.
-
-    The default accepts connections from other machines. The launcher sets 127.0.0.1.
-    """
-    http_port: Port = option("HTTP and routing", 8000, env="DYN_HTTP_PORT", aliases=("--port",))
-    """Port to listen on; 0 takes a free one."""
-    cors_origins: Origins | None = option("HTTP and routing", None)
-    """Origins whose pages browsers let call this server (CORS), separated by commas; * for all.
-
-    Default: none.
-    """
-    workers: PositiveInt = option("HTTP and routing", 1)
-    """Number of frontend processes that share the port.
-
-    Limits of connections, generations and queues apply to each process.
-    """
+    http_host: str = option(
+        "HTTP and routing",
+        "0.0.0.0",
+        env="DYN_HTTP_HOST",
+        aliases=("--host",),
+        help="Address to listen on. The default accepts connections from other machines. The"
+        " launcher sets 127.0.0.1.",
+    )
+    http_port: Port = option(
+        "HTTP and routing",
+        8000,
+        env="DYN_HTTP_PORT",
+        aliases=("--port",),
+        help="Port to listen on; 0 takes a free one.",
+    )
+    cors_origins: Origins | None = option(
+        "HTTP and routing",
+        None,
+        help="Origins whose pages browsers let call this server (CORS), separated by commas; * for"
+        " all. Default: none.",
+    )
+    workers: PositiveInt = option(
+        "HTTP and routing",
+        1,
+        help="Number of frontend processes that share the port. Limits of connections, generations"
+        " and queues apply to each process.",
+    )
     unknown_fields: Literal["reject", "warn", "ignore"] = option(
-        "HTTP and routing", "warn", env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS"
+        "HTTP and routing",
+        "warn",
+        env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
+        help="Unknown fields of requests: warn (ignore them, name them in the response header"
+        " x-dynamo-ignored-fields, in the log and in /metrics, and reject misspelled ones), reject"
+        " (status 400), ignore (all of them, naming none).",
     )
-    """Unknown fields of requests: warn (ignore them, name them in the response header
-    x-dynamo-ignored-fields, in the log and in /metrics, and reject misspelled ones), reject (status
-    400), ignore (all of them, naming none).
-    """
     router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
-        "HTTP and routing", "round-robin", env="DYN_ROUTER_MODE"
+        "HTTP and routing",
+        "round-robin",
+        env="DYN_ROUTER_MODE",
+        help="How workers are selected. round-robin: in turn. random: at random. least-loaded: the"
+        " prefill worker with the fewest prompt tokens to compute and the decode worker with the"
+        " fewest tokens in its KV cache; for prompts of different lengths or workers of different"
+        " speed. kv: as least-loaded, but prompt tokens in a worker's prefix cache do not count;"
+        " for prompts that begin alike, as in conversations.",
     )
-    """How workers are selected. round-robin: in turn. random: at random. least-loaded: the prefill
-    worker with the fewest prompt tokens to compute and the decode worker with the fewest tokens in
-    its KV cache; for prompts of different lengths or workers of different speed. kv: as
-    least-loaded, but prompt tokens in a worker's prefix cache do not count; for prompts that begin
-    alike, as in conversations.
-    """
     router_kv_events: bool = option(
         "HTTP and routing",
         True,
         env=("DYN_ROUTER_USE_KV_EVENTS", "DYN_USE_KV_EVENTS"),
         aliases=("--kv-events",),
+        help="With --router-mode kv: read the KV events of workers that run with"
+        " --publish-kv-events. For all other workers (with --no-router-kv-events: for all), assume"
+        " that a worker has the prompts that this frontend process sent to it.",
     )
-    """With --router-mode kv: read the KV events of workers that run with --publish-kv-events.
-
-    For all other workers (with --no-router-kv-events: for all), assume that a worker has the
-    prompts that this frontend process sent to it.
-    """
-    router_ttl_secs: PositiveFloat = option("HTTP and routing", 120.0, env="DYN_ROUTER_TTL_SECS")
-    """With --router-mode kv: seconds for which a worker without KV events is assumed to have a
-    prompt.
-    """
+    router_ttl_secs: PositiveFloat = option(
+        "HTTP and routing",
+        120.0,
+        env="DYN_ROUTER_TTL_SECS",
+        help="With --router-mode kv: seconds for which a worker without KV events is assumed to"
+        " have a prompt.",
+    )
     router_kv_overlap_score_credit: Annotated[float, Field(ge=0, le=1)] = option(
-        "HTTP and routing", 1.0, env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT"
+        "HTTP and routing",
+        1.0,
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
+        help="With --router-mode kv: how much of a prompt token's cost is saved if the token is in"
+        " the prefix cache, from 0 (caches are ignored) to 1 (the token costs nothing).",
     )
-    """With --router-mode kv: how much of a prompt token's cost is saved if the token is in the
-    prefix cache, from 0 (caches are ignored) to 1 (the token costs nothing).
-    """
     router_temperature: NonNegativeFloat = option(
-        "HTTP and routing", 0.0, env="DYN_ROUTER_TEMPERATURE"
+        "HTTP and routing",
+        0.0,
+        env="DYN_ROUTER_TEMPERATURE",
+        help="With --router-mode kv: 0 selects the worker with the lowest cost. With more,"
+        " selection is random: the softmax of the negative costs, divided by their range and this"
+        " number.",
     )
-    """With --router-mode kv: 0 selects the worker with the lowest cost.
-
-    With more, selection is random: the softmax of the negative costs, divided by their range and
-    this number.
-    """
-    request_timeout_s: PositiveFloat = option("HTTP and routing", 600.0)
-    """Maximum seconds of a request. A request can set a shorter limit with `timeout`."""
-    max_connections: PositiveInt = option("HTTP and routing", 8192)
-    """Maximum connections that run requests; further requests get 429.
-
-    Beyond it and 256 more, idle ones are closed.
-    """
-    max_header_bytes: PositiveInt = option("HTTP and routing", 64 << 10)
-    """Maximum bytes of a request head (else 431). It has at most 100 headers."""
-    receive_timeout_s: PositiveFloat = option("HTTP and routing", 60.0)
-    """Maximum seconds to receive the head of a request, and then its body.
-
-    Slower ones are answered with 408.
-    """
-    keep_alive_timeout_s: PositiveFloat = option("HTTP and routing", 75.0)
-    """Seconds until an idle connection is closed."""
+    request_timeout_s: PositiveFloat = option(
+        "HTTP and routing",
+        600.0,
+        help="Maximum seconds of a request. A request can set a shorter limit with `timeout`.",
+    )
+    max_connections: PositiveInt = option(
+        "HTTP and routing",
+        8192,
+        help="Maximum connections that run requests; further requests get 429. Beyond it and 256"
+        " more, idle ones are closed.",
+    )
+    max_header_bytes: PositiveInt = option(
+        "HTTP and routing",
+        64 << 10,
+        help="Maximum bytes of a request head (else 431). It has at most 100 headers.",
+    )
+    receive_timeout_s: PositiveFloat = option(
+        "HTTP and routing",
+        60.0,
+        help="Maximum seconds to receive the head of a request, and then its body. Slower ones are"
+        " answered with 408.",
+    )
+    keep_alive_timeout_s: PositiveFloat = option(
+        "HTTP and routing", 75.0, help="Seconds until an idle connection is closed."
+    )
     sse_keep_alive_s: NonNegativeFloat = option(
         "HTTP and routing",
         0.0,
         aliases=("--sse-keep-alive-interval",),
         env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
+        help="Seconds of silence after which a streamed response sends its headers, and then SSE"
+        " comments, so that proxies do not close the connection. Later errors are events of the"
+        " stream. 0: off.",
     )
-    """Seconds of silence after which a streamed response sends its headers, and then SSE comments,
-    so that proxies do not close the connection. Later errors are events of the stream. 0: off."""
-    max_body_bytes: PositiveInt = option("HTTP and routing", 8 << 20, env="DYN_HTTP_BODY_LIMIT_MB")
-    """Maximum size of a request body in bytes. Larger bodies are answered with 413."""
-    max_total_body_bytes: PositiveInt = option("HTTP and routing", 256 << 20)
-    """Maximum bytes of all request bodies together that are being received or parsed.
-
-    Further bodies wait for at most 5 s, then they are answered with 429.
-    """
-    max_inflight: PositiveInt = option("HTTP and routing", 4096)
-    """Maximum concurrent generations (n=4 counts as 4). Others are queued."""
-    max_queued: NonNegativeInt = option("HTTP and routing", 1024)
-    """Maximum queued requests. Clients take turns. Further ones are answered with 429."""
-    retry_limit: NonNegativeInt = option("HTTP and routing", 3)
-    """Maximum retries of a request that fails before its first token, on another worker if there is
-    one.
-    """
-    migration_limit: NonNegativeInt = option("HTTP and routing", 3, env="DYN_MIGRATION_LIMIT")
-    """Maximum migrations of a request.
-
-    When its worker dies, another one continues from the tokens so far.
-    """
+    max_body_bytes: PositiveInt = option(
+        "HTTP and routing",
+        8 << 20,
+        env="DYN_HTTP_BODY_LIMIT_MB",
+        help="Maximum size of a request body in bytes. Larger bodies are answered with 413.",
+    )
+    max_total_body_bytes: PositiveInt = option(
+        "HTTP and routing",
+        256 << 20,
+        help="Maximum bytes of all request bodies together that are being received or parsed."
+        " Further bodies wait for at most 5 s, then they are answered with 429.",
+    )
+    max_inflight: PositiveInt = option(
+        "HTTP and routing",
+        4096,
+        help="Maximum concurrent generations (n=4 counts as 4). Others are queued.",
+    )
+    max_queued: NonNegativeInt = option(
+        "HTTP and routing",
+        1024,
+        help="Maximum queued requests. Clients take turns. Further ones are answered with 429.",
+    )
+    retry_limit: NonNegativeInt = option(
+        "HTTP and routing",
+        3,
+        help="Maximum retries of a request that fails before its first token, on another worker if"
+        " there is one.",
+    )
+    migration_limit: NonNegativeInt = option(
+        "HTTP and routing",
+        3,
+        env="DYN_MIGRATION_LIMIT",
+        help="Maximum migrations of a request. When its worker dies, another one continues from"
+        " the tokens so far.",
+    )
     hold_for_roles_s: NonNegativeFloat = option(
-        "HTTP and routing", 5.0, aliases=("--hold-for-roles",)
+        "HTTP and routing",
+        5.0,
+        aliases=("--hold-for-roles",),
+        help="Maximum seconds that a request waits for a role that has no worker, before 503.",
     )
-    """Maximum seconds that a request waits for a role that has no worker, before 503."""
-    decode_fallback: bool = option("HTTP and routing", False)
-    """If no prefill worker is available, send aggregated requests to decode workers whose engine
-    supports them.
-    """
+    decode_fallback: bool = option(
+        "HTTP and routing",
+        False,
+        help="If no prefill worker is available, send aggregated requests to decode workers whose"
+        " engine supports them.",
+    )
     canary_interval_s: NonNegativeFloat = option(
         "HTTP and routing",
         30.0,
         env="DYN_CANARY_WAIT_TIME",
+        help="Seconds after which an idle pair is probed with a request whose answer is known. 0:"
+        " no probes, and a model is ready as soon as matching workers of each role are registered.",
     )
-    """Seconds after which an idle pair is probed with a request whose answer is known. 0: no
-    probes, and a model is ready as soon as matching workers of each role are registered.
-    """
-    canary_timeout_s: PositiveFloat = option("HTTP and routing", 10.0)
-    """Maximum seconds for each request of a probe."""
-    stall_timeout_s: PositiveFloat = option("HTTP and routing", 5.0, aliases=("--stall-timeout",))
-    """Seconds without an answer after which a worker counts as dead; also the maximum wait for the
-    acknowledgment of a request. Streams are checked for lost messages three times in this time.
-    """
+    canary_timeout_s: PositiveFloat = option(
+        "HTTP and routing", 10.0, help="Maximum seconds for each request of a probe."
+    )
+    stall_timeout_s: PositiveFloat = option(
+        "HTTP and routing",
+        5.0,
+        aliases=("--stall-timeout",),
+        help="Seconds without an answer after which a worker counts as dead; also the maximum wait"
+        " for the acknowledgment of a request. Streams are checked for lost messages three times"
+        " in this time.",
+    )
     otlp_endpoint: OtlpEndpoint | None = option(
-        "HTTP and routing", None, env="OTEL_EXPORTER_OTLP_ENDPOINT"
+        "HTTP and routing",
+        None,
+        env="OTEL_EXPORTER_OTLP_ENDPOINT",
+        help="Base URL of an OpenTelemetry collector, Jaeger or Tempo, which gets a trace of each"
+        " request (OTLP over HTTP, as JSON). Default: no traces.",
     )
-    """Base URL of an OpenTelemetry collector, Jaeger or Tempo, which gets a trace of each request
-    (OTLP over HTTP, as JSON). Default: no traces.
-    """
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(
-        "HTTP and routing", 1.0, env="OTEL_TRACES_SAMPLER_ARG"
+        "HTTP and routing",
+        1.0,
+        env="OTEL_TRACES_SAMPLER_ARG",
+        help="Share of the requests with a trace, from 0 to 1. The sampling flag of a client's"
+        " traceparent header takes precedence.",
     )
-    """Share of the requests with a trace, from 0 to 1.
-
-    The sampling flag of a client's traceparent header takes precedence.
-    """
-    response_store: Literal["auto", "memory", "jetstream"] = option("HTTP and routing", "auto")
-    """Store of responses for previous_response_id and GET: memory (of one frontend process),
-    jetstream (NATS, shared by all frontends of the namespace; needs nats-server -js), auto
-    (jetstream with several --workers, else memory).
-    """
-    response_store_entries: PositiveInt = option("HTTP and routing", 10_000)
-    """Maximum responses stored in memory.
-
-    Beyond it, the client address with the most loses its oldest.
-    """
-    response_store_bytes: PositiveInt = option("HTTP and routing", 256 << 20)
-    """Maximum bytes of stored responses.
-
-    Beyond it, the client address with the most loses its oldest (memory), or the oldest are deleted
-    (jetstream).
-    """
-    response_store_entry_bytes: PositiveInt = option("HTTP and routing", 4 << 20)
-    """Maximum bytes of one stored response with its conversation. Longer ones need store: false."""
-    response_store_ttl_s: PositiveFloat = option("HTTP and routing", 86_400.0)
-    """Seconds until a stored response is deleted."""
+    response_store: Literal["auto", "memory", "jetstream"] = option(
+        "HTTP and routing",
+        "auto",
+        help="Store of responses for previous_response_id and GET: memory (of one frontend"
+        " process), jetstream (NATS, shared by all frontends of the namespace; needs nats-server"
+        " -js), auto (jetstream with several --workers, else memory).",
+    )
+    response_store_entries: PositiveInt = option(
+        "HTTP and routing",
+        10_000,
+        help="Maximum responses stored in memory. Beyond it, the client address with the most"
+        " loses its oldest.",
+    )
+    response_store_bytes: PositiveInt = option(
+        "HTTP and routing",
+        256 << 20,
+        help="Maximum bytes of stored responses. Beyond it, the client address with the most loses"
+        " its oldest (memory), or the oldest are deleted (jetstream).",
+    )
+    response_store_entry_bytes: PositiveInt = option(
+        "HTTP and routing",
+        4 << 20,
+        help="Maximum bytes of one stored response with its conversation. Longer ones need store:"
+        " false.",
+    )
+    response_store_ttl_s: PositiveFloat = option(
+        "HTTP and routing", 86_400.0, help="Seconds until a stored response is deleted."
+    )
 
     @property
     def allowed_origins(self) -> frozenset[str]:

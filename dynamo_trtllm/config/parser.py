@@ -12,7 +12,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -88,15 +88,9 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options)
         # For the completion of a shell: the words that an argument allows. (): it is a file.
         self.values: dict[argparse.Action, tuple[str, ...]] = {}
-        # Sets the texts of the flags, which only help needs.
-        self.describe: Callable[[], None] = _do_nothing
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
-
-    def format_help(self) -> str:
-        self.describe()
-        return super().format_help()
 
     def print_help(self, file: Any = None) -> None:
         """Print the help. A pipe gets plain text, and so does a terminal if NO_COLOR is set."""
@@ -114,7 +108,3 @@ class CommandParser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse ignores errors here, but a command must exit with 1 then.
         (file or sys.stderr).write(message)
-
-
-def _do_nothing() -> None:
-    pass

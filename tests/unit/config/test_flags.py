@@ -1,6 +1,7 @@
 import pytest
 
 from dynamo_trtllm.config.commands import ServeConfig
+from dynamo_trtllm.config.flags import build_parser
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -100,3 +101,11 @@ NO_ORIGINS = "a.example https://a/ *,https://a https://*.example https://ä http
 def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
     with pytest.raises(ConfigError, match=r"like https://chat\.example\.org"):
         load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})
+
+
+def test_help_when_printed_then_a_flag_has_text_default_and_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = " ".join(build_parser(WorkerConfig, "p").format_help().split())
+    assert "Minimum log level. (default: info; also DYN_LOG)" in shown
