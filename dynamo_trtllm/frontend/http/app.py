@@ -18,13 +18,13 @@ from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.requests.preprocess import B
 from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
+from dynamo_trtllm.frontend.requests.traces import TraceExporter
 from dynamo_trtllm.frontend.responses_api.key_value_store import KeyValueStore, MemoryStore
 from dynamo_trtllm.frontend.responses_api.response_builder import ResponsesAdapter
 from dynamo_trtllm.frontend.responses_api.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.support.http_server.server import Route, Router
 
 _MESSAGES: Final = "/v1/messages"

@@ -14,10 +14,10 @@ from dynamo_trtllm.frontend.requests.request_reports import (
     RequestTraces,
 )
 from dynamo_trtllm.frontend.requests.timeline import TimelineSubscribers
+from dynamo_trtllm.frontend.requests.traces import TraceExporter
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.traces import TraceExporter
 
 
 class AppState:

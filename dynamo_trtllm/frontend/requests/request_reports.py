@@ -25,9 +25,9 @@ from dynamo_trtllm.frontend.requests.timeline import (
     last_of,
     seconds_by_phase,
 )
+from dynamo_trtllm.frontend.requests.traces import EndedRequest, TraceExporter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
-from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
 from dynamo_trtllm.protocol.errors import DynamoError, RequestError
 from dynamo_trtllm.protocol.sanitize import shorten
 from dynamo_trtllm.support.http_server.exchange import HttpRequest

@@ -14,7 +14,7 @@ import msgspec
 from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, Usage
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
-from dynamo_trtllm.observability.traces import valid_traceparent
+from dynamo_trtllm.frontend.requests.traces import valid_traceparent
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.support.http_server.exchange import HttpRequest

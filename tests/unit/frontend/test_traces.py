@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.observability import traces as module
-from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, phase_intervals
+from dynamo_trtllm.frontend.requests import traces as module
+from dynamo_trtllm.frontend.requests.traces import EndedRequest, TraceExporter, phase_intervals
 from dynamo_trtllm.protocol.messages import PhaseTimings, Role
 from dynamo_trtllm.protocol.phases import Span
 from dynamo_trtllm.support.network.addresses import free_ports
