@@ -5,24 +5,33 @@ The questions come from a terminal, or line by line from a pipe.
 
 from __future__ import annotations
 
-import base64
-import http.client
+import asyncio
 import io
 import json
 import re
 import sys
 import time
-import urllib.parse
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import command, is_color_disabled
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
+from dynamo_trtllm.support import http_client
 
 _PROMPT: Final = "> "
 HELP: Final = """\
@@ -33,8 +42,6 @@ Ctrl-C stops an answer. Any other line is sent as a question.
 """
 
 Ask = Callable[[Mapping[str, Any]], Generator[dict[str, Any], None, None]]
-_CONNECT_TIMEOUT_S: Final = 10.0
-_SILENCE_TIMEOUT_S: Final = 600.0  # longest wait for the next byte: a long prompt in a long queue
 _DONE: Final = "[DONE]"
 _DATA: Final = "data:"
 
@@ -195,8 +202,8 @@ def _typed_lines() -> Iterator[str]:
 
 def models(url: str) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
-    with _response(url, "/v1/models") as response:
-        body = _json(response.read())
+    with closing(_iterate(_response_lines(url, "/v1/models"))) as lines:
+        body = _json(b"\n".join(lines))
     return [str(model.get("id")) for model in body.get("data") or ()]
 
 
@@ -212,8 +219,9 @@ def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], 
     Raises:
         ChatFailed: There is no connection, the server returns an error, or the stream breaks.
     """
-    with _response(url, "/v1/chat/completions", json.dumps(body).encode()) as response:
-        yield from events(response)
+    content = json.dumps(body).encode()
+    with closing(_iterate(_response_lines(url, "/v1/chat/completions", content))) as lines:
+        yield from events(lines)
 
 
 def events(lines: Iterable[bytes]) -> Generator[dict[str, Any], None, None]:
@@ -242,41 +250,53 @@ def error_text(body: Mapping[str, Any]) -> str:
     return " ".join(str(message or body).split())
 
 
-@contextmanager
-def _response(
+async def _response_lines(
     url: str, path: str, content: bytes | None = None
-) -> Iterator[http.client.HTTPResponse]:
-    """Send a request, and yield the response if its status is 200.
+) -> AsyncGenerator[bytes, None]:
+    """Send a request, and yield the lines of the response.
 
     It is a GET request, or a POST request if there is JSON content.
+
+    Raises:
+        ChatFailed: There is no connection, it is lost, or the status is not 200.
     """
-    parts = urllib.parse.urlsplit(url)
     shown = mask_address(url)
-    method = "GET" if content is None else "POST"
-    headers = {} if content is None else {"Content-Type": "application/json"}
-    if "@" in parts.netloc:
-        encoded_credentials, _, _ = parts.netloc.rpartition("@")
-        credentials = urllib.parse.unquote(encoded_credentials).encode()
-        headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
-    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    with closing(make(parts.hostname or "", parts.port, timeout=_CONNECT_TIMEOUT_S)) as connection:
-        try:
-            connection.connect()
-        except OSError as exc:
-            raise ChatFailed(
-                f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address"
-                " with --url"
-            ) from exc
-        connection.sock.settimeout(_SILENCE_TIMEOUT_S)
-        try:
-            connection.request(method, parts.path + path, content, headers)
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                text = response.read().decode(errors="replace")
+    try:
+        connection = await http_client.connect(url + path)
+    except OSError as exc:
+        raise ChatFailed(
+            f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address"
+            " with --url"
+        ) from exc
+    try:
+        async with connection:
+            if content is None:
+                response = await connection.request("GET")
+            else:
+                headers = {"Content-Type": "application/json"}
+                response = await connection.request("POST", content, headers)
+            if response.status != HTTPStatus.OK:
+                text = (await response.read()).decode(errors="replace")
                 raise ChatFailed(f"{shown} answered {response.status}: {_error_of(text)}")
-            yield response
-        except (OSError, http.client.HTTPException) as exc:
-            raise ChatFailed(f"connection to {shown} lost: {_reason(exc)}") from exc
+            async for line in response.lines():
+                yield line
+    except OSError as exc:
+        raise ChatFailed(f"connection to {shown} lost: {_reason(exc)}") from exc
+
+
+def _iterate(lines: AsyncIterator[bytes]) -> Generator[bytes, None, None]:
+    """Yield lines as they arrive. Ctrl-C interrupts the wait for the next one."""
+
+    async def next_line() -> bytes | None:
+        return await anext(lines, None)
+
+    # Its end also ends the generator of the lines, which closes the connection.
+    with asyncio.Runner() as runner:
+        while True:
+            line = runner.run(next_line())
+            if line is None:
+                return
+            yield line
 
 
 def _error_of(text: str) -> str:

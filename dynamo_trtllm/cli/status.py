@@ -24,11 +24,13 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND
-from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats, request
+from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
+from dynamo_trtllm.support import http_client
+from dynamo_trtllm.support.network.addresses import http_url
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -371,7 +373,8 @@ async def _health(host: str, port: int, deadline: float) -> _Health:
 
 async def _get(host: str, port: int, path: str, deadline: float) -> tuple[int, bytes]:
     async with asyncio.timeout_at(deadline):
-        return await request(host, port, "GET", path, max_bytes=_METRICS_BYTES)
+        url = http_url(host, port, path)
+        return await http_client.request(url, "GET", max_bytes=_METRICS_BYTES)
 
 
 def _text(error: Exception) -> str:

@@ -28,11 +28,12 @@ from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
-from dynamo_trtllm.launch.servers import NotYet, request, until
+from dynamo_trtllm.launch.servers import NotYet, until
 from dynamo_trtllm.models import locate
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
@@ -222,9 +223,9 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
 
 async def _request(frontend: str, method: str, path: str, content: bytes = b"") -> Any:
     """Return the JSON body of a response. Raise NotYet if its status is not 200."""
-    host, _, port = frontend.rpartition(":")
     headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
-    status, answer = await request(host.strip("[]"), int(port), method, path, content, headers)
+    url = f"http://{frontend}{path}"
+    status, answer = await http_client.request(url, method, content, headers)
     if status != 200:
         raise NotYet(f"status {status}: {answer.decode(errors='replace').strip()}")
     return json.loads(answer)

@@ -1,8 +1,5 @@
 """Check over the network that servers are ready, and start etcd and NATS on this machine.
 
-The checks use httptools, which is a dependency already, while an asyncio HTTP client is not. The
-standard library's client would block a thread that a stopping launcher has to wait for.
-
 etcd and NATS come from their wheels, listen on free loopback ports, and exit with this process (see
 `spawn`). They are not for production: etcd has one member and fast timers.
 """
@@ -17,17 +14,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TypeAlias, TypeVar
 
-import httptools
 import msgspec
 
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
-from dynamo_trtllm.support.network.addresses import reserved_ports
+from dynamo_trtllm.support import http_client
+from dynamo_trtllm.support.network.addresses import connect_host, http_url, reserved_ports
 from dynamo_trtllm.support.subprocesses import Child, describe, spawn
 
 INSTALL = install_hint("local")
@@ -41,9 +37,6 @@ _ONE_ANSWER_S = 5.0
 _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _PAUSE_FRACTION = 0.1  # of the time waited so far
-_LONGEST_ANSWER_BYTES = 1 << 16
-_READ_BYTES = 1 << 14
-_CONNECT_TO = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # for a server that listens on every interface
 
 T = TypeVar("T")
 Check: TypeAlias = Callable[[str, int], Awaitable[None]]
@@ -155,65 +148,18 @@ async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
 
     Raise NotYet for other responses, OSError for no response.
     """
-    status, body = await request(host, port, "GET", path)
+    status, body = await http_client.request(http_url(host, port, path), "GET")
     try:
         return status, msgspec.json.decode(body, type=form)
     except msgspec.DecodeError as exc:
         raise NotYet(f"the response to GET {path} at port {port} can't be parsed: {exc}") from exc
 
 
-async def request(
-    host: str,
-    port: int,
-    method: str,
-    path: str,
-    content: bytes = b"",
-    headers: Mapping[str, str] = {},
-    *,
-    max_bytes: int = _LONGEST_ANSWER_BYTES,
-) -> tuple[int, bytes]:
-    """Return the status and the body of an HTTP response.
-
-    Raise OSError if there is none, or it is too long.
-    """
-    all_headers = {
-        "Host": "localhost",
-        "Connection": "close",
-        "Content-Length": len(content),
-        **headers,
-    }
-    head = f"{method} {path} HTTP/1.1\r\n"
-    for name, value in all_headers.items():
-        head += f"{name}: {value}\r\n"
-    body: list[bytes] = []
-    is_complete = asyncio.Event()
-    parser = httptools.HttpResponseParser(
-        SimpleNamespace(on_body=body.append, on_message_complete=is_complete.set)
-    )
-    read_bytes = 0
-    try:
-        async with _connection(host, port) as (reader, writer):
-            writer.write(head.encode() + b"\r\n" + content)
-            while not is_complete.is_set():
-                data = await reader.read(_READ_BYTES)
-                read_bytes += len(data)
-                if not data or read_bytes > max_bytes:
-                    raise ConnectionError(
-                        f"the response to {method} {path} is incomplete or too long"
-                    )
-                parser.feed_data(data)
-        return parser.get_status_code(), b"".join(body)
-    except httptools.HttpParserError as exc:
-        raise ConnectionError(
-            f"the response to {method} {path} at port {port} can't be parsed: {exc}"
-        ) from exc
-
-
 @asynccontextmanager
 async def _connection(
     host: str, port: int
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(_CONNECT_TO.get(host, host), port)
+    reader, writer = await asyncio.open_connection(connect_host(host), port)
     try:
         yield reader, writer
     finally:

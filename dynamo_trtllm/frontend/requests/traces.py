@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit
 
 import orjson
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.protocol.messages import PhaseTimings
 from dynamo_trtllm.protocol.phases import FRONTEND, PHASES, Span, divide
+from dynamo_trtllm.support import http_client
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class TraceExporter:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     await self._send(traces)
-            except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as exc:
+            except (OSError, ValueError) as exc:
                 # Requests go on in any case.
                 failure = exc
                 self._drop(len(traces))
@@ -195,7 +195,7 @@ class TraceExporter:
             self._reason = ""
 
     async def _send(self, traces: Sequence[_QueuedTrace]) -> None:
-        """Send traces. Unlike a client that blocks a thread, it can be cancelled at any step.
+        """Send traces.
 
         Raises:
             OSError: The collector can't be reached, or does not take the traces. A redirect is an
@@ -203,27 +203,11 @@ class TraceExporter:
         """
         # In a thread, because it takes long; the event loop goes on.
         body = await asyncio.to_thread(self._encoded, traces)
-        url = urlsplit(self._url)
-        tls = True if url.scheme == "https" else None
-        port = url.port
-        if not port:
-            port = 443 if tls else 80
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls)
-        try:
-            head = (
-                f"POST {url.path} HTTP/1.1\r\n"
-                f"Host: {url.netloc}\r\n"
-                "Content-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n"
-                "Connection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
-            answer = await reader.readuntil(b"\r\n\r\n")
-        finally:
-            writer.transport.abort()
-        status = answer.partition(b" ")[2][:3].decode("latin-1")
-        if not status.startswith("2"):
-            raise OSError(f"it answers with HTTP status {status}")
+        headers = {"Content-Type": "application/json"}
+        async with await http_client.connect(self._url) as connection:
+            response = await connection.request("POST", body, headers)
+        if not 200 <= response.status < 300:
+            raise OSError(f"it answers with HTTP status {response.status}")
 
     def _encoded(self, traces: Sequence[_QueuedTrace]) -> bytes:
         return orjson.dumps(self._message(traces))

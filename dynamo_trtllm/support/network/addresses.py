@@ -1,4 +1,4 @@
-"""Find the address at which other hosts reach this one, resolve host names, and find free ports.
+"""Find the address at which others reach a server, resolve host names, and find free ports.
 
 Free ports are for servers that need their port before they start. They lie below those that Linux
 uses for outgoing connections (`net.ipv4.ip_local_port_range`, from 32768 on). A port of that range
@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK_OF: Final = {"0.0.0.0": LOOPBACK, "::": "::1"}
 _ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
 
 
@@ -74,6 +75,19 @@ def is_wildcard(host: str) -> bool:
     except ValueError:
         return host in ("", "*")
     return address.is_unspecified or address.is_multicast
+
+
+def connect_host(host: str) -> str:
+    """Return the address at which this machine reaches a server that listens on `host`."""
+    return _LOOPBACK_OF.get(host, host)
+
+
+def http_url(host: str, port: int, path: str) -> str:
+    """Return the URL of a path of the server that listens on `host` and `port`."""
+    address = connect_host(host)
+    if ":" in address:
+        address = f"[{address}]"
+    return f"http://{address}:{port}{path}"
 
 
 def network_of(address: str) -> str:

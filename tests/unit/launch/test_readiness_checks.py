@@ -60,7 +60,7 @@ async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
         (http(200, "fine"), "can't be parsed"),
         (http(200, "[]"), "can't be parsed: Expected `object`"),
         (b"serving as instance ab\r\n\r\n", "can't be parsed: .*HTTP"),
-        (f"HTTP/1.1 200 OK\r\n\r\n{LONG}".encode(), "is incomplete or too long"),
+        (f"HTTP/1.1 200 OK\r\n\r\n{LONG}".encode(), "is longer than 65536 bytes"),
     ],
 )
 async def test_ready_when_the_answer_is_not_that_it_serves_then_the_reason_is_said(
