@@ -11,9 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-import grpc.aio
 import pytest
-from etcd3aio.kv import KVService
 
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
@@ -23,6 +21,7 @@ from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.protocol.messages import Chunk
 from dynamo_trtllm.worker import worker
 from tests.engines import tokens
+from tests.etcd_client import EtcdClient
 from tests.integration.worker_helpers import (
     FrontendSide,
     RunningWorkers,
@@ -42,8 +41,7 @@ STEP = {"step_s": 0.005}
 
 async def registered(server: TestServer) -> list[int]:
     """Instance ids of all keys."""
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        reply = await KVService(channel).get(b"\0", range_end=b"\0", timeout=SOON_S)
+    reply = await EtcdClient(server.address).get_all()
     return sorted(int(kv.key.decode().rpartition("/")[2], 16) for kv in reply.kvs)
 
 

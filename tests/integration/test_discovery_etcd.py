@@ -10,10 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import grpc.aio
 import msgspec
 import pytest
-from etcd3aio.kv import KVService
 
 from benchmarks.chaos.relay import Relay
 from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed, Synced
@@ -23,6 +21,7 @@ from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, n
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance, encode
+from tests.etcd_client import EtcdClient
 from tests.instances import make_instance
 from tests.servers import TestServer
 from tests.waiting import SOON_S
@@ -78,27 +77,17 @@ async def following(discovery: EtcdDiscovery) -> AsyncIterator[Follower]:
 
 async def etcd_keys(server: TestServer) -> list[tuple[str, int]]:
     """(key, lease) of all there is."""
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        reply = await KVService(channel).get(b"\0", range_end=b"\0", timeout=SOON_S)
+    reply = await EtcdClient(server.address).get_all()
     return [(kv.key.decode(), kv.lease) for kv in reply.kvs]
 
 
 async def put_without_lease(server: TestServer, instance: Instance) -> None:
     key = instance_key(endpoint_of(instance), instance.id)
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        await KVService(channel).put(key, encode(instance), timeout=SOON_S)
+    await EtcdClient(server.address).put(key, encode(instance))
 
 
 async def revision(server: TestServer) -> int:
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        return int((await KVService(channel).get(b"\0", timeout=SOON_S)).header.revision)
-
-
-async def compact(server: TestServer) -> None:
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        kv = KVService(channel)
-        reply = await kv.get(b"\0", timeout=SOON_S)
-        await kv.compact(reply.header.revision, physical=True)
+    return int((await EtcdClient(server.address).get(b"\0")).header.revision)
 
 
 async def stop(server: TestServer) -> None:
@@ -215,7 +204,7 @@ async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(
             await relay.cut()
             await first.aclose()
             await worker.register(THREE)
-            await compact(server)
+            await EtcdClient(server.address).compact()
             await relay.mend()
             await follower.until(Removed(1), Added(THREE))
             assert follower.received == [
@@ -236,7 +225,7 @@ async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(
     async with joined(server, ttl_s=30) as worker:
         for _ in range(3):
             await (await worker.register(ONE)).aclose()
-        await compact(server)
+        await EtcdClient(server.address).compact()
         store = worker._store
         async with asyncio.timeout(SOON_S), aclosing(store.changes("v1/", 1)) as batches:
             assert [batch async for batch in batches] == [[]]  # it ends, it does not hang
@@ -403,13 +392,12 @@ async def test_registration_when_another_client_deletes_or_overwrites_its_key_th
         await worker.register(ONE)
         await follower.until(Added(ONE))
         before = await etcd_keys(server)
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            await KVService(channel).delete(key.encode(), timeout=SOON_S)
-            await follower.until(Removed(1))
-            follower.received.clear()
-            await follower.until(Added(ONE))
-            follower.received.clear()
-            await KVService(channel).put(key, b"\xc1", timeout=SOON_S)
+        await EtcdClient(server.address).delete(key)
+        await follower.until(Removed(1))
+        follower.received.clear()
+        await follower.until(Added(ONE))
+        follower.received.clear()
+        await EtcdClient(server.address).put(key, b"\xc1")
         await follower.until(Removed(1), Added(ONE))
         assert await etcd_keys(server) == before
 
@@ -477,18 +465,18 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
             r"v1/instances/dynamo/tensorrt_llm/generate/\udcc3",
         )
     ]
-    async with grpc.aio.insecure_channel(server.address) as channel, joined(server) as discovery:
-        kv = KVService(channel)
-        await kv.put(early, encode(ONE), timeout=SOON_S)
+    client = EtcdClient(server.address)
+    async with joined(server) as discovery:
+        await client.put(early, encode(ONE))
         async with following(discovery) as follower:
             assert follower.received == [rejections[0], Synced()]
-            await kv.put(late, encode(ONE), timeout=SOON_S)
+            await client.put(late, encode(ONE))
             await discovery.register(ONE)
             await follower.until(rejections[1], Added(ONE))
             assert set((await discovery._store.leases(namespace_prefix("dynamo"))).values()) > {
                 None
             }
             for key in (early, late):
-                await kv.delete(key, timeout=SOON_S)
+                await client.delete(key)
             await follower.until(*(Rejected(each.key, None) for each in rejections))
             assert Removed(1) not in follower.received

@@ -5,16 +5,14 @@ that are there.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
-import grpc.aio
 import httpx
 import msgspec
-from etcd3aio.kv import KVService
 
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, decode, encode
+from tests.etcd_client import EtcdClient
 from tests.instances import make_instance
 from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
@@ -30,28 +28,24 @@ class Intruder:
     """Writes what it likes under the keys of one namespace."""
 
     def __init__(self, etcd: str, namespace: str) -> None:
-        self._etcd = etcd
+        self._etcd = EtcdClient(etcd)
         self.namespace = namespace
         self._written: list[bytes] = []
 
     async def put(self, key: bytes, record: bytes) -> None:
         self._written.append(key)
-        await self._call(partial(KVService.put, key=key, value=record))
+        await self._etcd.put(key, record)
 
     async def get(self, instance_id: str) -> tuple[bytes, Instance]:
         """The key and the record of a live instance."""
         prefix = namespace_prefix(self.namespace).encode()
-        reply = await self._call(partial(KVService.get, key=prefix, range_end=prefix[:-1] + b"0"))
+        reply = await self._etcd.get(prefix, range_end=prefix[:-1] + b"0")
         (kv,) = [kv for kv in reply.kvs if kv.key.endswith(f"/{instance_id}".encode())]
         return kv.key, decode(kv.value, Instance)
 
     async def delete_all(self) -> None:
         while self._written:
-            await self._call(partial(KVService.delete, key=self._written.pop()))
-
-    async def _call(self, call: Any) -> Any:
-        async with grpc.aio.insecure_channel(self._etcd) as channel:
-            return await call(KVService(channel), timeout=SOON_S)
+            await self._etcd.delete(self._written.pop())
 
 
 async def rejected(client: httpx.AsyncClient) -> dict[str, str]:

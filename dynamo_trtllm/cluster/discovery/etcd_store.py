@@ -2,12 +2,11 @@
 
 Every gRPC failure is raised as `Unreachable`.
 
-The module uses only the generated stubs of etcd3aio 0.3.0, a maintained gRPC client for asyncio.
-The client's own watch resumes from the reply header's revision, so it skips pending events after a
-disconnect, and it hangs after a compaction. Its channels accept no host names, and a new client
-inherits the old channel's reconnect delay. The HTTP-based etcd3-py 0.1.6 makes 408 puts/s instead
-of 1741, its asynchronous watch delivered 17 of 201 events, and its keep-alive thread ends after an
-outage of 4 s. (Measured on 2 CPU cores with etcd 3.5.1.)
+Why not a client from PyPI: the watch of etcd3aio 0.3.0 resumes from the reply header's revision, so
+it skips pending events after a disconnect, and it hangs after a compaction. Its channels accept no
+host names, and a new client inherits the old channel's reconnect delay. The HTTP-based etcd3-py
+0.1.6 makes 408 puts/s instead of 1741, its asynchronous watch delivered 17 of 201 events, and its
+keep-alive thread ends after an outage of 4 s. (Measured on 2 CPU cores with etcd 3.5.1.)
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc.aio
-from etcd3aio import _protobuf as pb
-from etcd3aio.kv import prefix_range_end
 
+from dynamo_trtllm.cluster.discovery import etcd_api as api
+from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.support.background import BackgroundTasks
@@ -42,7 +41,6 @@ LONGEST_PAUSE_S = 3.0
 FIRST_DELAY_S = 0.05  # between attempts
 LONGEST_DELAY_S = 1.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
-_DELETE = 1  # mvccpb.Event.EventType
 _PORT = re.compile(r":\d+$")
 _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -130,6 +128,13 @@ def key_bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
 
 
+def prefix_end(prefix: str) -> bytes:
+    """Return the first key after all keys that begin with a prefix, which must not be empty."""
+    key = prefix.encode()
+    # The last byte has a successor, because UTF-8 has no byte 255.
+    return key[:-1] + bytes([key[-1] + 1])
+
+
 class Snapshot(NamedTuple):
     """All records under a prefix at one revision of etcd."""
 
@@ -165,9 +170,12 @@ class EtcdStore:
             connect(f"dns:///{address}", options=_OPTIONS) for address in self.addresses
         ]
 
+        self._calls = [EtcdCalls(channel) for channel in self._channels]
+
     @property
-    def _channel(self) -> grpc.aio.Channel:
-        return self._channels[self._current]
+    def _etcd(self) -> EtcdCalls:
+        """The calls to the current endpoint."""
+        return self._calls[self._current]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -201,10 +209,6 @@ class EtcdStore:
         )
         return Unreachable(text, field="etcd_endpoints")
 
-    async def _call(self, stub: Any, method: str, request: Any) -> Any:
-        with self._translated():
-            return await getattr(stub(self._channel), method)(request, timeout=CALL_TIMEOUT_S)
-
     async def read_all(self, prefix: str) -> Snapshot:
         """Return all records under a prefix."""
         reply = await self._range(prefix)
@@ -221,15 +225,16 @@ class EtcdStore:
         return {key_text(pair.key): await self._left(pair.lease) for pair in reply.kvs}
 
     async def _range(self, prefix: str) -> Any:
-        request = pb.RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
-        return await self._call(pb.KVStub, "Range", request)
+        request = api.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
+        with self._translated():
+            return await self._etcd.range(request, timeout=CALL_TIMEOUT_S)
 
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:
             return None
-        reply = await self._call(
-            pb.LeaseStub, "LeaseTimeToLive", pb.LeaseTimeToLiveRequest(ID=lease_id)
-        )
+        request = api.LeaseTimeToLiveRequest(ID=lease_id)
+        with self._translated():
+            reply = await self._etcd.lease_time_to_live(request, timeout=CALL_TIMEOUT_S)
         # -1: it has expired; 0: less than a second is left.
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None
 
@@ -238,32 +243,37 @@ class EtcdStore:
 
         Return the revision of etcd with which it was written.
         """
-        request = pb.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
-        reply = await self._call(pb.KVStub, "Put", request)
+        request = api.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
+        with self._translated():
+            reply = await self._etcd.put(request, timeout=CALL_TIMEOUT_S)
         return int(reply.header.revision)
 
     async def revision_of(self, key: str) -> int:
         """Return the revision of etcd with which a key was last written; 0 if it does not exist."""
-        request = pb.RangeRequest(key=key_bytes(key), keys_only=True)
-        reply = await self._call(pb.KVStub, "Range", request)
+        request = api.RangeRequest(key=key_bytes(key), keys_only=True)
+        with self._translated():
+            reply = await self._etcd.range(request, timeout=CALL_TIMEOUT_S)
         return int(reply.kvs[0].mod_revision) if reply.kvs else 0
 
     async def delete(self, key: str) -> None:
         """Delete a key if it exists."""
-        await self._call(pb.KVStub, "DeleteRange", pb.DeleteRangeRequest(key=key_bytes(key)))
+        request = api.DeleteRangeRequest(key=key_bytes(key))
+        with self._translated():
+            await self._etcd.delete_range(request, timeout=CALL_TIMEOUT_S)
 
     async def grant(self, ttl_s: float) -> Lease:
         """Create a lease of at least `ttl_s` seconds."""
-        request = pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
-        reply = await self._call(pb.LeaseStub, "LeaseGrant", request)
+        request = api.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
+        with self._translated():
+            reply = await self._etcd.lease_grant(request, timeout=CALL_TIMEOUT_S)
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
         """Renew a lease. Return False if it has expired."""
         with self._translated():
-            call = pb.LeaseStub(self._channel).LeaseKeepAlive(timeout=CALL_TIMEOUT_S)
+            call = self._etcd.lease_keep_alive(timeout=CALL_TIMEOUT_S)
             try:
-                await call.write(pb.LeaseKeepAliveRequest(ID=lease.id))
+                await call.write(api.LeaseKeepAliveRequest(ID=lease.id))
                 reply = await call.read()
             finally:
                 call.cancel()
@@ -273,10 +283,10 @@ class EtcdStore:
 
     async def revoke(self, lease: Lease) -> None:
         """Revoke a lease, which deletes its keys. Ignore an unknown lease."""
-        request = pb.LeaseRevokeRequest(ID=lease.id)
+        request = api.LeaseRevokeRequest(ID=lease.id)
         with self._translated():
             try:
-                await pb.LeaseStub(self._channel).LeaseRevoke(request, timeout=CALL_TIMEOUT_S)
+                await self._etcd.lease_revoke(request, timeout=CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as exc:
                 if exc.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
@@ -292,13 +302,13 @@ class EtcdStore:
         Raises:
             Unreachable: the connection is lost.
         """
-        create = pb.WatchCreateRequest(
-            key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=from_revision
+        create = api.WatchCreateRequest(
+            key=prefix.encode(), range_end=prefix_end(prefix), start_revision=from_revision
         )
         with self._translated():
-            call = pb.WatchStub(self._channel).Watch()
+            call = self._etcd.watch()
             try:
-                await call.write(pb.WatchRequest(create_request=create))
+                await call.write(api.WatchRequest(create_request=create))
                 while True:
                     reply = await call.read()
                     if reply is grpc.aio.EOF or reply.canceled:
@@ -318,7 +328,7 @@ class EtcdStore:
 
 
 def _change(event: Any) -> Change:
-    record = None if event.type == _DELETE else event.kv.value
+    record = None if event.type == api.DELETE else event.kv.value
     return key_text(event.kv.key), record
 
 

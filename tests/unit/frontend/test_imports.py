@@ -12,7 +12,7 @@ import pytest
 ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
 # the first card that names a renderer imports it
 OF_MODELS = {"openai_harmony", "fastokens", "tokenizers", "jinja2"}
-LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
+LATER = {"nats", "grpc", "google", "prometheus_client", "yaml"}
 OURS_LATER = {
     "dynamo_trtllm.frontend.api.chat",
     "dynamo_trtllm.frontend.routing.request_router",

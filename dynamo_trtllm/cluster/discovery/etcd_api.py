@@ -1,0 +1,75 @@
+"""Define the calls and messages of etcd's gRPC API that discovery uses.
+
+`etcd.proto` defines them. `python -m scripts.etcd_api` compiles it to `etcd.binpb`, from which this
+module makes the classes. Python code that protoc generates would need a protobuf at least as new as
+that of the generator, while each release of TensorRT-LLM and vLLM has its own. It would also share
+one table of names with any other client of etcd in the process.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import grpc.aio
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+COMPILED = "etcd.binpb"
+_PACKAGE = "etcdserverpb"
+
+
+def _load_definitions() -> DescriptorPool:
+    compiled = resources.files(__package__).joinpath(COMPILED).read_bytes()
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString(compiled).file:
+        pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+_DEFINITIONS = _load_definitions()
+
+
+def _message(name: str) -> Any:
+    return GetMessageClass(_DEFINITIONS.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+RangeRequest = _message("RangeRequest")
+PutRequest = _message("PutRequest")
+DeleteRangeRequest = _message("DeleteRangeRequest")
+LeaseGrantRequest = _message("LeaseGrantRequest")
+LeaseRevokeRequest = _message("LeaseRevokeRequest")
+LeaseKeepAliveRequest = _message("LeaseKeepAliveRequest")
+LeaseTimeToLiveRequest = _message("LeaseTimeToLiveRequest")
+WatchRequest = _message("WatchRequest")
+WatchCreateRequest = _message("WatchCreateRequest")
+DELETE = _message("Event").DELETE
+
+
+class EtcdCalls:
+    """The calls of etcd over one channel.
+
+    Each takes its request message, and `timeout` in seconds; a stream takes its requests by
+    `write`.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.range = _call(channel, "KV", "Range")
+        self.put = _call(channel, "KV", "Put")
+        self.delete_range = _call(channel, "KV", "DeleteRange")
+        self.lease_grant = _call(channel, "Lease", "LeaseGrant")
+        self.lease_revoke = _call(channel, "Lease", "LeaseRevoke")
+        self.lease_keep_alive = _call(channel, "Lease", "LeaseKeepAlive")  # a stream
+        self.lease_time_to_live = _call(channel, "Lease", "LeaseTimeToLive")
+        self.watch = _call(channel, "Watch", "Watch")  # a stream
+
+
+def _call(channel: grpc.aio.Channel, service: str, method: str) -> Any:
+    definition = _DEFINITIONS.FindMethodByName(f"{_PACKAGE}.{service}.{method}")
+    connect = channel.stream_stream if definition.client_streaming else channel.unary_unary
+    return connect(
+        f"/{_PACKAGE}.{service}/{method}",
+        request_serializer=GetMessageClass(definition.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(definition.output_type).FromString,
+    )
