@@ -53,7 +53,7 @@ def write_index(folder: Path, own: Mapping[str, Any]) -> None:
         ]
         write_wheel(folder, release["name"], release["version"], _of(known, requires))
     requires = list(own["dependencies"])
-    extras = ("trtllm", "vllm", "torch", "local")
+    extras = ("trtllm", "vllm", "torch", "local", "cli", "hub")
     for extra in extras:
         requires += [f"{text}; extra == '{extra}'" for text in own["optional-dependencies"][extra]]
     write_wheel(folder, OURS, VERSION, requires, extras)

@@ -169,9 +169,15 @@ def completion_main() -> None:
 
 
 def completion(shell: str) -> str:
-    """Return a script for this shell that completes subcommands, flags, values and file names."""
-    import shtab
+    """Return a script for this shell that completes subcommands, flags, values and file names.
 
+    Raises:
+        ConfigError: The extra `cli` is not installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"completion needs {exc.name}; {install_hint('cli')}") from exc
     root = argparse.ArgumentParser(prog=CONSOLE)
     commands = root.add_subparsers()
     for command in COMMANDS.values():

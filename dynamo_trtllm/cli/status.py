@@ -20,7 +20,7 @@ import msgspec
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import StatusConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import CONSOLE, is_installed
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND
@@ -118,7 +118,7 @@ async def _show(config: StatusConfig) -> list[DeploymentReport]:
 
     On a terminal it is replaced in place, otherwise one follows the other.
     """
-    is_on_terminal = sys.stdout.isatty() and not config.json_output
+    is_on_terminal = sys.stdout.isatty() and not config.json_output and is_installed("rich")
     if is_on_terminal and config.watch:
         from rich.live import Live
 

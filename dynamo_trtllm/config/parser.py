@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import io
 import os
 import sys
@@ -21,6 +22,11 @@ from dynamo_trtllm.protocol.errors import ConfigError
 CONSOLE = "dynamo-trtllm"
 _FAILED = 1
 _INTERRUPTED = 130
+
+
+def is_installed(package: str) -> bool:
+    """Return True if a package of the extra `cli` is installed. Without it, output is plain."""
+    return importlib.util.find_spec(package) is not None
 
 
 @contextmanager
@@ -94,7 +100,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the help. A pipe gets plain text, and so does a terminal if NO_COLOR is set."""
-        if (file or sys.stdout).isatty():
+        if (file or sys.stdout).isatty() and is_installed("rich_argparse"):
             from rich_argparse import RawDescriptionRichHelpFormatter as Formatter
 
             # Without these settings, which are of the class, the formatter would capitalize titles,

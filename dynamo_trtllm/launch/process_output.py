@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dynamo_trtllm.config.parser import is_installed
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
 from dynamo_trtllm.protocol.sanitize import shorten
 
@@ -67,7 +68,7 @@ class ProcessOutput:
         It lasts until `end_start` or the end of the context. If the context ends with an exception
         before, the hidden lines are written.
         """
-        if self._has_terminal and not self._is_json:
+        if self._has_terminal and not self._is_json and is_installed("rich"):
             from rich.console import Console as Terminal
 
             terminal = Terminal(file=self._stream, highlight=False)

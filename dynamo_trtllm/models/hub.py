@@ -2,13 +2,14 @@
 
 Only the files that engines and frontends read are downloaded.
 
-The library huggingface_hub is imported at first use. It reads HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE
-and HF_TOKEN.
+The library huggingface_hub comes with the extra `hub` and is imported at first use. It reads
+HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from types import FrameType
 from typing import Any, Final
 
 from dynamo_trtllm.models.checkpoint import CONFIG, WEIGHT_INDEX
-from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _LOOK_UP_TIMEOUT_S: Final = 10.0
 _WEIGHTS: Final = "*.safetensors"
@@ -75,9 +76,14 @@ class Hub:
             revision: Branch, tag or commit hash. Default: the main branch.
 
         Raises:
-            ConfigError: There is no such model, access is denied, the hub can't be reached, or the
-                model has no weights in the safetensors format.
+            ConfigError: There is no such model, access is denied, the hub can't be reached, the
+                model has no weights in the safetensors format, or the extra `hub` is not installed.
         """
+        if importlib.util.find_spec("huggingface_hub") is None:
+            raise ConfigError(
+                f"model {name} is on the Hub, which needs huggingface_hub; {install_hint('hub')}",
+                field="model",
+            )
         cached = self._cached(name, revision)
         if cached is not None:
             return cached

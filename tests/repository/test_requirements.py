@@ -61,7 +61,7 @@ def wanted(release: Mapping[str, Any]) -> tuple[str, str]:
     """Return the arguments of `pip install` for a release, as docs/trtllm.md has them."""
     library = release["name"]
     version = release["version"]
-    return f"{OURS}[{EXTRA_OF[library]},local]", f"{library}=={version}"
+    return f"{OURS}[{EXTRA_OF[library]},local,cli,hub]", f"{library}=={version}"
 
 
 def test_releases_when_listed_then_those_that_are_supported() -> None:
@@ -147,14 +147,17 @@ def test_scripts_when_they_name_torch_then_they_have_the_range_of_the_extra(scri
 
 
 @pytest.mark.parametrize(
-    "requirement", ["openai-harmony>=0.0.8", "huggingface-hub>=1", "tokenizers>=0.23"]
+    ("requirement", "extra"),
+    [("openai-harmony>=0.0.8", None), ("huggingface-hub>=1", "hub"), ("tokenizers>=0.23", None)],
 )
 def test_project_when_a_range_is_too_narrow_then_it_does_not_resolve(
-    tmp_path: Path, requirement: str
+    tmp_path: Path, requirement: str, extra: str | None
 ) -> None:
     with pytest.raises(NoSolution, match=Requirement(requirement).name):
         resolve_with_uv(
-            planted(tmp_path, requirement), f"{OURS}[trtllm,local]", "tensorrt-llm==1.2.1"
+            planted(tmp_path, requirement, extra),
+            f"{OURS}[trtllm,local,hub]",
+            "tensorrt-llm==1.2.1",
         )
 
 
@@ -190,7 +193,7 @@ def test_project_when_a_range_leaves_out_what_an_image_has_then_it_does_not_reso
 
 def test_dependencies_when_listed_then_all_are_recorded() -> None:
     extras = project()["optional-dependencies"]
-    used = ("trtllm", "vllm", "torch", "local")
+    used = ("trtllm", "vllm", "torch", "local", "cli", "hub")
     listed = [*project()["dependencies"], *(text for extra in used for text in extras[extra])]
     names = {canonicalize_name(Requirement(text).name) for text in listed}
     assert names - EXTRA_OF.keys() <= PACKAGES.keys(), "run scripts/record_pins"

@@ -73,7 +73,11 @@ def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_ve
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("demo.txt", ("torch", "nixl", "local")), ("dev.txt", ("bench", "dev")), ("smollm2.txt", ())],
+    [
+        ("demo.txt", ("torch", "nixl", "local", "cli", "hub")),
+        ("dev.txt", ("bench", "dev")),
+        ("smollm2.txt", ()),
+    ],
 )
 def test_constraints_when_pyproject_changes_then_they_still_meet_it(
     name: str, extras: tuple[str, ...]

@@ -306,6 +306,24 @@ def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(
     assert plain == sys.stdout.getvalue()  # the same text as in a pipe
 
 
+def test_help_when_the_extra_cli_is_missing_then_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Images of TensorRT-LLM and vLLM have rich.
+    monkeypatch.setitem(sys.modules, "rich_argparse", None)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    parser_of(COMMANDS["launch"]).print_help()
+    assert sys.stdout.getvalue().startswith("usage: ")
+    assert "\x1b[" not in sys.stdout.getvalue()
+
+
+def test_completion_when_the_extra_cli_is_missing_then_it_is_named(
+    typed: Type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert typed("completion bash") == 2
+    assert "completion needs shtab; run pip install -e '.[cli]'" in capsys.readouterr().err
+
+
 _COMPLETE = """
 source "$1"
 complete -p dynamo-trtllm > /dev/null

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+import sys
 
 import pytest
 
@@ -89,6 +90,16 @@ WARNING = "2026-01-01T00:00:00.000Z WARNING prefill - x: looked at"
 def shown(stream: io.StringIO) -> str:
     """What was written, without control sequences."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+def test_starting_when_the_extra_cli_is_missing_then_lines_as_they_come(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    output = ProcessOutput(terminal, ["prefill"])
+    with output.starting():
+        output.report_ready("prefill", 1.0, "as instance ab")
+        assert shown(terminal) == "launch  | prefill is ready after 1.00 s as instance ab\n"
 
 
 def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,14 @@ def test_download_when_the_hub_has_the_model_then_only_needed_files_are_there_an
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert shown[0] == f"downloading {NAME}: 0.0 GiB to {folder}"
     assert shown[-1].startswith("downloaded 100% of")
+
+
+def test_find_when_the_extra_hub_is_missing_then_it_is_named(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"needs huggingface_hub; run pip install -e '\.\[hub\]'"):
+        hub.find(NAME)
 
 
 def test_find_when_the_model_is_in_the_cache_then_without_a_request(
