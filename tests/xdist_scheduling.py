@@ -29,7 +29,7 @@ TOGETHER = (
         "tests/contract/test_engine",
         "tests/contract/test_changed_kv.py",
         "tests/contract/test_sampling_after_transfer.py",
-        "tests/contract/test_known_answers.py",
+        "tests/contract/test_pair_probes.py",
         "tests/unit/models/test_checkpoint.py",
         "tests/unit/engines/torch/test_load",
         "tests/unit/engines/torch/test_sizing.py",

@@ -34,7 +34,6 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     ReleaseKv,
     ReleaseOutcome,
-    Restart,
     Role,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
@@ -107,8 +106,6 @@ class CorruptingService:
     async def control(self, verb: Control) -> bytes:
         if isinstance(verb, ReleaseKv):
             self._pending.discard(verb.transfer_id)
-        if isinstance(verb, Restart):  # for this worker, not for the healthy one
-            return b""
         return await self._plane.client.control(self._healthy.subject, verb)
 
 

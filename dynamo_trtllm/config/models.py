@@ -488,8 +488,8 @@ class FrontendConfig(ProcessConfig):
         "HTTP and routing",
         30.0,
         env="DYN_CANARY_WAIT_TIME",
-        help="Seconds after which an idle pair is probed with a request whose answer is known. 0:"
-        " no probes, and a model is ready as soon as matching workers of each role are registered.",
+        help="Seconds after which an idle pair is probed. 0: no probes, and a model is ready as"
+        " soon as matching workers of each role are registered.",
     )
     canary_timeout_s: PositiveFloat = option(
         "HTTP and routing", 10.0, help="Maximum seconds for each request of a probe."

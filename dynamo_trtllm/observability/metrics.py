@@ -245,9 +245,8 @@ class FrontendMetrics(ProcessMetrics):
     def probe_finished(self, *, model: str, code: str) -> None:
         """Count a probe of a worker pair.
 
-        `code` is "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens
-        differ from those of a single worker, so the KV is wrong); "canary" (too few tokens, too
-        late, or no KV read); "gone"; or an error's.
+        `code` is "ok"; "mismatch" (tokens differ from those of the decode worker alone, so the KV
+        is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an error's.
         """
         self.child("canaries_total", model, code).inc()
 

@@ -432,15 +432,6 @@ class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):
     reservation_id: str
 
 
-class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """Ask a worker whose KV transfers keep failing to drain and exit.
-
-    Its supervisor then restarts it.
-    """
-
-    reason: str
-
-
 class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
     """Ask a worker to publish all blocks of its prefix cache again, see `kv_events`.
 
@@ -448,7 +439,7 @@ class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
     """
 
 
-Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart | ResyncKvEvents
+Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | ResyncKvEvents
 
 T = TypeVar("T")
 

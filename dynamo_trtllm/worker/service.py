@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -316,8 +316,6 @@ class WorkerService:
         self._phases = {Phase[self.instance.role.name]}
         if self.instance.can_aggregate:
             self._phases.add(Phase.AGGREGATED)
-        self._restart_asked = asyncio.Event()
-        self._restart_reason = ""
         self.metrics.watch(
             active_calls=self.admission.active, reserved=self.admission.reserved_slots
         )
@@ -437,17 +435,11 @@ class WorkerService:
                         "this worker publishes no KV events; start it with --publish-kv-events"
                     )
                 self.kv_events.resync()
-            case messages.Restart(reason):
-                self._restart_reason = reason
-                self._restart_asked.set()
         return b""
 
     async def until_failed(self) -> None:
-        """Wait until the worker must end, and raise EngineFailed.
-
-        It must end if the engine fails or leaks too much KV, or if a restart is requested.
-        """
-        while not self._restart_asked.is_set():
+        """Wait until the engine fails or leaks too much KV, and raise EngineFailed."""
+        while True:
             await self.engine.check()
             stats = self.engine.stats()
             total = stats.kv_blocks_total  # 0: not reported by the engine
@@ -456,7 +448,4 @@ class WorkerService:
                     f"{stats.leaked_kv_blocks} of {total} KV blocks were never fetched and can't be"
                     " freed (--max-leaked-kv-fraction); restarting"
                 )
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_EVERY_S):
-                    await self._restart_asked.wait()
-        raise EngineFailed(f"restart requested: {self._restart_reason}")
+            await asyncio.sleep(_CHECK_EVERY_S)

@@ -125,13 +125,10 @@ class PairBreakers:
         if not partners:
             del self.open_partners[decode]
 
-    def record_success(
-        self, pair: Pair, now: float, *, is_probe: bool = False, note: str = ""
-    ) -> bool:
+    def record_success(self, pair: Pair, now: float, *, is_probe: bool = False) -> bool:
         """Record that a KV transfer succeeded, for a request or, with `is_probe`, for a probe.
 
-        `note` is what the probe could not detect, shown as the reason. Return True if the pair did
-        not work before.
+        Return True if the pair did not work before.
         """
         status = self._statuses.get(pair)
         if not is_probe:
@@ -157,7 +154,6 @@ class PairBreakers:
         if is_probe:
             status.is_proven = True
             status.is_wrong = False
-            status.reason = note
         status.seen_at = now
         return changed
 
@@ -392,13 +388,11 @@ class FleetHealth:
             if any(worked):
                 self.view.notify_changed()  # probes test them soon
 
-    def record_success(
-        self, pair: Pair, now: float, *, is_probe: bool = False, note: str = ""
-    ) -> None:
+    def record_success(self, pair: Pair, now: float, *, is_probe: bool = False) -> None:
         """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
         for instance_id in filter(None, pair):
             self._cooldown.forget(instance_id)
-        if self.breakers.record_success(pair, now, is_probe=is_probe, note=note):
+        if self.breakers.record_success(pair, now, is_probe=is_probe):
             self.view.notify_changed()  # requests may wait for this pair
             log.info("%s works", format_pair(pair))
 

@@ -21,7 +21,6 @@ from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.protocol.cost_model import StepSample, decode_features
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
-    EngineFailed,
     InternalError,
     InvalidRequest,
     ModelNotFound,
@@ -42,7 +41,6 @@ from dynamo_trtllm.protocol.messages import (
     ReleaseOutcome,
     ReleaseSlot,
     ReserveSlot,
-    Restart,
     Role,
     Sampling,
     decode,
@@ -198,13 +196,6 @@ async def test_generate_when_transfer_and_phase_disagree_then_refused(
 async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they_pass() -> None:
     bench = MeteredService(PlainEngine(), Role.DECODE, can_aggregate=True)
     assert await bench.ask(phase=Phase.AGGREGATED) == list(ANSWER)
-
-
-async def test_control_when_asked_to_restart_then_its_owner_learns_why() -> None:
-    bench = MeteredService(PlainEngine())
-    assert await bench.service.control(Restart("no KV leaves")) == b""
-    with pytest.raises(EngineFailed, match="restart requested: no KV leaves"):
-        await bench.service.until_failed()
 
 
 async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:

@@ -115,7 +115,7 @@ class Deployment:
         self._damage = damage
         self._reader: Any = None  # the last engine
 
-    async def add(self, number: int, role: Role, engine: Engine, **card: Any) -> None:
+    async def add(self, number: int, role: Role, engine: Engine) -> None:
         info = await engine.start()
         made = ModelDeploymentCard(
             name="tiny",
@@ -123,7 +123,6 @@ class Deployment:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             renderer=info.renderer,
-            **card,
         )
         instance = msgspec.structs.replace(
             make_instance(number, role=role),
@@ -172,7 +171,6 @@ class Deployment:
         "torch",
         pytest.param("trtllm", id="trtllm stand-in"),
         "vllm",
-        "vllm without salts",
     ]
 )
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -181,7 +179,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         shorten_waits(monkeypatch)
         with fake_tensorrt_llm():
             yield name
-    elif name.startswith("vllm"):
+    elif name == "vllm":
         with fake_vllm():
             yield name
     else:
@@ -192,16 +190,14 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 async def deployment(
     kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Deployment]:
-    engine_kind = kind.partition(" ")[0]
     args: dict[str, Any] = {"step_s": 0} if kind == "mock" else {}
-    deployment = Deployment(engine_kind, Damage(monkeypatch))
-    card = {"unsupported_features": ("cache_salt",)} if kind.endswith("without salts") else {}
+    deployment = Deployment(kind, Damage(monkeypatch))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(deployment.plane.aclose)
         for number, role in enumerate((Role.PREFILL, Role.DECODE, Role.DECODE), 1):
-            engine = make(engine_kind, llama, role, **args)
+            engine = make(kind, llama, role, **args)
             stack.push_async_callback(engine.aclose)
-            await deployment.add(number, role, engine, **card)
+            await deployment.add(number, role, engine)
         yield deployment
 
 
@@ -223,7 +219,7 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
 ) -> None:
     request = ask(token_ids(range(100, 200)))
     right = None
-    for way in (None, *WAYS[kind.partition(" ")[0]]):
+    for way in (None, *WAYS[kind]):
         deployment.read_wrongly(way)
         deployment.codes.clear()
         async with deployment.frontend() as (breakers, router):
@@ -246,5 +242,5 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
             assert set(deployment.codes) == {"ok", "mismatch"}
             assert "KV arrives changed" in breakers.status(BAD).reason
             deployment.read_wrongly(None)
-            if way is WAYS[kind.partition(" ")[0]][-1]:
+            if way is WAYS[kind][-1]:
                 await until(lambda: breakers.status(BAD).state is PairState.WORKING)
