@@ -7,7 +7,6 @@ from typing import Final
 from dynamo_trtllm.frontend.routing.cost_placement import Costs
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, RequestRecording
-from dynamo_trtllm.protocol.cost_model import Prediction
 
 HIDDEN = (RecordedEvent.PROMPT_HASHES,)  # events with data that only a trace shows
 _OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
@@ -20,14 +19,7 @@ def describe(entry: Entry, request: RequestRecording) -> str:
     has_choices = any(step.entry.choice for step in request.steps)
     if is_of_request and has_choices and entry.event not in _OF_ALL_CHOICES:
         text += f" (choice {entry.choice})"
-    text += _values(entry)
-    if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
-        # The prediction counts from this event, and times are shown from the first one.
-        since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
-        prediction = Prediction.unpacked(entry.c)
-        expected, low, high = ((since_s + seconds) * 1e3 for seconds in prediction)
-        text += f"; first token expected at {expected:.1f} ms ({low:.1f} to {high:.1f})"
-    return text
+    return text + _values(entry)
 
 
 def _costs(number: int) -> str:

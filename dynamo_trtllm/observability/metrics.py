@@ -27,7 +27,7 @@ from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
 from dynamo_trtllm.observability.outputs import OUTPUTS
-from dynamo_trtllm.protocol.cost_model import CostModel, Prediction
+from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.messages import PhaseTimings
 from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds
 
@@ -266,12 +266,6 @@ class FrontendMetrics(ProcessMetrics):
     def query_of_death(self, outcome: str) -> None:
         """Count a request that ends workers. `outcome`: "given_up" or "refused"."""
         self.child("queries_of_death_total", outcome).inc()
-
-    def observe_prediction(self, *, model: str, seconds: float, predicted: Prediction) -> None:
-        """Observe how well the time from selection of workers to the first token was predicted."""
-        outcome = "within" if predicted.low_s <= seconds <= predicted.high_s else "outside"
-        self.child("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
-        self.child("ttft_predictions_total", model, outcome).inc()
 
     def traces_dropped(self, count: int) -> None:
         """Count traces that were not sent."""

@@ -101,7 +101,7 @@ class RecordedEvent(IntEnum):
     PROGRESS = 44  # a: tokens so far; also of a call in a worker
     LAST_TOKEN = 45  # a: tokens
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
-    # a, b: costs of prefill and decode, `Costs`, c: `Prediction`, or 0; reason: router mode
+    # a, b: costs of prefill and decode, `Costs`, or 0; reason: router mode
     PLACED_BY_COST = 47
     # Events of a call in a worker.
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on

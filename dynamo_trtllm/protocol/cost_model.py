@@ -170,10 +170,6 @@ def linear_prefill_fit(
     return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
 
 
-_TICK_S: Final = 1e-4
-_MOST_TICKS: Final = (1 << 21) - 1
-
-
 class Prediction(NamedTuple):
     """A predicted time in seconds.
 
@@ -203,18 +199,6 @@ class Prediction(NamedTuple):
             low_s=sum(part.low_s for part in known),
             high_s=sum(part.high_s for part in known),
         )
-
-    def packed(self) -> int:
-        """Return the prediction in a number of 64 bits: each time has 21, in ticks plus one."""
-        seconds, low, high = (min(round(time_s / _TICK_S) + 1, _MOST_TICKS) for time_s in self)
-        return seconds << 42 | low << 21 | high
-
-    @classmethod
-    def unpacked(cls, number: int) -> Prediction:
-        seconds = number >> 42
-        low = number >> 21 & _MOST_TICKS
-        high = number & _MOST_TICKS
-        return cls(*((ticks - 1) * _TICK_S for ticks in (seconds, low, high)))
 
 
 class EngineWork(NamedTuple):

@@ -76,12 +76,6 @@ class RequestMetrics:
             return
         ttft_s = now_s - timeline.begun_s
         self._metrics.child("ttft_seconds", timeline.model).observe(ttft_s)
-        expected = choice.timeline.expected
-        if expected is not None:
-            selected_s, predicted = expected
-            self._metrics.observe_prediction(
-                model=timeline.model, seconds=now_s - selected_s, predicted=predicted
-            )
 
     def _ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
         model = timeline.model

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from dynamo_trtllm.frontend.routing.cost_placement import CostSelection
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
-from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.protocol.cost_model import Prediction
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
@@ -43,8 +41,6 @@ class ChoiceTimeline:
     first_s: float | None = None  # when the first tokens arrived
     last_s: float = 0.0  # when the newest ones arrived
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
-    # When the last attempt began, and the expected time to its first tokens.
-    expected: tuple[float, Prediction] | None = None
     # The index of the first span of the current attempt.
     _attempt_span: int = field(default=0, compare=False)
     _called_role: str = field(default=FRONTEND, compare=False)  # of the worker called last
@@ -63,23 +59,18 @@ class ChoiceTimeline:
         self._enter("select")
 
     def placed_by_cost(
-        self, request: GenerateRequest, selection: WorkerSelection, placed: PlacedRequest, mode: str
+        self, request: GenerateRequest, selection: WorkerSelection, mode: str
     ) -> None:
-        """Note what a placement by cost predicts for the selected workers.
+        """Note the costs of the selected workers, unless another choice has selected them.
 
         Args:
             request: the request of the choice.
-            selection: the workers, with their costs unless another choice has selected them.
-            placed: the request in the loads of the workers.
+            selection: the workers.
             mode: the router mode.
         """
-        self.expected = placed.expected
         if isinstance(selection, CostSelection):
-            predicted = 0 if placed.expected is None else placed.expected[1].packed()
             costs = selection.recorded()
-            RECORDER.record(
-                request.request_id, RecordedEvent.PLACED_BY_COST, *costs, predicted, reason=mode
-            )
+            RECORDER.record(request.request_id, RecordedEvent.PLACED_BY_COST, *costs, reason=mode)
 
     def placed(self, request: GenerateRequest, selection: WorkerSelection) -> None:
         """Note that workers were selected for an attempt."""

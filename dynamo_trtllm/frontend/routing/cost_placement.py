@@ -142,7 +142,7 @@ class Placement:
                     for instance in selected
                 ]
         new_tokens = len(request.token_ids) - overlap_tokens
-        return PlacedRequest(self.loads, selection, request, new_tokens, now, prompts)
+        return PlacedRequest(self.loads, selection, request, new_tokens, prompts)
 
     def select(
         self,

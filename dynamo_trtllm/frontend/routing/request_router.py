@@ -231,7 +231,7 @@ class RoutedRequest(Stream):
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, time.monotonic())
-            self._timeline.placed_by_cost(request, selection, self._placed, placement.mode)
+            self._timeline.placed_by_cost(request, selection, placement.mode)
         self._timeline.placed(request, selection)
         return selection
 
@@ -269,7 +269,6 @@ class RoutedRequest(Stream):
         return selection
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
-        self._timeline.expected = None  # it was predicted for another worker
         return self._router.selector.select_other_decode(
             self._flow.request, prefill, tried, time.monotonic()
         )

@@ -227,11 +227,7 @@ def predicted_first_token_s(
 
 
 class PlacedRequest:
-    """What one request adds to the loads of its instances. End it.
-
-    `expected` is when it was selected, and the predicted time from then to its first token, if all
-    costs are known.
-    """
+    """What one request adds to the loads of its instances. End it."""
 
     def __init__(
         self,
@@ -239,7 +235,6 @@ class PlacedRequest:
         selection: WorkerSelection,
         request: GenerateRequest,
         new_tokens: int,
-        now: float,
         prompts: Sequence[SentPrompt] = (),
     ) -> None:
         """Count the request at the selected instances.
@@ -249,7 +244,6 @@ class PlacedRequest:
             selection: the instances.
             request: the request.
             new_tokens: those of its prompt that are to be computed.
-            now: seconds of a monotonic clock.
             prompts: what is counted in the instances' caches, in the order of the calls.
         """
         self._loads = loads
@@ -257,17 +251,6 @@ class PlacedRequest:
         self._tokens = len(request.token_ids)
         prefill = selection.prefill
         decode = selection.decode
-        selected = [decode] if prefill is None else [prefill, decode]
-        # Predictions are of the loads without this request, so they come before it is counted.
-        cached_tokens = self._tokens - new_tokens
-        parts = [
-            predicted_first_token_s(
-                loads.get(instance.id), instance.role, new_tokens, cached_tokens, now
-            )
-            for instance in selected
-        ]
-        predicted = Prediction.total(parts)
-        self.expected = None if predicted is None else (now, predicted)
         self._prefill: Share | None = None
         decode_prefill_tokens = new_tokens
         if prefill is not None:

@@ -16,7 +16,6 @@ from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.frontend.routing.cost_placement import Costs
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
-from dynamo_trtllm.protocol.cost_model import Prediction
 
 E = RecordedEvent
 S = ProcessState
@@ -382,14 +381,3 @@ def test_timeline_when_a_request_was_placed_by_cost_then_the_costs_of_its_worker
     )
     recordings = Recordings([process("frontend", [*BEGUN[:2], by_cost])])
     assert timeline(recordings.requests[KEY]).splitlines()[-1].endswith(f"placed by cost: {shown}")
-
-
-def test_timeline_when_a_first_token_was_predicted_then_it_has_the_expected_time_beside_what_happened() -> (
-    None
-):
-    recording = process(
-        "frontend", [*BEGUN[:2], (2, E.PLACED_BY_COST, 0, Costs(0, 0).packed(), "least-loaded")]
-    )
-    recording.entries[-1] = recording.entries[-1]._replace(c=Prediction(0.12, 0.1, 0.15).packed())
-    shown = timeline(Recordings([recording]).requests[KEY])
-    assert shown.splitlines()[-1].endswith("; first token expected at 122.0 ms (102.0 to 152.0)")

@@ -21,7 +21,6 @@ from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.pair_breakers import COOLDOWN_S, Cooldown
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.protocol.cost_model import CostModel, Fit, linear_prefill_fit
 from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
@@ -78,33 +77,6 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_load
     trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert trace.decode_instance == 6
-
-
-@pytest.mark.parametrize("takes_it", [True, False])
-async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_is_none(
-    takes_it: bool, cluster: Cluster
-) -> None:
-    cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
-    assert cluster.router.placement is not None
-    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
-    await cluster.add(2, Role.DECODE, FINISHED if takes_it else [Draining("leaving")])
-    await cluster.add(4, Role.DECODE, FINISHED)
-    prefill = linear_prefill_fit(0.01, 0.001)
-    known = Fit((0.1, 0.0), 0.5, 2.0, 24)
-    cost = CostModel(
-        prefill=prefill,
-        first_token=Fit((0.0, 0.0, 0.5, 1.0), 0.5, 2.0, 24),
-        step_tokens=64,
-        kv_transfer=known,
-    )
-    for instance_id, running in ((1, 0), (2, 0), (4, 9)):
-        report = LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0, cost)
-        cluster.router.placement.loads.on_report(report, time.monotonic())
-    trace = ChoiceTimeline()
-    assert await cluster.tokens(trace) == [10, 11, 12, 13]
-    assert (trace.decode_instance, trace.expected is not None) == (
-        (2, True) if takes_it else (4, False)
-    )
 
 
 async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(

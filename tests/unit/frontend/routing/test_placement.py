@@ -17,9 +17,19 @@ from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection, 
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.frontend.routing.worker_load import STALE_S, FleetLoad
+from dynamo_trtllm.frontend.routing.worker_load import (
+    STALE_S,
+    FleetLoad,
+    predicted_first_token_s,
+)
 from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
-from dynamo_trtllm.protocol.cost_model import CostModel, Fit, linear_decode_fit, linear_prefill_fit
+from dynamo_trtllm.protocol.cost_model import (
+    CostModel,
+    Fit,
+    Prediction,
+    linear_decode_fit,
+    linear_prefill_fit,
+)
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
@@ -400,26 +410,37 @@ def cost_model(token_s: float, call_s: float) -> CostModel:
     return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), *calls)
 
 
-def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv_transfer() -> None:
+def test_predicted_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv_transfer() -> (
+    None
+):
     placement = Placement("least-loaded")
     view = view_of(1, 1)
     first = selected(placement, view)
-    assert placement.start(first, request(), 0.0).expected is None  # nothing is known yet
+
+    def predicted(now: float) -> Prediction | None:
+        """Of a further request."""
+        parts = [
+            predicted_first_token_s(placement.loads.get(instance_id), role, 100, 0, now)
+            for instance_id, role in ((1, Role.PREFILL), (1001, Role.DECODE))
+        ]
+        return Prediction.total(parts)
+
+    assert predicted(0.0) is None  # nothing is known yet
+    placement.start(first, request(), 0.0)
     placement.loads.on_report(
         report(1, queued_prefill_tokens=500, cost=cost_model(1e-4, 0.01)), 0.0
     )
-    # the decode worker's cost is not known
-    assert placement.start(first, request(), 0.0).expected is None
+    assert predicted(0.0) is None  # the decode worker's cost is not known
+    placement.start(first, request(), 0.0)
     placement.loads.on_report(report(1001, running=2, cost=cost_model(1e-4, 0.02)), 0.0)
     # a report without a cost leaves it unchanged
     placement.loads.on_report(report(1001, 2, running=2), 0.0)
-    expected = placement.start(first, request(), 7.0).expected
-    assert expected is not None
-    assert expected[0] == 7.0
+    found = predicted(7.0)
+    assert found is not None
     # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which
     # is half over.
-    assert expected[1].seconds == pytest.approx(0.01 + 0.0233 / 2 + 0.0467 + 0.01 + 0.02)
-    assert placement.start(first, request(), 7.0 + 2 * STALE_S).expected is None
+    assert found.seconds == pytest.approx(0.01 + 0.0233 / 2 + 0.0467 + 0.01 + 0.02)
+    assert predicted(7.0 + 2 * STALE_S) is None
 
 
 def test_report_when_its_cost_is_not_valid_then_nothing_is_predicted() -> None:
