@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo_trtllm.frontend.routing.cost_placement import Costs
-from dynamo_trtllm.observability.recorder import RecordedEvent
+from dynamo_trtllm.observability.recorder import NO_COST, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, RequestRecording
 
 HIDDEN = (RecordedEvent.PROMPT_HASHES,)  # events with data that only a trace shows
@@ -20,12 +19,6 @@ def describe(entry: Entry, request: RequestRecording) -> str:
     if is_of_request and has_choices and entry.event not in _OF_ALL_CHOICES:
         text += f" (choice {entry.choice})"
     return text + _values(entry)
-
-
-def _costs(number: int) -> str:
-    costs = Costs.unpacked(number)
-    other = "none" if costs.other < 0 else costs.other
-    return f"{costs.selected} (next {other})"
 
 
 # What the numbers and the reason of an event mean, for `str.format`.
@@ -53,13 +46,8 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.PLACED:
             return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
         case RecordedEvent.PLACED_BY_COST:
-            costs = []
-            if a:
-                costs.append(f"prefill cost {_costs(a)}")
-            if b:
-                role = "decode" if a else "aggregated"
-                costs.append(f"{role} cost {_costs(b)}")
-            return f": {reason}, {', '.join(costs)}"
+            next_cost = "none" if entry.c == NO_COST else entry.c
+            return f": {reason}, {a:x} costs {b} (next {next_cost})"
         case RecordedEvent.WAITING_FOR_WORKERS:
             return f": {quarantined(entry)}" if b else ""
         case RecordedEvent.CALL_FAILED:

@@ -329,7 +329,7 @@ def _blocked_in_worker(
     last = steps[-1].entry
     if last.event == RecordedEvent.KV_FETCH_STARTED:
         return _blocked_by_fetch(recordings, worker, last.instance_id)
-    if last.event in (RecordedEvent.CALL_RECEIVED, RecordedEvent.QUEUED):
+    if last.event == RecordedEvent.CALL_RECEIVED:
         queue_ahead = _queue_ahead(worker, last)
         return Holder(worker.title, f"the call waits in the engine's queue{queue_ahead}")
     if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):

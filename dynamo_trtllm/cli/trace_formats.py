@@ -11,7 +11,6 @@ from dynamo_trtllm.cli.event_text import HIDDEN, clock_error
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, RequestRecording, Step
 
-_LOW_HALF = (1 << 32) - 1
 _FIRST_TRACK = 1 << 22  # more than any process id
 _ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
 
@@ -131,16 +130,14 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
         if entry.choice != choice:
             continue
         if entry.event == RecordedEvent.TOKENIZED:
-            packed = [entry.c]
+            hashes = [entry.c]
         elif entry.event == RecordedEvent.PROMPT_HASHES:
-            packed = [entry.a, entry.b, entry.c]
+            hashes = [entry.a, entry.b, entry.c]
         else:
             continue
-        for pair in packed:
-            # A number holds the hashes of two blocks, the first in its low half; 0 is none.
-            for block_hash in (pair & _LOW_HALF, pair >> 32):
-                if block_hash:
-                    yield block_hash
+        for block_hash in hashes:
+            if block_hash:  # 0: the prompt has no further block
+                yield block_hash
     for number in itertools.count(1):
         yield -(request.key << 32 | choice << 20 | number)
 

@@ -23,7 +23,6 @@ import re
 import stat
 import struct
 import time
-import zlib
 from array import array
 from collections.abc import Mapping
 from enum import IntEnum
@@ -35,10 +34,9 @@ import xxhash
 log = logging.getLogger(__name__)
 
 MAGIC: Final = b"DTRTRING"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 4096  # on all machines, whatever their page size is
 SUFFIX: Final = ".ring"
-NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
 
 # magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock
 # ticks since boot; time since the epoch and since boot in ns, read together; boot id; instance id;
@@ -48,9 +46,10 @@ _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
 # running streams
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
-# number of the event, time in ns since boot, request, event, choice, reason, three values, the
+# number of the event, time in ns since boot, request, event, choice, three values, reason, the
 # number again
-SLOT: Final = struct.Struct("<QQQHHIQQQQ")
+SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
+NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # in a file of 4 MiB
 
 # An event looks up few names.
 _SLOT_BYTES = SLOT.size
@@ -64,7 +63,7 @@ TICK_S: Final = 1.0
 # most progress events per tick, which bounds how fast they fill the ring
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
-HASHED_BLOCKS: Final = 62  # of a prompt: 2 and 10 times 6
+HASHED_BLOCKS: Final = 61  # of a prompt: 1 and 20 times 3
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
@@ -86,9 +85,9 @@ class RecordedEvent(IntEnum):
     CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
     # Events of a request in the frontend.
     RECEIVED = 32  # a: hash of the client's X-Request-Id
-    # a: prompt tokens, b: max_tokens, c: hashes of 2 blocks, 32 bits each, 0: none; once per prompt
+    # a: prompt tokens, b: max_tokens, c: hash of the first block, 0: none; once per prompt
     TOKENIZED = 33
-    PROMPT_HASHES = 34  # a, b, c: hashes of the next 6 blocks
+    PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks, 0: none
     PLACED = 36  # a: prefill instance or 0, b: decode instance
     # a, b: prefill instance or 0, and decode instance, of a quarantined pair; 0, 0: none is
     WAITING_FOR_WORKERS = 37
@@ -101,11 +100,11 @@ class RecordedEvent(IntEnum):
     PROGRESS = 44  # a: tokens so far; also of a call in a worker
     LAST_TOKEN = 45  # a: tokens
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
-    # a, b: costs of prefill and decode, `Costs`, or 0; reason: router mode
+    # a: instance, b: its cost, c: that of the cheapest other one, or NO_COST; reason: router mode;
+    # once for each role
     PLACED_BY_COST = 47
     # Events of a call in a worker.
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
-    QUEUED = 65  # of older releases, after CALL_RECEIVED
     STARTED_IN_ENGINE = 66
     WAITING_FOR_KV_BLOCKS = 67
     WAITING_FOR_BUFFER = 68  # for space in the transfer buffer
@@ -116,6 +115,9 @@ class RecordedEvent(IntEnum):
     KV_RELEASED = 73  # fetched or aborted
     KV_EXPIRED = 74
     CALL_ENDED = 75  # a: tokens; reason: finish reason or error code
+
+
+NO_COST: Final = (1 << 64) - 1  # there is no other instance
 
 
 class RecordedStream(Protocol):
@@ -151,11 +153,12 @@ class _Ring:
         # The `next` of a counter is atomic: engines record from other threads.
         self._numbers = itertools.count(1)
 
-    def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: int) -> None:
+    def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: str) -> None:
         number = next(self._numbers)
         offset = HEADER_BYTES + number % self._num_slots * _SLOT_BYTES
+        text = reason.encode()
         _pack_slot(
-            self.memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number
+            self.memory, offset, number, _now_ns(), key, event, choice, a, b, c, text, number
         )
 
     def write_alive(self, num_running: int) -> None:
@@ -251,7 +254,7 @@ class Recorder:
             a: first value, an unsigned integer of 64 bits, as the next two.
             b: second value.
             c: third value.
-            reason: an error code, finish reason, phase or router mode.
+            reason: an error code, finish reason, phase or router mode, of at most 28 bytes.
         """
         ring = self._ring
         if ring is not None:
@@ -259,26 +262,23 @@ class Recorder:
                 request_id = request_id[-_MAX_ID:]
             key, choice = request_key(request_id)
             if key:
-                number = reason_number(reason) if reason else 0
-                ring.write(key, choice, event, a, b, c, number)
+                ring.write(key, choice, event, a, b, c, reason)
 
     def record_process(self, event: int, reason: str = "") -> None:
         """Record an event of the process."""
         if self._ring is not None:
-            number = reason_number(reason) if reason else 0
-            self._ring.write(0, 0, event, 0, 0, 0, number)
+            self._ring.write(0, 0, event, 0, 0, 0, reason)
 
     def record_prompt(self, request_id: str, token_ids: array[int], max_tokens: int) -> None:
         """Record the length of a prompt, and hashes that show which prompts begin alike."""
         if self._ring is None:
             return
         hashes = block_hashes(token_ids)
-        # A value holds two hashes. The first event has one such value, the others have three.
-        pairs = [low | high << 32 for low, high in zip(hashes[::2], hashes[1::2], strict=True)]
-        num_tokens = len(token_ids)
-        self.record(request_id, RecordedEvent.TOKENIZED, num_tokens, max_tokens, pairs[0])
-        for begin in range(1, len(pairs), 3):
-            a, b, c = pairs[begin : begin + 3]
+        first_hash = hashes[0] if hashes else 0
+        self.record(request_id, RecordedEvent.TOKENIZED, len(token_ids), max_tokens, first_hash)
+        # Three hashes for each further event.
+        rest = itertools.zip_longest(hashes[1::3], hashes[2::3], hashes[3::3], fillvalue=0)
+        for a, b, c in rest:
             self.record(request_id, RecordedEvent.PROMPT_HASHES, a, b, c)
 
     def follow(self, stream: RecordedStream) -> None:
@@ -334,9 +334,9 @@ def request_key(request_id: str) -> tuple[int, int]:
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:
-    """Return a hash for each of the first blocks of a prompt, and zeros up to a count of 2 + 6 n.
+    """Return a hash for each of the first blocks of a prompt.
 
-    A hash stands for its block and all blocks before it. It is never 0.
+    A hash, of 64 bits, stands for its block and all blocks before it.
     """
     data = memoryview(token_ids).cast("B")
     block_bytes = BLOCK_TOKENS * token_ids.itemsize
@@ -344,13 +344,8 @@ def block_hashes(token_ids: array[int]) -> list[int]:
     hashes = []
     for begin in range(0, min(len(data), HASHED_BLOCKS * block_bytes), block_bytes):
         block = data[begin : begin + block_bytes]
-        last = xxhash.xxh3_64_intdigest(block, last) & 0xFFFFFFFF
-        if last == 0:  # it would stand for no block
-            last = 1
+        last = xxhash.xxh3_64_intdigest(block, last)
         hashes.append(last)
-    # The first event of a prompt has 2 hashes, and each further one has 6.
-    while len(hashes) < 2 or (len(hashes) - 2) % 6:
-        hashes.append(0)
     return hashes
 
 
@@ -359,12 +354,6 @@ def id_hash(text: str) -> int:
     return int.from_bytes(
         hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     )
-
-
-@functools.lru_cache(maxsize=256)
-def reason_number(reason: str) -> int:
-    """Return the number that stands for an error code, a finish reason or a phase."""
-    return zlib.crc32(reason.encode())
 
 
 def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:

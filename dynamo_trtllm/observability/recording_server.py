@@ -188,7 +188,7 @@ async def _answer(
     needs_search = query.prefix >= 0 or query.client_id > 0
     if query.selection is not Selection.GIVEN or needs_search:
         for slots in _slices():
-            for _, ns, key, event, _, _, a, _, _, _ in SLOT.iter_unpack(slots):
+            for _, ns, key, event, _, a, _, _, _, _ in SLOT.iter_unpack(slots):
                 if key:
                     selector.see(key, event, ns, a)
             await asyncio.sleep(0)

@@ -5,6 +5,7 @@ These may run, be frozen or have ended.
 
 from __future__ import annotations
 
+import functools
 import gc
 import mmap
 import os
@@ -28,12 +29,9 @@ from dynamo_trtllm.observability.recorder import (
     boot_id,
     id_hash,
     is_locked,
-    reason_number,
     request_key,
     start_ticks,
 )
-from dynamo_trtllm.protocol import errors
-from dynamo_trtllm.protocol.messages import FinishReason, Phase
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
@@ -41,9 +39,6 @@ _CONNECTIONS: Final = frozenset(
     {RecordedEvent.CONNECTION_AWAITED, RecordedEvent.CONNECTION_LOST, RecordedEvent.CONNECTED}
 )
 _HEX: Final = re.compile("[0-9a-f]*")
-_OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
-_WORDS: Final = (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
-_REASONS: Final = {reason_number(word): word for word in _WORDS}
 
 
 class ProcessState(Enum):
@@ -362,12 +357,12 @@ def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[
     """
     is_same = first == second
     for index, slot in enumerate(SLOT.iter_unpack(first)):
-        number, ns, key, event, choice, reason, a, b, c, again = slot
+        number, ns, key, event, choice, a, b, c, reason, again = slot
         if not number or number != again or number % num_slots != index:
             continue
         offset = index * SLOT.size
         if is_same or second[offset : offset + SLOT.size] == SLOT.pack(*slot):
-            yield number, Entry(ns, event, key, choice, a, b, c, _reason(reason))
+            yield number, Entry(ns, event, key, choice, a, b, c, _text(reason))
 
 
 def sent_slots(slots: bytes, offset_ns: int) -> Iterator[tuple[int, Entry]]:
@@ -377,15 +372,9 @@ def sent_slots(slots: bytes, offset_ns: int) -> Iterator[tuple[int, Entry]]:
         slots: the slots, in any order.
         offset_ns: what is added to the times, to convert them to the clock of this machine.
     """
-    for number, ns, key, event, choice, reason, a, b, c, again in SLOT.iter_unpack(slots):
+    for number, ns, key, event, choice, a, b, c, reason, again in SLOT.iter_unpack(slots):
         if number and number == again:
-            yield number, Entry(ns + offset_ns, event, key, choice, a, b, c, _reason(reason))
-
-
-def _reason(number: int) -> str:
-    if not number:
-        return ""
-    return _REASONS.get(number, f"{number:x}")
+            yield number, Entry(ns + offset_ns, event, key, choice, a, b, c, _text(reason))
 
 
 def _state(
@@ -405,6 +394,7 @@ def _state(
     return ProcessState.BLOCKED if silent_s > BLOCKED_S + TICK_S else ProcessState.RUNNING
 
 
+@functools.lru_cache(maxsize=1024)
 def _text(packed: bytes) -> str:
     # Another machine may have sent it.
     return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))

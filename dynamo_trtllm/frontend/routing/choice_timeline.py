@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dynamo_trtllm.frontend.routing.cost_placement import CostSelection
+from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.recorder import NO_COST, RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
@@ -69,8 +69,22 @@ class ChoiceTimeline:
             mode: the router mode.
         """
         if isinstance(selection, CostSelection):
-            costs = selection.recorded()
-            RECORDER.record(request.request_id, RecordedEvent.PLACED_BY_COST, *costs, reason=mode)
+            if selection.prefill is not None and selection.prefill_costs is not None:
+                self._record_costs(request, selection.prefill, selection.prefill_costs, mode)
+            self._record_costs(request, selection.decode, selection.decode_costs, mode)
+
+    def _record_costs(
+        self, request: GenerateRequest, instance: Instance, costs: Costs, mode: str
+    ) -> None:
+        other = NO_COST if costs.other is None else costs.other
+        RECORDER.record(
+            request.request_id,
+            RecordedEvent.PLACED_BY_COST,
+            instance.id,
+            costs.selected,
+            other,
+            reason=mode,
+        )
 
     def placed(self, request: GenerateRequest, selection: WorkerSelection) -> None:
         """Note that workers were selected for an attempt."""

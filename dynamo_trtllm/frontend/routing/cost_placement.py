@@ -42,7 +42,6 @@ _DEEPEST = 2  # those that are compared because of their caches
 _SLOWER: Final = 1.5
 _MOST_EXPONENT: Final = 700.0  # math.exp overflows above 709
 _NO_INSTANCES = ModelView()
-_MOST_COST = (1 << 32) - 1  # that is recorded
 
 
 # Made in a third of the time of a named tuple.
@@ -59,27 +58,15 @@ class Costs(msgspec.Struct, frozen=True):
     """The cost of the selected instance of a role, and of the cheapest other one."""
 
     selected: int
-    other: int  # -1: there is no other instance
+    other: int | None  # None: there is no other instance
 
     @classmethod
     def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
         best = ranked[0]
         if selected is not best:
             return cls(selected.cost, best.cost)
-        other = ranked[1].cost if len(ranked) > 1 else -1
+        other = ranked[1].cost if len(ranked) > 1 else None
         return cls(selected.cost, other)
-
-    def packed(self) -> int:
-        """Return both in one number of 64 bits, each plus one."""
-        selected = min(self.selected + 1, _MOST_COST)
-        other = min(self.other + 1, _MOST_COST)
-        return selected << 32 | other
-
-    @classmethod
-    def unpacked(cls, number: int) -> Costs:
-        selected = number >> 32
-        other = number & _MOST_COST
-        return cls(selected - 1, other - 1)
 
 
 class CostSelection(WorkerSelection, frozen=True):
@@ -89,14 +76,6 @@ class CostSelection(WorkerSelection, frozen=True):
     decode_costs: Costs
     prompt: PromptHashes
     overlap_tokens: int  # of the prompt, in the cache of the instance that computes it
-
-    def recorded(self) -> tuple[int, int]:
-        """Return the costs of both roles as numbers for the flight recorder.
-
-        0: there is no prefill instance.
-        """
-        prefill = 0 if self.prefill_costs is None else self.prefill_costs.packed()
-        return prefill, self.decode_costs.packed()
 
 
 @dataclass(eq=False)

@@ -13,8 +13,13 @@ import pytest
 from dynamo_trtllm.cli.explain import timeline
 from dynamo_trtllm.cli.stuck_requests import StuckReport, silent_processes
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
-from dynamo_trtllm.frontend.routing.cost_placement import Costs
-from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
+from dynamo_trtllm.observability.recorder import (
+    MAGIC,
+    NO_COST,
+    RecordedEvent,
+    RecordingHeader,
+    boot_id,
+)
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
 
 E = RecordedEvent
@@ -342,7 +347,7 @@ def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id()
         events: Events = [
             (at_ms, E.RECEIVED, 0, 0, ""),
             (at_ms + 1, E.TOKENIZED, 1500, 10, ""),
-            (at_ms + 2, E.PROMPT_HASHES, hashes[0] | hashes[1] << 32, 0, ""),
+            (at_ms + 2, E.PROMPT_HASHES, hashes[0], hashes[1], ""),
             (at_ms + 3, E.LAST_TOKEN, 7, 0, "stop"),
             (at_ms + 4, E.FINISHED, 200, 7, "stop"),
         ]
@@ -358,26 +363,19 @@ def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id()
     assert not set(first[1:]) & set(second[1:])
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "shown"),
-    [
-        (
-            Costs(812, 5231),
-            Costs(40, -1),
-            "least-loaded, prefill cost 812 (next 5231), decode cost 40 (next none)",
-        ),
-        (None, Costs(0, 0), "least-loaded, aggregated cost 0 (next 0)"),
-    ],
-)
-def test_timeline_when_a_request_was_placed_by_cost_then_the_costs_of_its_workers_and_the_next_best(
-    prefill: Costs | None, decode: Costs, shown: str
-) -> None:
-    by_cost = (
-        2,
-        E.PLACED_BY_COST,
-        0 if prefill is None else prefill.packed(),
-        decode.packed(),
-        "least-loaded",
+def test_timeline_when_a_request_was_placed_by_cost_then_the_costs_of_its_workers_and_the_next_best() -> (
+    None
+):
+    recording = process(
+        "frontend",
+        [
+            *BEGUN[:2],
+            (2, E.PLACED_BY_COST, PREFILL, 812, "least-loaded"),
+            (2, E.PLACED_BY_COST, DECODE, 40, "least-loaded"),
+        ],
     )
-    recordings = Recordings([process("frontend", [*BEGUN[:2], by_cost])])
-    assert timeline(recordings.requests[KEY]).splitlines()[-1].endswith(f"placed by cost: {shown}")
+    for index, next_cost in ((-2, 5231), (-1, NO_COST)):
+        recording.entries[index] = recording.entries[index]._replace(c=next_cost)
+    lines = timeline(Recordings([recording]).requests[KEY]).splitlines()
+    assert lines[-2].endswith("placed by cost: least-loaded, aaa costs 812 (next 5231)")
+    assert lines[-1].endswith("placed by cost: least-loaded, bbb costs 40 (next none)")

@@ -346,14 +346,13 @@ def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(
 
     recording(memory_path, act)
     found = Recordings.read(memory_path)
-    hashes = [
-        [hashed for step in request.steps for hashed in (step.entry.c, step.entry.a) if hashed]
-        for request in found.requests.values()
-    ]
-    (two_blocks, length, third), (others, other_length, other_third) = hashes
-    assert (length, other_length) == (1300, 1200)
-    assert two_blocks == others
-    assert third != other_third
+    (tokenized, hashes), (other_tokenized, other_hashes) = (
+        [step.entry for step in request.steps] for request in found.requests.values()
+    )
+    assert (tokenized.a, other_tokenized.a) == (1300, 1200)
+    # Two blocks are equal, and the third is not.
+    assert (tokenized.c, hashes.a) == (other_tokenized.c, other_hashes.a)
+    assert hashes.b != other_hashes.b
     assert ids[100:104].tobytes() not in next(memory_path.iterdir()).read_bytes()
 
 

@@ -107,7 +107,6 @@ def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest
     assert pair(found) == (2, 1001)
     assert found.prefill_costs == Costs(1400, 1700)
     assert found.decode_costs == Costs(244, 372)
-    assert tuple(map(Costs.unpacked, found.recorded())) == (Costs(1400, 1700), Costs(244, 372))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,6 @@ def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(
     found = selected(placement, view_of(aggregated=2))
     assert pair(found) == (0, 2002)
     assert found.prefill_costs is None
-    assert found.recorded()[0] == 0
 
 
 def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_worker() -> None:
