@@ -1,25 +1,21 @@
 """Ask the processes of a deployment on all machines for their recordings.
 
-The times in these are converted to one clock (`clock_alignment`).
+The times in these are converted to the clock of this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.cli.clock_alignment import ClockOffset, aligned
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import BadRecord, namespace_prefix, read_instance
-from dynamo_trtllm.cluster.request_plane.frames import PING
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
 from dynamo_trtllm.cluster.request_plane.transport import Transport
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
@@ -27,13 +23,11 @@ from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recorder import (
-    HEADER_BYTES,
     SLOT,
     RecordingHeader,
     boot_id,
 )
 from dynamo_trtllm.observability.recording_server import (
-    NUM_LATEST,
     KeySelector,
     RecordingPart,
     RecordingQuery,
@@ -49,15 +43,13 @@ from dynamo_trtllm.observability.recordings import (
     RequestIds,
     sent_slots,
 )
-from dynamo_trtllm.protocol.errors import BadFrame, PlaneError, Unreachable
+from dynamo_trtllm.protocol.errors import BadFrame, PlaneError
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
 
 _SETTLE_S: Final = 0.5
-_PING_TIMEOUT_S: Final = 1.0
 _CLOCK_READINGS: Final = 3
 _CLOCK_TIMEOUT_S: Final = 0.25
-_MOST_SLOT_BYTES: Final = 1 << 20  # of one part
 _MOST_HOST_CHARS: Final = 256
 _MOST_KEYS: Final = 50_000  # which fit into one message
 
@@ -123,12 +115,7 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
         known = [process.header.epoch_ns for process in local.processes]
         query = RecordingQuery("", selection, sorted(ids.keys), ids.prefix, ids.client_id, known)
         await queries.ask(query)
-        processes = [*local.processes, *queries.processes()]
-        if selection is Selection.LATEST:
-            # Each process has named its own latest requests.
-            found = latest_keys(processes)
-        else:
-            found = _keys(query, processes)
+        found = _keys(query, [*local.processes, *queries.processes()])
         # Ask all again, for what each knows of the requests that any process has named.
         if selection is not Selection.ALL and found - ids.keys:
             kept = sorted(found)[:_MOST_KEYS]
@@ -138,7 +125,7 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
                     f"other machines were asked for {len(kept)} of {len(found)} requests"
                 )
         await queries.read_clocks()
-        return await queries.result(local)
+        return queries.result(local)
     finally:
         await transport.aclose()
 
@@ -165,20 +152,6 @@ def _keys(query: RecordingQuery, processes: list[ProcessRecording]) -> set[int]:
     return found
 
 
-def latest_keys(processes: Iterable[ProcessRecording]) -> set[int]:
-    """Return the latest requests of all processes, by the dates of their machines.
-
-    The clocks are not aligned yet.
-    """
-    begun_s = dict[int, float]()
-    for process in processes:
-        for entry in process.entries:
-            if entry.key:
-                entry_s = process.epoch_s(entry.ns)
-                begun_s[entry.key] = min(entry_s, begun_s.get(entry.key, entry_s))
-    return set(heapq.nlargest(NUM_LATEST, begun_s, key=lambda key: begun_s[key]))
-
-
 def _instances(records: Mapping[str, bytes], local: Recordings) -> dict[int, Instance]:
     """Return the registered workers without a recording of this machine."""
     found = {}
@@ -188,6 +161,27 @@ def _instances(records: Mapping[str, bytes], local: Recordings) -> dict[int, Ins
             if local.instance(instance.id) is None:
                 found[instance.id] = instance
     return found
+
+
+class ClockOffset(NamedTuple):
+    """What converts times of a machine to the clock of this one, by addition: from low to high."""
+
+    low_ns: int
+    high_ns: int
+
+    @property
+    def ns(self) -> int:
+        return (self.low_ns + self.high_ns) // 2
+
+    @property
+    def error_s(self) -> float:
+        return (self.high_ns - self.low_ns) / 2e9
+
+    def within(self, low_ns: int, high_ns: int) -> ClockOffset:
+        """Return the offset, limited to this interval, too."""
+        limited = ClockOffset(max(self.low_ns, low_ns), min(self.high_ns, high_ns))
+        # Clocks drift, so the bounds may exclude each other.
+        return self if limited.low_ns > limited.high_ns else limited
 
 
 _UNBOUNDED: Final = ClockOffset(-(1 << 63), 1 << 63)
@@ -272,9 +266,8 @@ class RecordingQueries:
             part = decode(data, RecordingPart)
             self._answered.add(part.instance_id)
             if part.header:
-                header = RecordingHeader.read(_decompressed(part.header, HEADER_BYTES))
-                self._take(part, header, received_ns)
-        except (BadFrame, ValueError, zlib.error) as exc:
+                self._take(part, RecordingHeader.read(part.header), received_ns)
+        except (BadFrame, ValueError) as exc:
             self.problems.append(f"the answer of a process can't be read: {exc}")
         self._news.set()
 
@@ -288,10 +281,9 @@ class RecordingQueries:
         sender = self._senders.setdefault(key, _Sender(header, host))
         sender.header = header
         if part.slots:
-            slots = _decompressed(part.slots, _MOST_SLOT_BYTES)
-            if len(slots) % SLOT.size:
+            if len(part.slots) % SLOT.size:
                 raise ValueError("an event is incomplete")
-            sender.slots.append(slots)
+            sender.slots.append(part.slots)
             sender.oldest_ns = part.oldest_ns
             sender.num_overwritten = part.num_overwritten
         if part.is_last:
@@ -305,53 +297,29 @@ class RecordingQueries:
             if sender.slots
         ]
 
-    async def result(self, local: Recordings) -> Recordings:
+    def result(self, local: Recordings) -> Recordings:
         """Return the recordings of this machine and those that were sent.
 
         They name the workers that are silent, and why.
         """
-        silent = [
-            instance for instance in self.instances.values() if instance.id not in self._answered
-        ]
-        pings = await asyncio.gather(*(self._answers_ping(instance) for instance in silent))
-        unanswered = dict[int, Holder]()
-        for instance, answers_ping in zip(silent, pings, strict=True):
-            title = f"{instance.role} {instance.id:x}"
-            if answers_ping:
-                self.problems.append(
-                    f"{title} sends no recording; its release is older, or it is overloaded"
-                )
-                continue
-            reason = (
-                f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut"
-                " off from NATS"
-            )
-            unanswered[instance.id] = Holder(title, reason)
-        offsets = self._offsets
-        if len(offsets) > 1:
-            offsets = aligned(offsets, Recordings([*local.processes, *self.processes()]))
+        reason = (
+            f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut off"
+            " from NATS"
+        )
+        unanswered = {
+            instance.id: Holder(f"{instance.role} {instance.id:x}", reason)
+            for instance in self.instances.values()
+            if instance.id not in self._answered
+        }
         # The times are converted to the clock of this machine, so they have its boot, too.
         own_boot = boot_id()
         asked = [
-            _recording(sender, offsets[sender.header.boot_id], own_boot)
+            _recording(sender, self._offsets[sender.header.boot_id], own_boot)
             for sender in self._senders.values()
             if sender.slots
         ]
-        processes = [*local.processes, *asked]
         problems = [*local.problems, *dict.fromkeys(self.problems)]
-        return Recordings(processes, problems, unanswered, has_asked=True)
-
-    async def _answers_ping(self, instance: Instance) -> bool:
-        timeout_s = min(self.timeout_s, _PING_TIMEOUT_S)
-        try:
-            await self.transport.request(instance.subject, PING, timeout_s=timeout_s)
-        except Unreachable:
-            return False
-        return True
-
-
-def _decompressed(data: bytes, most_bytes: int) -> bytes:
-    return zlib.decompressobj().decompress(data, most_bytes)
+        return Recordings([*local.processes, *asked], problems, unanswered, has_asked=True)
 
 
 def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessRecording:

@@ -12,7 +12,6 @@ import heapq
 import itertools
 import socket
 import time
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -77,9 +76,9 @@ class RecordingPart(msgspec.Struct, frozen=True, array_like=True):
     instance_id: Number  # of the worker that answers; 0: a frontend
     host: str
     now_ns: Number  # by the clock of the events
-    header: bytes  # compressed; b"": the process records nothing
+    header: bytes  # of the file; b"": the process records nothing
     is_last: bool
-    slots: bytes = b""  # compressed
+    slots: bytes = b""
     oldest_ns: Number = 0  # in the last part: time of the oldest event in the ring
     num_overwritten: Number = 0  # in the last part
 
@@ -176,8 +175,7 @@ async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int =
 
 
 def _part(instance_id: int, header: bytes, *, is_last: bool) -> RecordingPart:
-    packed = zlib.compress(header, 1) if header else b""
-    return RecordingPart(instance_id, socket.gethostname(), time.monotonic_ns(), packed, is_last)
+    return RecordingPart(instance_id, socket.gethostname(), time.monotonic_ns(), header, is_last)
 
 
 async def _answer(
@@ -210,7 +208,7 @@ async def _answer(
             if not key or key in keys:
                 wanted += slots[index * SLOT.size : (index + 1) * SLOT.size]
         if len(wanted) >= _PART_BYTES:
-            full = msgspec.structs.replace(part, slots=zlib.compress(wanted, 1))
+            full = msgspec.structs.replace(part, slots=bytes(wanted))
             if not publish(query.inbox, encode(full)):
                 return
             wanted.clear()
@@ -218,7 +216,7 @@ async def _answer(
     last_part = msgspec.structs.replace(
         part,
         is_last=True,
-        slots=zlib.compress(wanted, 1),
+        slots=bytes(wanted),
         oldest_ns=oldest_ns,
         num_overwritten=max(0, last - num_slots),
     )

@@ -31,7 +31,7 @@ from dynamo_trtllm.observability import recorder
 recorder.boot_id = lambda: b"0" * 36
 runpy.run_module("dynamo_trtllm", run_name="__main__", alter_sys=True)
 """
-LIFE = (  # of a request, in the order of the events
+LIFE = (  # of a request, in the order of the events in each process
     "frontend received",
     "frontend tokenized: 68 prompt tokens, at most 10 output tokens",
     "frontend placed: prefill PREFILL, decode DECODE",
@@ -50,12 +50,15 @@ LIFE = (  # of a request, in the order of the events
 
 
 def check_life(said: str, prefill: str, decode: str) -> None:
-    """The lines of the timeline contain those of `LIFE` in their order."""
+    """The lines of the timeline contain those of `LIFE`, those of each process in their order."""
     lines = [re.sub(r"^ *\S+ +(\S+) \S+ +", r"\1 ", line) for line in said.splitlines()]
-    rest = iter(lines)
-    for wanted in LIFE:
-        wanted = wanted.replace("PREFILL", prefill).replace("DECODE", decode)
-        assert any(line.startswith(wanted) for line in rest), f"no line {wanted!r} in:\n{said}"
+    for process in ("frontend", "prefill", "decode"):
+        rest = iter(lines)
+        for wanted in LIFE:
+            if wanted.startswith(process):
+                wanted = wanted.replace("PREFILL", prefill).replace("DECODE", decode)
+                found = any(line.startswith(wanted) for line in rest)
+                assert found, f"no line {wanted!r} in:\n{said}"
 
 
 def prefill_of_another_machine(cluster: Cluster, folder: Path) -> tuple[Process, tuple[str, ...]]:
