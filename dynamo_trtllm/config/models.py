@@ -134,15 +134,6 @@ class WorkerConfig(ProcessConfig):
         help="Maximum seconds of the warm-up before the worker registers, in which kernels are"
         " compiled. A step that runs then is finished. 0: only one request.",
     )
-    expected_step_ms: PositiveFloat | None = option(
-        "engine",
-        None,
-        help="Expected milliseconds of a decode step, for predictions until the worker has"
-        " measured enough steps. Default: none, or what the mock engine's arguments say.",
-    )
-    expected_prefill_rate: PositiveFloat | None = option(
-        "engine", None, help="Expected prompt tokens per second of prefill, for the same."
-    )
     max_num_tokens: PositiveInt | None = option(
         "engine", None, help="Maximum tokens in one engine step."
     )
@@ -242,18 +233,6 @@ class WorkerConfig(ProcessConfig):
         None,
         help="IP address to listen on for KV over TCP; 0.0.0.0 and :: mean every interface."
         " Default: --kv-transfer-host.",
-    )
-    max_ticket_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
-        "KV cache and transfer",
-        0.5,
-        help="Maximum fraction of the KV blocks held for transfers that are not yet fetched. When"
-        " more are held for a second, a prefill worker rejects requests.",
-    )
-    max_leaked_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
-        "KV cache and transfer",
-        0.5,
-        help="Maximum fraction of the KV blocks that the engine can't free. Above it a worker"
-        " drains and restarts.",
     )
     max_queued_requests: NonNegativeInt = option(
         "engine",

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _SAME_LOAD_S = 0.01
 _CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
+_MAX_LEAKED_KV_FRACTION = 0.5  # of the KV blocks; with more, the worker drains and restarts
 _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers do not fetch it
 
 
@@ -290,9 +291,8 @@ class WorkerService:
         admission: limits of the worker.
         files: paths of the card's files by content hash.
         metrics: metrics of the worker.
-        max_leaked_kv_fraction: share of the KV blocks that the engine may be unable to free.
         kv_events: publisher of the engine's KV events, if the worker publishes them.
-        cost_prior: what the configuration says about the time of steps.
+        cost_prior: what is known of the time of steps before they are measured.
     """
 
     engine: Engine
@@ -301,7 +301,6 @@ class WorkerService:
     _: KW_ONLY
     files: Mapping[str, Path]
     metrics: WorkerMetrics
-    max_leaked_kv_fraction: float = 1.0
     kv_events: KvEventPublisher | None = None
     cost_prior: CostModel | None = None
 
@@ -443,9 +442,9 @@ class WorkerService:
             await self.engine.check()
             stats = self.engine.stats()
             total = stats.kv_blocks_total  # 0: not reported by the engine
-            if total and stats.leaked_kv_blocks > self.max_leaked_kv_fraction * total:
+            if total and stats.leaked_kv_blocks > _MAX_LEAKED_KV_FRACTION * total:
                 raise EngineFailed(
                     f"{stats.leaked_kv_blocks} of {total} KV blocks were never fetched and can't be"
-                    " freed (--max-leaked-kv-fraction); restarting"
+                    " freed; restarting"
                 )
             await asyncio.sleep(_CHECK_EVERY_S)

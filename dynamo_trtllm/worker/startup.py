@@ -23,7 +23,6 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding
 from dynamo_trtllm.models.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
 from dynamo_trtllm.models.parser_names import PARSERS
-from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import FileChunk, Instance, Role, SamplingDefaults
 from dynamo_trtllm.worker.health import Health
@@ -281,29 +280,3 @@ def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk
         # A file system may reject very large offsets.
         file.seek(min(offset, total_bytes))
         return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=total_bytes)
-
-
-_STEP_TOKENS = 8192  # prompt tokens per step of an engine that does not report its limit
-
-
-def cost_prior(config: WorkerConfig, info: EngineInfo) -> CostModel:
-    """Return what is known of the time of steps before they are measured.
-
-    It is from flags, else from the engine.
-    """
-    known = info.cost_prior
-    if known is None:
-        known = CostModel(step_tokens=info.limits.max_num_tokens)
-    decode = known.decode
-    prefill = known.prefill
-    step_s = 0.0
-    if config.expected_step_ms is not None:
-        step_s = config.expected_step_ms / 1000
-        decode = linear_decode_fit(step_s)
-    if config.expected_prefill_rate is not None:
-        prefill = linear_prefill_fit(step_s, 1 / config.expected_prefill_rate)
-    step_tokens = known.step_tokens
-    # Times of prefill steps are of use only with their size.
-    if not step_tokens and prefill is not None:
-        step_tokens = _STEP_TOKENS
-    return msgspec.structs.replace(known, decode=decode, prefill=prefill, step_tokens=step_tokens)

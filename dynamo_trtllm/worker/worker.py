@@ -32,6 +32,7 @@ from dynamo_trtllm.models import locate, resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
+from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
 from dynamo_trtllm.protocol.kv_events import KvEventPublisher, kv_events_subject
 from dynamo_trtllm.protocol.messages import (
@@ -58,6 +59,7 @@ SWITCH_S = 0.0005
 # default of 700 new objects, garbage collections take a seventh of the CPU time in which the torch
 # engine loads.
 _GC_THRESHOLDS = (50_000, 20, 100)
+_MAX_PENDING_TRANSFER_FRACTION = 0.5  # of the KV blocks, see `WorkerAdmission`
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
 _FILES = 8192  # open files: one per KV transfer, and about 128 others
 _COMPONENTS = {
@@ -241,9 +243,8 @@ class Worker:
             self._admission(info),
             files=files,
             metrics=self._metrics,
-            max_leaked_kv_fraction=config.max_leaked_kv_fraction,
             kv_events=self._publish_kv_events(engine, plane, instance, stack),
-            cost_prior=startup.cost_prior(config, info),
+            cost_prior=info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens),
         )
         serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
@@ -319,7 +320,7 @@ class Worker:
         max_batch_size = info.limits.max_batch_size  # 0: not reported by the engine
         if max_batch_size:
             max_active = max_batch_size + self._config.max_queued_requests
-        return WorkerAdmission(max_active, self._config.max_ticket_kv_fraction)
+        return WorkerAdmission(max_active, _MAX_PENDING_TRANSFER_FRACTION)
 
     def _start_broadcasts(
         self, service: WorkerService, plane: NatsPlane, stack: AsyncExitStack

@@ -216,7 +216,7 @@ async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_
 ) -> None:
     monkeypatch.setattr(service, "_UNFETCHED_S", 0.0)
     # 4 blocks per ticket
-    small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}
+    small = {"override_engine_args": {"kv_cache_blocks": 16}}
     async with scene(servers, running_workers, prefill=small) as made:
         transfers = [await made.kv_params() for _ in range(3)]
         with pytest.raises(Overloaded, match="3 pending KV transfers hold 12 of 16 KV blocks"):

@@ -242,7 +242,7 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
 async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engine_failed(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = config(etcd_server, nats_server, max_leaked_kv_fraction=0.25)
+    chosen = config(etcd_server, nats_server)
     stats = MockEngine.stats
     leaked_kv_blocks = 1
 
@@ -254,15 +254,15 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(Worker(chosen).serve())
         await side.until_instances(1)
-        leaked_kv_blocks = 2  # a quarter: not above the limit
+        leaked_kv_blocks = 4  # half: not above the limit
         async with aclosing(
             routed_stream(side.router, request(max_tokens=50), ChoiceTimeline())
         ) as running:
             chunks = [await anext(running)]
-            leaked_kv_blocks = 3
+            leaked_kv_blocks = 5
             chunks += [chunk async for chunk in running]
         assert len(tokens(chunks)) == 50
-        with pytest.raises(EngineFailed, match=r"3 of 8 KV blocks .*--max-leaked-kv-fraction"):
+        with pytest.raises(EngineFailed, match=r"5 of 8 KV blocks .* can't be freed"):
             await serving
         await side.until_instances(0)
 

@@ -340,8 +340,8 @@ def statistics_note(args: TrtllmArgs) -> str:
         )
     return (
         f"{_STATISTICS} is false ({source}): this worker reports no KV blocks and no waiting"
-        " requests, learns no cost model, does not notice a stalled executor, and can't apply"
-        " --max-ticket-kv-fraction and --max-leaked-kv-fraction"
+        " requests, learns no cost model, does not notice a stalled executor, and limits neither KV"
+        " that waits for its transfer nor KV that has leaked"
     )
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.mock.args import MockArgs, mock_info
 from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, Fit, StepSample
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
-from dynamo_trtllm.worker.startup import cost_prior
 
 WORK = EngineWork()
 
@@ -257,21 +253,3 @@ def test_cost_model_when_it_is_of_another_release_or_damaged_then_it_is_not_vali
         Fit((0.01, *[0.0] * 8), 1.1, 0.9, 7),
     ):
         assert not CostModel(prefill=bad).is_valid
-
-
-def test_cost_prior_when_flags_are_set_then_they_override_what_the_engine_says() -> None:
-    info = mock_info(MockArgs(step_s=0.02), MockArgs().layout)
-    own = cost_prior(WorkerConfig(model_path="m"), info)
-    assert own == info.cost_prior
-    flags = WorkerConfig(model_path="m", expected_step_ms=8, expected_prefill_rate=1000)
-    other = cost_prior(flags, info)
-    assert other.decode is not None
-    assert other.decode.predict(StepSample(0.0, 4, 100).features) == pytest.approx(0.008)
-    assert other.prefill is not None
-    assert other.prefill.predict(StepSample(0.0, 0, 0, 500).features) == pytest.approx(0.508)
-    assert other.step_tokens == own.step_tokens
-    silent = replace(info, cost_prior=None)  # does not report the tokens of a step either
-    assert cost_prior(WorkerConfig(model_path="m"), silent) == CostModel()
-    predicted = CostFit(cost_prior(flags, silent)).model.predict_first_token(500, 0, WORK)
-    assert predicted is not None
-    assert predicted.seconds == pytest.approx(0.508)

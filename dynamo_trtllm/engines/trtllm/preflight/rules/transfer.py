@@ -166,7 +166,7 @@ def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     field="release",
     why=(
         "before 1.2 TensorRT-LLM never frees KV that no decode worker fetches, such as that of "
-        "canceled requests. Workers start with a warning and restart at --max-leaked-kv-fraction"
+        "canceled requests. Workers start with a warning and restart when this is half of their KV"
     ),
     fix="use 1.2.1 or newer",
 )
@@ -185,7 +185,7 @@ def unfetched_kv_leaks(facts: RoleFacts) -> Violation | None:
     field=TIMEOUT,
     why=(
         "without a timeout TensorRT-LLM never frees KV that no decode worker fetches, such as that "
-        "of canceled requests. The worker restarts at --max-leaked-kv-fraction"
+        "of canceled requests. The worker restarts when this is half of its KV"
     ),
     fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
 )
