@@ -38,7 +38,6 @@ _IN_WORKER: Final[dict[int, str]] = {
     RecordedEvent.PREFILL_DONE: "the prompt is computed and waits for space in the transfer buffer",
     RecordedEvent.KV_PUBLISHED: "the KV is published, and the call has not ended",
     RecordedEvent.KV_FETCHED: "the KV has arrived, and the engine has not generated from it",
-    RecordedEvent.CALL_CANCELLED: "the call was cancelled, and has not ended",
 }
 _WHY_SILENT: Final = {
     ProcessState.RUNNING: "",

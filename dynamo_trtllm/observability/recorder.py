@@ -76,7 +76,6 @@ class RecordedEvent(IntEnum):
     """
 
     STARTED = 1
-    READY = 2
     DRAINING = 3
     STOPPED = 4
     CONNECTION_LOST = 5  # reason: etcd or nats
@@ -93,8 +92,6 @@ class RecordedEvent(IntEnum):
     WAITING_FOR_WORKERS = 37
     RESERVING_SLOT = 38  # a: decode instance
     CALL_SENT = 39  # a: instance; reason: phase
-    CALL_ACKNOWLEDGED = 40
-    CALL_CANCELLED = 41
     CALL_FAILED = 42  # a: instance, b: 1 if the request goes on; reason: error code
     FIRST_TOKEN = 43  # also of a call in a worker
     PROGRESS = 44  # a: tokens so far; also of a call in a worker

@@ -265,7 +265,6 @@ class Worker:
         self._sleeper = sleeper
         stack.push_async_callback(sleeper.aclose)
         self._health.phase = "serving"
-        RECORDER.record_process(RecordedEvent.READY)
         return service, sleeper
 
     def _start_recorder(self, stack: AsyncExitStack) -> None:

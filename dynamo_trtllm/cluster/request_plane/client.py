@@ -135,7 +135,7 @@ class PlaneClient:
             # The timer is set below, before the stream can end.
             self._ended(subject, stream, deadline)
 
-        send_cancel = partial(self._send_cancel, subject, stream, request.request_id)
+        send_cancel = partial(self._send_cancel, subject, stream)
         receiver = StreamReceiver(on_event, self._opening, on_end, send_cancel)
         self._inbox[stream] = receiver
         self._running.setdefault(subject, {})[stream] = receiver
@@ -153,8 +153,7 @@ class PlaneClient:
         if not running:
             del self._running[subject]
 
-    def _send_cancel(self, subject: str, stream: int, request_id: str, *, awaits_kv: bool) -> None:
-        RECORDER.record(request_id, RecordedEvent.CALL_CANCELLED)
+    def _send_cancel(self, subject: str, stream: int, *, awaits_kv: bool) -> None:
         if not awaits_kv:
             remember(self._cancelled, stream, subject)
         self._cancel(subject, stream, awaits_kv=awaits_kv)
@@ -269,7 +268,6 @@ class PlaneClient:
                 raise
         else:
             _ack_data(reply)
-            RECORDER.record(request.request_id, RecordedEvent.CALL_ACKNOWLEDGED)
         receiver.last_ping_before_ack = self._num_pings
 
     def _encode_checked(self, value: ClientMessage | ControlRequest) -> bytes:
@@ -330,7 +328,6 @@ class PlaneClient:
         return encode(ClientMessage(Ping(self._inbox_subject, self._num_pings)))
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
-        RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
         # This process lost its connection; the worker may be alive.
         is_ours = isinstance(error, errors.Disconnected)
         if is_ours:

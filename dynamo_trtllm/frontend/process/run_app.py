@@ -32,7 +32,7 @@ from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.frontend.routing.suspects import Suspects
 from dynamo_trtllm.frontend.routing.worker_load import FleetLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recorder import RECORDER, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import LoadReport
@@ -107,7 +107,6 @@ async def run_app(
         await first_of(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_SETTLE_S)
         tune_gc()
         open_gate(app.router)
-        RECORDER.record_process(RecordedEvent.READY)
         if pipe is not None:
             pipe.send_ready()
         await _until_failed(tasks, stop)

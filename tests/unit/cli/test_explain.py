@@ -38,7 +38,6 @@ SENT: Events = [*BEGUN, (3, E.CALL_SENT, PREFILL, 0, "prefill")]
 DECODING: Events = [
     *SENT,
     (30, E.CALL_SENT, DECODE, 0, "decode"),
-    (32, E.CALL_ACKNOWLEDGED, 0, 0, ""),
 ]
 STREAMING: Events = [*DECODING, (40, E.FIRST_TOKEN, 0, 0, ""), (1040, E.PROGRESS, 20, 0, "")]
 LAST = (1050, E.LAST_TOKEN, 20, 0, "")
@@ -323,7 +322,7 @@ def test_timeline_when_processes_were_killed_then_their_events_and_that_they_wer
 
 def test_timeline_when_a_process_lost_nats_meanwhile_then_it_is_in_it() -> None:
     frontend = process("frontend", STREAMING)
-    lost = Entry(frontend.entries[5].ns + 1, E.CONNECTION_LOST, 0, 0, 0, 0, 0, "nats")
+    lost = Entry(frontend.entries[4].ns + 1, E.CONNECTION_LOST, 0, 0, 0, 0, 0, "nats")
     recorded = dataclasses.replace(frontend, entries=[*frontend.entries, lost])
     lines = timeline(Recordings([recorded]).requests[KEY]).splitlines()
     assert lines[-3].endswith("connection lost: nats")
