@@ -364,6 +364,7 @@ def test_hang_when_the_only_pair_is_quarantined_then_it(hanging: Hanging) -> Non
 def test_hang_when_a_decode_step_does_not_end_then_the_tokens_so_far(hanging: Hanging) -> None:
     hanging.start(roles=("prefill",))
     hanging.add("decode", step_s=1000.0).instance()
+    hanging.clusters[-1].until_ready("mock")
     hanging.ask(LONG)
     hanging.check("decode", "has generated 1 tokens of the call, and no more")
 
