@@ -22,11 +22,7 @@ from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.observability.recorder import (
-    SLOT,
-    RecordingHeader,
-    boot_id,
-)
+from dynamo_trtllm.observability.recorder import SLOT, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recording_server import (
     KeySelector,
     RecordingPart,
@@ -41,7 +37,7 @@ from dynamo_trtllm.observability.recordings import (
     ProcessState,
     Recordings,
     RequestIds,
-    sent_slots,
+    read_slots,
 )
 from dynamo_trtllm.protocol.errors import BadFrame, PlaneError
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
@@ -326,7 +322,7 @@ def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessReco
     header = sender.header
     entries: dict[int, Entry] = {}
     for slots in sender.slots:
-        entries.update(sent_slots(slots, offset.ns))
+        entries.update(read_slots(slots, offset.ns))
     converted = header._replace(
         monotonic_ns=header.monotonic_ns + offset.ns,
         alive_ns=header.alive_ns + offset.ns if header.alive_ns else 0,

@@ -324,12 +324,12 @@ def read_process(path: Path) -> ProcessRecording:
                 raise ValueError(
                     f"it has {size} bytes, which does not fit its {header.num_slots} slots"
                 )
-            # A slot that is being written differs in the two copies.
+            # A slot that is being written may differ in the two copies.
             first = memory[HEADER_BYTES:]
             second = memory[HEADER_BYTES:]
     entries = []
     last = 0
-    for number, entry in sorted(_valid_slots(first, second, header.num_slots)):
+    for number, entry in sorted(read_slots(unchanged_slots(first, second))):
         last = number
         entries.append(entry)
     is_running = is_locked(path)
@@ -345,28 +345,20 @@ def read_process(path: Path) -> ProcessRecording:
     )
 
 
-def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[int, Entry]]:
-    """Yield number and event of the slots that are whole.
-
-    Others were written while they were read, or torn by a kill.
-
-    Args:
-        first: the slots.
-        second: the slots, read later: a slot that was being written differs.
-        num_slots: number of slots.
-    """
-    is_same = first == second
-    for index, slot in enumerate(SLOT.iter_unpack(first)):
-        number, ns, key, event, choice, a, b, c, reason, again = slot
-        if not number or number != again or number % num_slots != index:
-            continue
-        offset = index * SLOT.size
-        if is_same or second[offset : offset + SLOT.size] == SLOT.pack(*slot):
-            yield number, Entry(ns, event, key, choice, a, b, c, _text(reason))
+def unchanged_slots(first: bytes, second: bytes) -> bytes:
+    """Return the slots that are equal in two copies. Others were being written."""
+    if first == second:
+        return first
+    unchanged = bytearray()
+    for begin in range(0, len(first), SLOT.size):
+        slot = first[begin : begin + SLOT.size]
+        if slot == second[begin : begin + SLOT.size]:
+            unchanged += slot
+    return bytes(unchanged)
 
 
-def sent_slots(slots: bytes, offset_ns: int) -> Iterator[tuple[int, Entry]]:
-    """Yield number and event of slots that a process has sent.
+def read_slots(slots: bytes, offset_ns: int = 0) -> Iterator[tuple[int, Entry]]:
+    """Yield number and event of the slots that are whole. A kill may have torn one.
 
     Args:
         slots: the slots, in any order.

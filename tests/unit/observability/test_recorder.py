@@ -29,7 +29,13 @@ from dynamo_trtllm.observability.recorder import (
     recorder_folder,
     request_key,
 )
-from dynamo_trtllm.observability.recordings import ProcessState, Recordings, read_process
+from dynamo_trtllm.observability.recordings import (
+    ProcessState,
+    Recordings,
+    read_process,
+    read_slots,
+    unchanged_slots,
+)
 from dynamo_trtllm.protocol.messages import token_ids
 
 UNIQUE = "0123456789abcdef"
@@ -88,6 +94,18 @@ def test_recording_when_a_slot_is_torn_then_the_other_events(memory_path: Path) 
     data[module.HEADER_BYTES + 4 * SLOT.size] += 1
     path.write_bytes(data)
     assert [entry.a for entry in read_process(path).entries if entry.key] == [0, 1, 3, 4]
+
+
+def test_unchanged_slots_when_one_is_written_between_two_reads_then_the_others() -> None:
+    def slots(middle: int) -> bytes:
+        values = ((1, 7), (2, middle), (3, 9))
+        return b"".join(
+            SLOT.pack(number, 0, KEY, RecordedEvent.PROGRESS, 0, a, 0, 0, b"", number)
+            for number, a in values
+        )
+
+    found = read_slots(unchanged_slots(slots(middle=8), slots(middle=80)))
+    assert [(number, entry.a) for number, entry in found] == [(1, 7), (3, 9)]
 
 
 def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
