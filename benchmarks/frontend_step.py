@@ -27,8 +27,10 @@ from dynamo_trtllm.frontend.requests.completions import CHAT
 from dynamo_trtllm.frontend.requests.preprocess import prepare_chat
 from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
@@ -127,6 +129,7 @@ class FakeRouter:
 
     def __init__(self, chunks: list[Chunk]) -> None:
         self._chunks = chunks
+        self.start_windows = StartWindows(ClusterView())
 
     def generate(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent

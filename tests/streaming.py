@@ -6,11 +6,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from functools import partial
+from functools import cached_property, partial
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.protocol.errors import StreamIncomplete
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest
 from dynamo_trtllm.protocol.streams import (
@@ -105,6 +107,10 @@ class PlayedRouter(ABC):
     """A router whose subclass plays a request as a coroutine."""
 
     placement = None  # it selects no workers
+
+    @cached_property
+    def start_windows(self) -> StartWindows:
+        return StartWindows(ClusterView())
 
     @abstractmethod
     async def play(

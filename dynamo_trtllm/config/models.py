@@ -436,7 +436,8 @@ class FrontendConfig(ProcessConfig):
     max_queued: NonNegativeInt = option(
         "HTTP and routing",
         1024,
-        help="Maximum queued requests. Clients take turns. Further ones are answered with 429.",
+        help="Maximum queued requests while --max-inflight is reached. Clients take turns. Further"
+        " ones are answered with 429.",
     )
     retry_limit: NonNegativeInt = option(
         "HTTP and routing",

@@ -236,6 +236,7 @@ def _options(config: FrontendConfig) -> RouterOptions:
         selects_at_random=config.router_mode == "random",
         decode_fallback=config.decode_fallback,
         has_probes=config.canary_interval_s > 0,
+        num_processes=config.workers,
     )
 
 

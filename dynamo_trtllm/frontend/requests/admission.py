@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple, Self, TypeVar
 
@@ -13,6 +13,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody, read_body
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
+from dynamo_trtllm.frontend.routing.start_window import GROUP, RequestPlaces, StartWindows
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, InvalidRequest
 from dynamo_trtllm.support.background import MAX_THREADS
 from dynamo_trtllm.support.http_server.exchange import HttpRequest
@@ -24,16 +25,22 @@ FOLLOWING_S = 0.0001  # of CPU time for a choice, after the turn that starts, en
 TURNS_PER_ITERATION = 64
 CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
 FEW_CHOICES = 4  # requests with more of them are planned in turns
-_GROUP = 8  # choices of one request in one turn
 
 
 class AdmissionLimits:
-    """What all requests share: the bytes of bodies, the permits of choices, and threads."""
+    """What all requests share: the bytes of bodies, the permits of choices, and threads.
 
-    def __init__(self, config: FrontendConfig) -> None:
+    Args:
+        config: has the limits.
+        start_windows: limit the choices that workers have not begun.
+    """
+
+    def __init__(self, config: FrontendConfig, start_windows: StartWindows) -> None:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
         self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
+        self.start_windows = start_windows
+        start_windows.on_capacity = self.choices.grant
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
     async def acquire_slot(self) -> None:
@@ -74,12 +81,16 @@ class RequestAdmission:
         self._received: RequestBody | None = None
         self._has_slot = False
         self._num_permits = 0
+        self._places: RequestPlaces | None = None  # of running choices
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release_body()
+        if self._places is not None:
+            self._places.close()
+            self._places = None
         self._limits.choices.release(self._num_permits)
         self._num_permits = 0
 
@@ -133,24 +144,34 @@ class RequestAdmission:
                 " lower n"
             )
 
-    async def acquire_permits(self, count: int, deadline: float) -> None:
-        """Wait for the permits of all choices.
+    async def acquire_permits(
+        self, model: str, count: int, prompt_tokens: int, deadline: float
+    ) -> RequestPlaces:
+        """Wait for the permits of all choices, and until workers can begin them.
 
         Args:
+            model: the name of the model.
             count: the number of choices.
+            prompt_tokens: of the longest prompt.
             deadline: seconds since the epoch.
+
+        Returns:
+            The places of the choices in the start window of the model.
 
         Raises:
             Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
         """
         client = self._timeline.facts.client
         self._timeline.enter("frontend_queue")
+        places = self._limits.start_windows.window(model).request(count, prompt_tokens)
         try:
-            await self._limits.choices.acquire(count, client, deadline - time.time())
+            await self._limits.choices.acquire(count, client, deadline - time.time(), places)
         finally:
             self._timeline.left_queue()
         self._timeline.enter("select")
         self._num_permits = count
+        self._places = places
+        return places
 
 
 class _WaitingTurn(NamedTuple):
@@ -242,7 +263,7 @@ class IterationTime:
         self._is_scheduled = False
         # How much fits into the next iteration is not known: at most twice as much as into this
         # one, and one group in any case. More would be woken for nothing.
-        left = min(self._most, max(_GROUP, 2 * self._size))
+        left = min(self._most, max(GROUP, 2 * self._size))
         self._used_s = 0.0
         self._size = 0
         self._waiting.extendleft(reversed(self._postponed))
@@ -271,15 +292,28 @@ class ChoiceTurns:
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._time = IterationTime(clock, most=CHOICES_PER_ITERATION)
 
-    async def run(self, choices: Sequence[T], act: Callable[[T], None]) -> None:
-        """Call `act` with all choices, in order."""
+    async def run(
+        self,
+        choices: Sequence[T],
+        act: Callable[[T], None],
+        wait_for_group: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Call `act` with all choices, in order.
+
+        Args:
+            choices: of one request.
+            act: called with each choice.
+            wait_for_group: waits until the next GROUP choices, or those that are left, may start.
+        """
         if len(choices) == 1:
             act(choices[0])
             return
-        for first in range(0, len(choices), _GROUP):
-            group = choices[first : first + _GROUP]
+        for first in range(0, len(choices), GROUP):
+            group = choices[first : first + GROUP]
             if first:
                 await asyncio.sleep(0)  # other requests have their turn
+            if wait_for_group is not None:
+                await wait_for_group()
             async with self._time.turn(len(group)):
                 for choice in group:
                     act(choice)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.support.network.by_network import ByNetwork
 
@@ -20,12 +21,13 @@ _LONGEST_RETRY_S = 60
 class _Waiting:
     network: str  # of the client
     count: int  # choices
+    places: RequestPlaces
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     has_permits: bool = False
 
 
 class FairQueue:
-    """The requests that wait.
+    """The requests for one model that wait.
 
     Networks of clients take turns; requests of one network wait in order of arrival.
 
@@ -36,27 +38,23 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self.num_choices = 0
         self._requests = ByNetwork[_Waiting]()
         # Choices by network. The first network has the turn.
         self._gained: OrderedDict[str, int] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request: _Waiting) -> bool:
-        return request in self._requests
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no request waits."""
+        return not self._gained
 
     def add(self, request: _Waiting) -> None:
         """Add a request. The turn of a network that had none comes after those of the others."""
         self._requests.add(request)
         self._gained.setdefault(request.network, 0)
-        self.num_choices += request.count
 
     def remove(self, request: _Waiting) -> None:
         """Remove a request that waits. A network without requests loses what it has gained."""
         self._requests.discard(request)
-        self.num_choices -= request.count
         if not self._requests.count(request.network):
             del self._gained[request.network]
 
@@ -79,26 +77,22 @@ class FairQueue:
         self._gained[first.network] -= first.count
         self.remove(first)
 
-    def displaced_by(self, network: str) -> _Waiting | None:
-        """Return the request that gives its place to one more of this network.
-
-        It is the newest of the network with the most. Return None if that network would then have
-        fewer requests than this one.
-        """
-        largest = self._requests.largest()
-        if largest is None or self._requests.count(network) + 1 >= self._requests.count(largest):
-            return None
-        return self._requests.newest(largest)
-
 
 class ConcurrencyLimiter:
-    """A limit on running choices.
+    """A limit on running choices, and the queue of the requests that may not run yet.
 
-    Further requests wait in a fair queue; beyond its size they are rejected.
+    Further requests wait in a fair queue; beyond its size they are rejected. Requests for a model
+    wait as well while its workers have enough to start (`start_window`).
 
     Each choice takes a permit, because each is a stream of its own for engines and memory. A
     request gets the permits of all its choices at once: otherwise it would hold some while it waits
     for others.
+
+    Args:
+        limit: permits.
+        max_queued: requests that may wait. Further ones may wait if there are permits for the
+            choices of all of them: they only wait for workers.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -108,7 +102,12 @@ class ConcurrencyLimiter:
         self.in_use = 0
         self._max_queued = max_queued
         self._clock = clock
-        self._queue = FairQueue()
+        self._waiting = ByNetwork[_Waiting]()
+        self._num_waiting_choices = 0
+        # By model; none is empty.
+        self._queues: OrderedDict[str, FairQueue] = OrderedDict()
+        # The next request for some model waits for permits, and no other one overtakes it.
+        self._lacks_permits = False
         self._idle_since_s = clock()  # valid while no permit is in use
         # Choices that have ended. Their rate is that of the load.
         self._finished = 0.0
@@ -117,7 +116,7 @@ class ConcurrencyLimiter:
     @property
     def queued(self) -> int:
         """The number of requests that wait."""
-        return len(self._queue)
+        return len(self._waiting)
 
     def check(self, network: str) -> None:
         """Raise Overloaded if there is no place in the queue.
@@ -127,20 +126,27 @@ class ConcurrencyLimiter:
         Args:
             network: of the client, see `network_of`.
         """
-        if self.in_use < self.limit or len(self._queue) < self._max_queued:
-            return
-        if self._queue.displaced_by(network) is None:
+        if self._is_full(1) and self._displaced_by(network) is None:
             raise self._full()
 
-    async def acquire(self, count: int, network: str, within_s: float) -> None:
+    async def acquire(
+        self, count: int, network: str, within_s: float, places: RequestPlaces
+    ) -> None:
         """Take `count` permits for one request of a client, waiting for its turn.
+
+        Args:
+            count: the choices of the request.
+            network: of the client, see `network_of`.
+            within_s: seconds until the request's deadline.
+            places: those of the request in the start window of its model. They begin.
 
         Raises:
             Overloaded: the queue is full, or a request of another network took the place of this
                 one in it.
             DeadlineExceeded: the permits were not free within `within_s` seconds.
         """
-        if not self._queue and self.in_use + count <= self.limit:
+        has_permits = not self._lacks_permits and self.in_use + count <= self.limit
+        if has_permits and places.model not in self._queues and places.may_begin():
             now_s = self._clock()
             is_stale = not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S
             if not self.in_use and is_stale:
@@ -148,11 +154,15 @@ class ConcurrencyLimiter:
                 self._finished = 0.0
                 self._counted_since_s = now_s
             self.in_use += count
+            places.begin()
             return
-        if len(self._queue) >= self._max_queued:
+        if self._is_full(count):
             self._displace(network)
-        waiting = _Waiting(network, count, asyncio.get_running_loop().create_future())
-        self._queue.add(waiting)
+        decided = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(network, count, places, decided)
+        self._add(waiting)
+        if not has_permits:
+            self._lacks_permits = True
         try:
             async with asyncio.timeout(within_s):
                 await waiting.decided
@@ -192,44 +202,101 @@ class ConcurrencyLimiter:
         counted_s = max(self._clock() - self._counted_since_s, 1.0)
         wait_s = 1.0
         if self._finished:
-            wait_s = (self._queue.num_choices + 1) * counted_s / self._finished
+            wait_s = (self._num_waiting_choices + 1) * counted_s / self._finished
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
+
+    def grant(self) -> None:
+        """Let the next requests run for which there are permits, and which workers can begin."""
+        self._lacks_permits = False
+        if not self._queues:
+            return
+        for model in list(self._queues):
+            while model in self._queues:
+                first = self._queues[model].first()
+                if first is None or not first.places.may_begin():
+                    break
+                if self.in_use + first.count > self.limit:
+                    self._lacks_permits = True
+                    return
+                self._queues.move_to_end(model)  # the models take turns
+                self._grant(first)
+
+    def _grant(self, first: _Waiting) -> None:
+        """Let the first request of its queue run."""
+        model = first.places.model
+        self._queues[model].take(first)
+        self._forget(first)
+        if first.decided.cancelled():
+            return  # it is about to withdraw
+        self.in_use += first.count
+        first.has_permits = True
+        first.places.begin()
+        first.decided.set_result(None)
 
     def _free(self, count: int) -> None:
         self.in_use -= count
         if not self.in_use:
             self._idle_since_s = self._clock()
-        first = self._queue.first()
-        while first is not None and self.in_use + first.count <= self.limit:
-            self._queue.take(first)
-            if not first.decided.cancelled():  # a cancelled request is about to withdraw
-                self.in_use += first.count
-                first.has_permits = True
-                first.decided.set_result(None)
-            first = self._queue.first()
+        self.grant()
+
+    def _is_full(self, count: int) -> bool:
+        """Return whether a request for so many choices may not wait."""
+        if len(self._waiting) < self._max_queued:
+            return False
+        return self.in_use + self._num_waiting_choices + count > self.limit
+
+    def _add(self, waiting: _Waiting) -> None:
+        queue = self._queues.setdefault(waiting.places.model, FairQueue())
+        queue.add(waiting)
+        self._waiting.add(waiting)
+        self._num_waiting_choices += waiting.count
+
+    def _remove(self, waiting: _Waiting) -> None:
+        self._queues[waiting.places.model].remove(waiting)
+        self._forget(waiting)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        """Do not count a request that has left the queue of its model."""
+        model = waiting.places.model
+        if self._queues[model].is_empty:
+            del self._queues[model]
+        self._waiting.discard(waiting)
+        self._num_waiting_choices -= waiting.count
+
+    def _displaced_by(self, network: str) -> _Waiting | None:
+        """Return the request that gives its place to one more of this network.
+
+        It is the newest of the network with the most. Return None if that network would then have
+        fewer requests than this one.
+        """
+        largest = self._waiting.largest()
+        if largest is None or self._waiting.count(network) + 1 >= self._waiting.count(largest):
+            return None
+        return self._waiting.newest(largest)
 
     def _displace(self, network: str) -> None:
         """Reject a waiting request, so that one more of this network has a place in the queue.
 
         Raises Overloaded.
         """
-        displaced = self._queue.displaced_by(network)
+        displaced = self._displaced_by(network)
         if displaced is None:
             raise self._full()
-        self._queue.remove(displaced)
+        self._remove(displaced)
         if not displaced.decided.cancelled():
             displaced.decided.set_result(None)
 
     def _withdraw(self, waiting: _Waiting) -> None:
         """Remove a request from the queue, or return permits that were granted just now."""
         if waiting.has_permits:
+            waiting.places.close()
             self._free(waiting.count)
-        elif waiting in self._queue:
-            self._queue.remove(waiting)
-            self._free(0)  # requests behind it may need fewer permits
+        elif waiting in self._waiting:
+            self._remove(waiting)
+            self.grant()  # requests behind it may need fewer permits
 
     def _full(self) -> errors.Overloaded:
         return errors.Overloaded(
             f"the server is at capacity: {self.in_use} of {self.limit} choices are running and"
-            f" {len(self._queue)} of {self._max_queued} requests are queued; try again later"
+            f" {len(self._waiting)} of {self._max_queued} requests are queued; try again later"
         )

@@ -108,6 +108,11 @@ class GenerationPlan:
         return self.choices[0].request.deadline
 
     @property
+    def longest_prompt(self) -> int:
+        """Return the number of tokens of the longest prompt."""
+        return max(len(choice.request.token_ids) for choice in self.choices)
+
+    @property
     def is_scored(self) -> bool:
         """Return whether the output has log-probabilities."""
         sampling = self.choices[0].request.sampling

@@ -22,6 +22,7 @@ from dynamo_trtllm.frontend.requests.output_budget import (
 )
 from dynamo_trtllm.frontend.requests.request_reports import extras_of
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.support.background import in_thread
 from dynamo_trtllm.support.http_server.exchange import HttpResponse
@@ -106,6 +107,7 @@ class RunningChoices:
         response: where the answer is sent.
         sender: sends events of the response.
         timeline: that of the request.
+        places: those of the choices in the start window of the model.
         state: what all requests share.
     """
 
@@ -115,9 +117,11 @@ class RunningChoices:
         response: HttpResponse,
         sender: EventSender,
         timeline: RequestTimeline,
+        places: RequestPlaces,
         state: AppState,
     ) -> None:
         self._answer = answer
+        self._places = places
         self._state = state
         self._unsent = UnsentDeltas(is_streamed=answer.is_streamed)
         self._deliver = _delivery(answer, response, sender, timeline, self._unsent)
@@ -180,18 +184,17 @@ class RunningChoices:
 
     async def _start(self) -> None:
         """Start the streams of all choices, in turns with other requests."""
-        router = self._state.router
-        deliver = self._deliver
         choices = self._answer.choices
         if len(choices) == 1:
             # A single choice needs no turn: its start takes less time than the request's body did.
-            choices[0].start(router, deliver)
+            self._start_choice(choices[0])
             return
+        starts = self._state.turns.starts
+        await starts.run(choices, self._start_choice, self._places.wait_for_group)
 
-        def start(choice: Choice) -> None:
-            choice.start(router, deliver)
-
-        await self._state.turns.starts.run(choices, start)
+    def _start_choice(self, choice: Choice) -> None:
+        choice.timeline.place = self._places.take()
+        choice.start(self._state.router, self._deliver)
 
     def _end(self, error: DynamoError, drops_pending: bool) -> None:
         """End the request with an error: the output budget calls this at its limits.

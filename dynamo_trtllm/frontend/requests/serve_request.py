@@ -98,14 +98,17 @@ async def serve_request(
     answer = _new_answer(api, body, plan, ignored, timeline, response)
     timeline.accepted(answer)
     with keep_alive(answer, response, timeline, state.config, api.ping) as sender:
-        await admission.acquire_permits(len(plan.choices), plan.deadline)
+        places = await admission.acquire_permits(
+            body.model, len(plan.choices), plan.longest_prompt, plan.deadline
+        )
         async with state.turns.creation(len(plan.choices)):
             answer.create_choices()
         timeline.started()
 
         # Route its choices to workers, and answer with what they generate.
         with state.running.track(answer, timeline.facts.client):
-            async with RunningChoices(answer, response, sender, timeline, state) as deltas:
+            running = RunningChoices(answer, response, sender, timeline, places, state)
+            async with running as deltas:
                 if answer.is_streamed:
                     await stream_answer(answer, deltas, response, sender, timeline, state)
                 else:

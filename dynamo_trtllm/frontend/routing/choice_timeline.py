@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.start_window import StartPlace
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
 from dynamo_trtllm.observability.recorder import NO_COST, RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import DynamoError
@@ -41,6 +42,8 @@ class ChoiceTimeline:
     first_s: float | None = None  # when the first tokens arrived
     last_s: float = 0.0  # when the newest ones arrived
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
+    # The place in the start window; None: the choice is a probe, which does not count.
+    place: StartPlace | None = field(default=None, compare=False)
     # The index of the first span of the current attempt.
     _attempt_span: int = field(default=0, compare=False)
     _called_role: str = field(default=FRONTEND, compare=False)  # of the worker called last
@@ -93,6 +96,8 @@ class ChoiceTimeline:
 
     def waiting_for_workers(self, request: GenerateRequest, quarantined: Pair) -> None:
         """Note that there are no workers. `quarantined`: a pair that is; (None, 0): none is."""
+        if self.place is not None:
+            self.place.waits_for_workers()
         prefill_id, decode_id = quarantined
         RECORDER.record(
             request.request_id, RecordedEvent.WAITING_FOR_WORKERS, prefill_id or 0, decode_id
@@ -105,6 +110,8 @@ class ChoiceTimeline:
 
     def calling(self, request: GenerateRequest, worker: Instance) -> None:
         """Note that a worker is called. `request`: the call."""
+        if self.place is not None:
+            self.place.called(worker)
         phase = request.phase
         self._called_role = worker.role
         self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
@@ -112,6 +119,8 @@ class ChoiceTimeline:
 
     def decode_began(self) -> None:
         """Note the first answer of a decode call."""
+        if self.place is not None:
+            self.place.leave()
         # Not the role of the last span: a migration is one of the frontend.
         self._enter("decode", self._called_role)
 
@@ -124,6 +133,11 @@ class ChoiceTimeline:
         )
         if goes_on and self.spans[-1].phase == "first_token":
             self.spans[-1].phase = "retry"
+
+    def ended(self) -> None:
+        """Note the end of the choice, maybe without a decode call."""
+        if self.place is not None:
+            self.place.leave()
 
     def _enter(self, phase: str, role: str = FRONTEND) -> None:
         """Begin a span and end the one before.

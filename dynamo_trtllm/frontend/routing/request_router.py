@@ -28,6 +28,7 @@ from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow
 from dynamo_trtllm.frontend.routing.kv_collection import KvCollector
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.frontend.routing.suspects import Suspects, TrackedCall
 from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
@@ -100,6 +101,7 @@ class RequestRouter:
             selects_at_random=options.selects_at_random,
             decode_fallback=options.decode_fallback,
         )
+        self.start_windows = StartWindows(self.view, options.num_processes)
         self.failure_lines = LineLimit(
             _FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
         )
@@ -395,6 +397,7 @@ class RoutedRequest(Stream):
 
     def _close(self, last: StreamEvent | None) -> None:
         is_done = isinstance(last, Chunk)
+        self._timeline.ended()
         self._end_placed(is_done=is_done)
         if is_done:
             self._router.suspects.completed(self._flow.request)

@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
+
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindows
+
+
+class FreePlaces(RequestPlaces):
+    """Places that are always free."""
+
+    def may_begin(self) -> bool:
+        return True
+
+    def begin(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+FREE: Final = FreePlaces(StartWindows(ClusterView()).window("m"), 0, 1)
 
 
 class Clock:

@@ -16,6 +16,8 @@ from dynamo_trtllm.frontend.requests.admission import CHOICES_PER_ITERATION
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import (
@@ -39,6 +41,7 @@ class Each:
     placement = None  # it selects no workers
 
     def __init__(self, *scripts: list[Any]) -> None:
+        self.start_windows = StartWindows(ClusterView())
         self.each = [ScriptedRouter(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
@@ -301,6 +304,7 @@ class CountingRouter:
     placement = None  # it selects no workers
 
     def __init__(self) -> None:
+        self.start_windows = StartWindows(ClusterView())
         self.started = [0]
         self.cancelled = [0]
 

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, Overloaded
-from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
+from tests.unit.frontend.admission_helpers import FREE, Clock, left, wait_until_loaded
 
 CLIENT = "192.0.2.1"
 
@@ -18,21 +18,21 @@ CLIENT = "192.0.2.1"
 async def waiting(
     limiter: ConcurrencyLimiter, count: int = 1, within_s: float = 30.0, client: str = CLIENT
 ) -> asyncio.Task[None]:
-    task = asyncio.create_task(limiter.acquire(count, client, within_s))
+    task = asyncio.create_task(limiter.acquire(count, client, within_s, FREE))
     await wait_until_loaded()
     return task
 
 
 async def test_acquire_when_there_are_permits_then_at_once() -> None:
     limiter = ConcurrencyLimiter(3)
-    await limiter.acquire(2, CLIENT, 30.0)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(2, CLIENT, 30.0, FREE)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     assert (limiter.in_use, limiter.queued) == (3, 0)
 
 
 async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     first = await waiting(limiter)
     second = await waiting(limiter)
     assert limiter.queued == 2
@@ -47,7 +47,7 @@ async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
 async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_before() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
     limiter.check(CLIENT)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     limiter.check(CLIENT)
     task = await waiting(limiter)
     with pytest.raises(
@@ -55,14 +55,14 @@ async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_bef
     ):
         limiter.check(CLIENT)
     with pytest.raises(Overloaded):
-        await limiter.acquire(1, CLIENT, 30.0)
+        await limiter.acquire(1, CLIENT, 30.0, FREE)
     await left(task)
     limiter.check(CLIENT)
 
 
 async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overtakes() -> None:
     limiter = ConcurrencyLimiter(3, max_queued=9)
-    await limiter.acquire(2, CLIENT, 30.0)
+    await limiter.acquire(2, CLIENT, 30.0, FREE)
     large = await waiting(limiter, 3)
     small = await waiting(limiter, 1)
     assert limiter.in_use == 2
@@ -78,7 +78,7 @@ async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the
     None
 ):
     limiter = ConcurrencyLimiter(2, max_queued=9)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     large = await waiting(limiter, 2, within_s=0.01)
     small = await waiting(limiter, 1)
     with pytest.raises(DeadlineExceeded, match="while it was queued"):
@@ -89,15 +89,15 @@ async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the
 
 async def test_take_when_no_time_is_left_then_deadline() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     with pytest.raises(DeadlineExceeded):
-        await limiter.acquire(1, CLIENT, -1.0)
+        await limiter.acquire(1, CLIENT, -1.0, FREE)
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
 async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_once() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     await left(await waiting(limiter))
     assert (limiter.in_use, limiter.queued) == (1, 0)
     limiter.release(1)
@@ -108,7 +108,7 @@ async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goe
     None
 ):
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     first = await waiting(limiter)
     second = await waiting(limiter)
     limiter.release(1)  # its turn came, and before it could run it is cancelled
@@ -122,7 +122,7 @@ async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_per
     None
 ):
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     first = await waiting(limiter)
     second = await waiting(limiter)
     first.cancel()
@@ -144,7 +144,7 @@ async def test_turns_when_several_clients_wait_then_each_starts_as_many_choices(
     requests: list[str], order: list[str]
 ) -> None:
     limiter = ConcurrencyLimiter(4, max_queued=9)
-    await limiter.acquire(4, CLIENT, 30.0)
+    await limiter.acquire(4, CLIENT, 30.0, FREE)
     started = list[str]()
     tasks = list[asyncio.Task[None]]()
     for name in requests:
@@ -172,13 +172,13 @@ async def test_acquire_when_the_queue_is_full_then_a_client_with_fewer_requests_
     queued: list[str], newcomer: str, displaced: int | None
 ) -> None:
     limiter = ConcurrencyLimiter(1, max_queued=4)
-    await limiter.acquire(1, "a", 30.0)
+    await limiter.acquire(1, "a", 30.0, FREE)
     tasks = [await waiting(limiter, client=client) for client in queued]
     if displaced is None:
         with pytest.raises(Overloaded, match="4 of 4 requests are queued"):
             limiter.check(newcomer)
         with pytest.raises(Overloaded, match="4 of 4 requests are queued"):
-            await limiter.acquire(1, newcomer, 30.0)
+            await limiter.acquire(1, newcomer, 30.0, FREE)
     else:
         limiter.check(newcomer)
         tasks.append(await waiting(limiter, client=newcomer))
@@ -196,9 +196,9 @@ async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_per
     None
 ):
     limiter = ConcurrencyLimiter(1, max_queued=3)
-    await limiter.acquire(1, "a", 30.0)
+    await limiter.acquire(1, "a", 30.0, FREE)
     tasks = [await waiting(limiter, client="a") for _ in range(3)]
-    newcomer = asyncio.create_task(limiter.acquire(1, "b", 30.0))
+    newcomer = asyncio.create_task(limiter.acquire(1, "b", 30.0, FREE))
     # it takes a place, and before the displaced request could run it is cancelled
     await asyncio.sleep(0)
     await left(tasks[-1])
@@ -216,11 +216,11 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
 ) -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(1000, max_queued=queued, clock=clock)
-    await limiter.acquire(1000, CLIENT, 30.0)
+    await limiter.acquire(1000, CLIENT, 30.0, FREE)
     for _ in range(400):
         clock.now += 1 / per_s
         limiter.release(1)
-    await limiter.acquire(400, CLIENT, 30.0)
+    await limiter.acquire(400, CLIENT, 30.0, FREE)
     tasks = [await waiting(limiter, 1) for _ in range(queued)]
     assert least <= limiter.retry_after_s() <= most
     await left(*tasks)
@@ -231,11 +231,11 @@ async def test_retry_after_when_queued_requests_have_several_choices_then_each_c
 ):
     clock = Clock()
     limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
-    await limiter.acquire(400, CLIENT, 30.0)
+    await limiter.acquire(400, CLIENT, 30.0, FREE)
     for _ in range(400):
         clock.now += 1.0
         limiter.release(1)
-    await limiter.acquire(400, CLIENT, 30.0)
+    await limiter.acquire(400, CLIENT, 30.0, FREE)
     tasks = [await waiting(limiter, 8) for _ in range(2)]
     assert limiter.retry_after_s() == 17
     await left(*tasks)
@@ -251,7 +251,7 @@ async def test_retry_after_when_the_first_request_came_late_then_the_time_before
     clock = Clock()
     limiter = ConcurrencyLimiter(2, clock=clock)
     clock.now += 29.0
-    await limiter.acquire(2, CLIENT, 30.0)
+    await limiter.acquire(2, CLIENT, 30.0, FREE)
     clock.now += 1.0
     limiter.release(1)
     assert limiter.retry_after_s() == 1
@@ -263,13 +263,13 @@ async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does
     now = 0.0
     limiter = ConcurrencyLimiter(1, clock=lambda: now)
     for _ in range(20):
-        await limiter.acquire(1, CLIENT, 30.0)
+        await limiter.acquire(1, CLIENT, 30.0, FREE)
         now += 1.0
         limiter.release(1)
     now += 600.0
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     assert limiter.retry_after_s() == 1  # not a minute, as if one answer took that long
     now += 2.0
     limiter.release(1)
-    await limiter.acquire(1, CLIENT, 30.0)
+    await limiter.acquire(1, CLIENT, 30.0, FREE)
     assert limiter.retry_after_s() <= 2

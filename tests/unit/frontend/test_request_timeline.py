@@ -23,11 +23,14 @@ from dynamo_trtllm.frontend.requests.preprocess import prepare_text
 from dynamo_trtllm.frontend.requests.request_reports import RequestLog, extras_of
 from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
+from tests.unit.frontend.admission_helpers import FREE
 from tests.unit.frontend.app_helpers import MODEL, Catalog, ScriptedRouter, chunk
 
 
@@ -143,6 +146,8 @@ async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all
     written: list[bytes] = []
 
     class Router:
+        start_windows = StartWindows(ClusterView())
+
         def generate(self, request: Any, timeline: Any, listener: OnEvent) -> Stream:
             on_event.append(listener)
             return Stream(listener)
@@ -165,7 +170,7 @@ async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all
     timeline.accepted(answer)
     timeline.started()
     response = Response(asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error)
-    async with RunningChoices(answer, response, response, timeline, state) as deltas:
+    async with RunningChoices(answer, response, response, timeline, FREE, state) as deltas:
         arrived = aiter(deltas)
         waiting = asyncio.ensure_future(anext(arrived))
         await asyncio.sleep(0)
@@ -204,7 +209,7 @@ async def test_choices_when_their_block_fails_then_their_streams_end_and_no_outp
     )
 
     async def fail_after_first_delta() -> None:
-        async with RunningChoices(answer, response, response, timeline, state) as deltas:
+        async with RunningChoices(answer, response, response, timeline, FREE, state) as deltas:
             async for _ in deltas:
                 assert (router.running, len(state.output_budget.outputs)) == (2, 1)
                 raise Overloaded("the worker is full")
@@ -225,13 +230,13 @@ async def test_answer_when_its_choices_run_no_more_then_clients_do_not_find_it()
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_admission_when_its_block_ends_then_bytes_and_permits_are_free(fails: bool) -> None:
-    limits = AdmissionLimits(FrontendConfig(max_inflight=2))
+    limits = AdmissionLimits(FrontendConfig(max_inflight=2), StartWindows(ClusterView()))
     request, timeline = received(TimelineSubscribers())
     try:
         with RequestAdmission(limits, timeline) as admission:
             body = await admission.read_body(request)
             assert (body.data, limits.body_budget.in_use) == (b"{}", 2)
-            await admission.acquire_permits(2, timeline.facts.arrived_at + 60)
+            await admission.acquire_permits("m", 2, 1, timeline.facts.arrived_at + 60)
             assert limits.choices.in_use == 2
             if fails:
                 raise Overloaded("the worker is full")

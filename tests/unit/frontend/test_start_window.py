@@ -1,0 +1,254 @@
+"""Choices that wait for their first token: how many workers get, and who starts next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.start_window import (
+    GROUP,
+    RequestPlaces,
+    StartPlace,
+    StartWindows,
+)
+from dynamo_trtllm.protocol.errors import InternalError, Overloaded
+from dynamo_trtllm.protocol.messages import Instance, Limits, Role
+from tests.instances import make_instance
+from tests.unit.frontend.admission_helpers import left, wait_until_loaded
+from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
+from tests.waiting import SOON_S
+
+MODEL = "mock"
+NUM_BLOCKS = 1024
+PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE = range(1, 5)
+
+
+class Frontend:
+    """The queue of a frontend, and its choices at two prefill and two decode workers."""
+
+    def __init__(self, batch_size: int = 4, num_processes: int = 1) -> None:
+        self.view = ClusterView()
+        limits = Limits(max_batch_size=batch_size, kv_blocks=NUM_BLOCKS)
+        for instance_id in (PREFILL, OTHER_PREFILL):
+            self.add(make_instance(instance_id, role=Role.PREFILL), limits)
+        for instance_id in (DECODE, OTHER_DECODE):
+            self.add(make_instance(instance_id, role=Role.DECODE), limits)
+        self.windows = StartWindows(self.view, num_processes)
+        self.limiter = ConcurrencyLimiter(4096, max_queued=1024)
+        self.windows.on_capacity = self.limiter.grant
+        self.waiting_places: list[tuple[str, StartPlace]] = []  # choices without a token
+        self.started: Counter[str] = Counter()  # choices by client
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def add(self, instance: Instance, limits: Limits) -> None:
+        self.view.add(msgspec.structs.replace(instance, limits=limits))
+
+    def worker(self, instance_id: int) -> Instance:
+        worker = self.view.instance(instance_id)
+        assert worker is not None
+        return worker
+
+    async def send(
+        self, client: str, num_choices: int, prompt_tokens: int = 1, worker: int | None = None
+    ) -> RequestPlaces:
+        """Send a request, whose choices start when they may, and are called at a worker.
+
+        Without a worker, the prefill workers take turns.
+        """
+        if worker is None:
+            worker = PREFILL if len(self.tasks) % 2 else OTHER_PREFILL
+        window = self.windows.window(self.worker(PREFILL).card.name)
+        places = window.request(num_choices, prompt_tokens)
+
+        async def run() -> None:
+            await self.limiter.acquire(num_choices, client, 60.0, places)
+            for first in range(0, num_choices, GROUP):
+                await places.wait_for_group()
+                for _ in range(min(GROUP, num_choices - first)):
+                    place = places.take()
+                    place.called(self.worker(worker))
+                    self.started[client] += 1
+                    self.waiting_places.append((client, place))
+
+        self.tasks.append(asyncio.create_task(run()))
+        await wait_until_loaded()
+        return places
+
+    async def send_until_one_waits(self, client: str, **options: int) -> int:
+        """Send requests for one choice until one waits. Return how many have started."""
+        while not self.limiter.queued:
+            await self.send(client, 1, **options)
+        return self.started[client]
+
+    async def first_token(self) -> None:
+        """Let the oldest choice have its first token."""
+        _, place = self.waiting_places.pop(0)
+        place.leave()
+        await wait_until_loaded()
+
+    async def close(self) -> None:
+        await left(*self.tasks)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "prompt_tokens", "num_processes", "expected"),
+    [
+        (4, 1, 1, 24),  # two steps of each prefill worker, one of each decode worker
+        (4, 1, 2, 12),
+        (4096, 1, 1, 384),
+        (4096, 16 * 16, 1, 32),  # a quarter of the KV of the prefill workers
+        (4096, 16 * NUM_BLOCKS, 1, 4),  # two at each prefill worker
+    ],
+)
+async def test_start_window_when_no_choice_has_a_token_then_it_is_limited(
+    batch_size: int, prompt_tokens: int, num_processes: int, expected: int
+) -> None:
+    frontend = Frontend(batch_size, num_processes)
+    started = await frontend.send_until_one_waits("a", prompt_tokens=prompt_tokens)
+    assert expected <= started <= expected + 1
+    await frontend.first_token()
+    await frontend.first_token()
+    assert not frontend.limiter.queued
+    await frontend.close()
+
+
+async def test_start_window_when_one_client_floods_it_then_another_is_next() -> None:
+    frontend = Frontend()
+    for _ in range(50):
+        await frontend.send("a", 128)
+    await frontend.send("b", 1)
+    # Of the requests of a, the first has begun, and the next one has had the turn before.
+    while not frontend.started["b"]:
+        await frontend.first_token()
+    assert frontend.started["a"] <= 2 * 128 + 2 * GROUP
+    await frontend.close()
+
+
+async def test_start_window_when_a_request_has_many_choices_then_they_start_in_groups() -> None:
+    frontend = Frontend()
+    await frontend.send("a", 128)
+    assert 12 <= frontend.started["a"] <= 12 + GROUP  # the share of one of two workers
+    await frontend.send("b", 1)
+    assert not frontend.started["b"]
+    for _ in range(128):
+        await frontend.first_token()
+    assert frontend.started == {"a": 128, "b": 1}
+    await frontend.close()
+
+
+async def test_start_window_when_a_worker_hangs_then_requests_to_others_go_on() -> None:
+    frontend = Frontend()
+    for _ in range(100):  # they never get a token
+        await frontend.send("a", 1, worker=DECODE)
+    assert not frontend.limiter.queued
+    await frontend.send_until_one_waits("b", worker=OTHER_DECODE)
+    assert frontend.started["b"] >= 12
+    await frontend.close()
+
+
+@pytest.mark.parametrize("ends", [StartPlace.leave, StartPlace.waits_for_workers])
+async def test_start_window_when_choices_need_no_worker_then_others_start(
+    ends: object,
+) -> None:
+    frontend = Frontend()
+    await frontend.send_until_one_waits("a")
+    for _, place in frontend.waiting_places:
+        ends(place)  # type: ignore[operator]
+        ends(place)  # type: ignore[operator]
+    await wait_until_loaded()
+    assert not frontend.limiter.queued
+    window = frontend.windows.window(frontend.worker(PREFILL).card.name)
+    assert sum(window.cost_at.values()) > 0  # the last one
+    await frontend.close()
+
+
+async def test_start_window_when_a_request_ends_early_then_the_next_begins() -> None:
+    frontend = Frontend()
+    places = await frontend.send("a", 128)
+    await frontend.send("b", 1)
+    assert not frontend.started["b"]
+    frontend.tasks[0].cancel()  # its client leaves
+    places.close()
+    await wait_until_loaded()
+    assert frontend.started["b"] == 1
+    await frontend.close()
+
+
+async def test_start_window_when_another_model_is_full_then_its_own_requests_start() -> None:
+    frontend = Frontend()
+    await frontend.send_until_one_waits("a")
+    places = frontend.windows.window("other").request(1, 1)
+    await asyncio.wait_for(frontend.limiter.acquire(1, "a", 60.0, places), 10)
+    assert frontend.limiter.queued == 1
+    await frontend.close()
+
+
+async def test_request_when_another_model_needs_permits_then_it_does_not_overtake() -> None:
+    frontend = Frontend()
+    frontend.limiter = ConcurrencyLimiter(30, max_queued=10)
+    frontend.windows.on_capacity = frontend.limiter.grant
+    for _ in range(20):
+        await frontend.send("a", 1)
+    large = frontend.windows.window("other").request(20, 1)
+    waiting = asyncio.create_task(frontend.limiter.acquire(20, "b", 60.0, large))
+    await wait_until_loaded()
+    await frontend.send("c", 1)
+    frontend.limiter.release(5)
+    small = frontend.windows.window("third").request(1, 1)
+    later = asyncio.create_task(frontend.limiter.acquire(1, "d", 60.0, small))
+    await wait_until_loaded()
+    assert (frontend.limiter.queued, frontend.limiter.in_use) == (3, 15)
+    frontend.limiter.release(5)
+    await wait_until_loaded()
+    assert (waiting.done(), frontend.limiter.in_use) == (True, 30)
+    await left(later)
+    await frontend.close()
+
+
+async def test_queue_when_there_are_permits_for_all_then_it_is_never_full() -> None:
+    frontend = Frontend()
+    frontend.limiter = ConcurrencyLimiter(40, max_queued=0)
+    frontend.windows.on_capacity = frontend.limiter.grant
+    for _ in range(40):
+        await frontend.send("a", 1)
+    assert (frontend.started["a"], frontend.limiter.queued) == (24, 16)
+    with pytest.raises(Overloaded, match="16 of 0 requests are queued"):
+        frontend.limiter.check("a")
+    await frontend.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_place_when_the_first_token_comes_or_the_call_fails_then_it_is_free(
+    fails: bool,
+) -> None:
+    cluster = Cluster()
+    prefilled = asyncio.Event()
+    held = asyncio.Event()
+    await cluster.add(PREFILL, Role.PREFILL, [prefilled, kv_chunk("t1")])
+    decoded = [InternalError("a bug")] if fails else [FINISHED[0], held, *FINISHED[1:]]
+    decode = await cluster.add(DECODE, Role.DECODE, decoded)
+    window = cluster.router.start_windows.window("tiny")
+    places = window.request(1, 3)
+    places.begin()
+    timeline = ChoiceTimeline()
+    timeline.place = places.take()
+    generating = asyncio.create_task(cluster.tokens(timeline))
+    await wait_until_loaded()
+    assert window.cost_at == {PREFILL: window.cost}
+    assert window.cost > 0
+    prefilled.set()
+    if fails:
+        with pytest.raises(InternalError):
+            await generating
+    else:
+        await asyncio.wait_for(decode.hanging.wait(), SOON_S)
+        await wait_until_loaded()
+    assert (window.cost, sum(window.cost_at.values())) == (0, 0)
+    held.set()
+    await asyncio.gather(generating, return_exceptions=True)
