@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from itertools import chain
 
 import pytest
@@ -19,8 +20,11 @@ from dynamo_trtllm.frontend.requests.request_body import (
     SMALL_BODY_BYTES,
     TINY_BODY_BYTES,
     BodyBudget,
+    read_body,
 )
-from dynamo_trtllm.protocol.errors import Overloaded, RequestTimeout
+from dynamo_trtllm.protocol.errors import Overloaded, PayloadTooLarge, RequestTimeout
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
+from dynamo_trtllm.support.http_server.request_head import Headers
 from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
 
 
@@ -84,6 +88,25 @@ async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> 
     with pytest.raises(Overloaded, match="--max-total-body-bytes"):
         await budget.acquire(60, budget.body())
     assert budget.in_use == 60
+
+
+async def test_read_body_when_it_fails_then_its_error_does_not_keep_what_was_received() -> None:
+    class Part(bytearray):
+        """Bytes to which a weak reference is possible."""
+
+    request = HttpRequest("POST", "/", "", Headers(), "", lambda: None)
+    parts = [Part(b"x" * 60), Part(b"x" * 60)]
+    received = weakref.ref(parts[0])
+    budget = BodyBudget(1000)
+
+    async def receive() -> bytes:
+        return parts.pop(0)  # type: ignore[return-value]
+
+    request.receive = receive  # type: ignore[method-assign]
+    with pytest.raises(PayloadTooLarge) as failed:
+        await read_body(request, 100, 60.0, budget, budget.body())
+    assert failed.value.__traceback__ is not None
+    assert received() is None
 
 
 async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free_with_its_body() -> (

@@ -182,6 +182,22 @@ async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate()
     await first
 
 
+async def test_requests_when_they_fail_then_their_bodies_are_free_before_their_turn_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "WORK_S", 1e-9)  # one request takes all the time of an iteration
+    served = front()
+    clients = [MemoryClient(served.app) for _ in range(20)]
+    for client in clients:
+        client.send(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\nno JSON!" % CHAT.encode()
+        )
+    await until(served, "inflight", len(clients) - 1)  # the first one has had its turn
+    assert gauge(served, "body_bytes") == 0
+    await asyncio.gather(*(client.until_answered() for client in clients))
+    check_nothing_left(served)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answered_in_each(
