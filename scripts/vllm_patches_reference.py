@@ -71,7 +71,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.fakes_path import fake_vllm
+    from tests.kit.fake_packages import fake_vllm
 
     with fake_vllm():
         PAGE.write_text(page(), encoding="utf-8")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from tests.servers import TestServer
+from tests.kit.servers import TestServer
 
 # Without bytecode files each of hundreds of processes would compile the project, and pytest every
 # test file, again.
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[_COUNTS] = {gate: count for gate, count in counts.items() if count}
     # a process of pytest-xdist, which begins files in the order they are found
     if hasattr(config, "workerinput"):
-        from tests.xdist_scheduling import rank
+        from tests.kit.xdist_scheduling import rank
 
         items.sort(key=lambda item: rank(item.nodeid))
 
@@ -162,7 +162,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadfile":
         return None
-    from tests.xdist_scheduling import FolderScheduling
+    from tests.kit.xdist_scheduling import FolderScheduling
 
     config.option.loadscopereorder = False
     return FolderScheduling(config, log)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clients.scripted_model import Script, serving
-from tests.e2e.cluster import TINY, Cluster
+from tests.kit.cluster import TINY, Cluster
 
 
 @pytest.fixture(scope="session")

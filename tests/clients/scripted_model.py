@@ -28,8 +28,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnChunk
-from tests.streaming import PlayedRouter
-from tests.unit.frontend.app_helpers import Catalog
+from tests.kit.frontend_app import Catalog
+from tests.kit.generator_streams import PlayedRouter
 
 MODEL = "scripted-stand-in"
 STEP_TOKENS = 4

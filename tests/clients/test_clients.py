@@ -23,7 +23,7 @@ import pytest
 from dynamo_trtllm.models import resolve
 from tests.clients.environments import ENVIRONMENTS
 from tests.clients.scripted_model import MODEL, answer, call
-from tests.e2e.cluster import TINY
+from tests.kit.cluster import TINY
 
 DRIVERS = Path(__file__).parent / "drivers"
 # Generous, since a client that needs 30 s of CPU to start takes minutes on a busy machine.

@@ -13,9 +13,9 @@ import sys
 
 from dynamo_trtllm.models import resolve
 from dynamo_trtllm.protocol.messages import Role
-from tests import planted  # noqa: F401 - a test may plant a wrong assumption in this process, too
-from tests.engines import answer, make, prompt_of, started
-from tests.fakes_path import fake_tensorrt_llm
+from tests.kit import planted_assumptions  # noqa: F401 - a test may plant one in this process, too
+from tests.kit.engines import answer, make, prompt_of, started
+from tests.kit.fake_packages import fake_tensorrt_llm
 
 LONG_TOKENS = 1500
 

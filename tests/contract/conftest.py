@@ -13,11 +13,11 @@ from dynamo_trtllm.cluster.request_plane.client import PlaneClient
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
-from tests.contract.plane_helpers import LIMITS, Network, PlanePair
-from tests.fakes_path import fake_tensorrt_llm, shorten_waits
 from tests.inproc_plane import InprocPlane
-from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
-from tests.trtllm_engines import TrtllmEngines, start_engines
+from tests.kit.fake_packages import fake_tensorrt_llm, shorten_waits
+from tests.kit.request_planes import LIMITS, Network, PlanePair
+from tests.kit.tiny_models import save_tiny_gpt_oss, save_tiny_llama
+from tests.kit.trtllm_engines import TrtllmEngines, start_engines
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import sys
 from collections import deque
 
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, address_of
-from tests.loopback_backend import named_backend
+from tests.kit.loopback_backend import named_backend
 
 if __name__ == "__main__":
     # NIXL 1.5 imports a torch without CUDA only to learn its CUDA version, which takes 2 s of CPU.

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import Role, token_ids
-from tests.engines import (
+from tests.kit.engines import (
     check_nothing_left,
     make,
     prefill_then_decode,
@@ -22,7 +22,7 @@ from tests.engines import (
     stats,
     tokens,
 )
-from tests.loopback_backend import LoopbackBackend
+from tests.kit.loopback_backend import LoopbackBackend
 
 _PROMPTS = 35
 

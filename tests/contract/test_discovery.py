@@ -21,15 +21,15 @@ from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, ins
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Instance, encode
-from tests.instances import make_instance
+from tests.kit.instances import make_instance
+from tests.kit.waiting import SOON_S
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
-from tests.waiting import SOON_S
 
 _CHILD = """
 import asyncio, sys
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
-from tests.instances import make_instance
+from tests.kit.instances import make_instance
 async def main():
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=sys.argv[1]), lease_ttl_s=1)
     await discovery.register(make_instance(int(sys.argv[2]), namespace=sys.argv[3]))

@@ -34,7 +34,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
-from tests.engines import (
+from tests.kit.engines import (
     EnginePool,
     answer,
     ask,
@@ -48,8 +48,8 @@ from tests.engines import (
     stats,
     tokens,
 )
-from tests.fakes_path import RELEASES, fake_tensorrt_llm, fake_vllm, shorten_waits
-from tests.loopback_backend import LoopbackBackend
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, fake_vllm, shorten_waits
+from tests.kit.loopback_backend import LoopbackBackend
 
 
 class Kind(NamedTuple):

@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, TransferTimeout
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.engines import (
+from tests.kit.engines import (
     ask,
     check_nothing_left,
     collect,
@@ -26,8 +26,8 @@ from tests.engines import (
     release,
     started,
 )
-from tests.loopback_backend import LoopbackBackend
-from tests.waiting import SOON_S
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # 4 blocks of 32
 

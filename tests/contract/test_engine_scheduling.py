@@ -15,8 +15,8 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Role
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.engines import ask, check_stats, collect, make, prompt_of, started, stats
-from tests.fakes_path import fake_tensorrt_llm, fake_vllm
+from tests.kit.engines import ask, check_stats, collect, make, prompt_of, started, stats
+from tests.kit.fake_packages import fake_tensorrt_llm, fake_vllm
 
 RANKS = {"enable_attention_dp": True, "tensor_parallel_size": 2}
 AFFINITY = RANKS | {"attention_dp_config": {"kv_cache_routing_conversation_affinity": True}}

@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -45,8 +45,8 @@ from tests.engines import (
     stats,
     tokens,
 )
-from tests.loopback_backend import LoopbackBackend
-from tests.waiting import SOON_S
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.waiting import SOON_S
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 600, 1300]
 CHUNK = 512  # tokens of a prefill step: the last two take two and three

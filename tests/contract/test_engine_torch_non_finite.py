@@ -30,7 +30,7 @@ from dynamo_trtllm.protocol.errors import (
     NonFiniteKv,
 )
 from dynamo_trtllm.protocol.messages import Phase, Role, token_ids
-from tests.engines import (
+from tests.kit.engines import (
     ask,
     check_nothing_left,
     collect,

@@ -38,7 +38,7 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -53,9 +53,9 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits, trap_names
-from tests.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
-from tests.waiting import SOON_S
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits, trap_names
+from tests.kit.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
+from tests.kit.waiting import SOON_S
 
 HARMONY_STOPS = (200002, 200012)
 PROMPT = prompt_of(70)

@@ -13,8 +13,8 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import answer, make, prompt_of, started
-from tests.fakes_path import RELEASES, fake_tensorrt_llm
+from tests.kit.engines import answer, make, prompt_of, started
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
 
 PROMPT = prompt_of(70)
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_trtllm.protocol.messages import FinishReason, Phase, Role
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.engines import (
+from tests.kit.engines import (
     TRTLLM_TTL_S,
     answer,
     ask,
@@ -30,9 +30,9 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.fakes_path import fake_tensorrt_llm
-from tests.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
-from tests.waiting import SOON_S
+from tests.kit.fake_packages import fake_tensorrt_llm
+from tests.kit.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(70)
 ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting"]

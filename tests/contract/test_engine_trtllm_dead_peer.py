@@ -18,7 +18,7 @@ import pytest
 from dynamo_trtllm.engines.trtllm import transfers
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -31,8 +31,8 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.fakes_path import fake_tensorrt_llm
-from tests.waiting import SOON_S
+from tests.kit.fake_packages import fake_tensorrt_llm
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(70)
 

@@ -15,7 +15,7 @@ import pytest
 from dynamo_trtllm.engines.trtllm import library
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import (
+from tests.kit.engines import (
     ask,
     check_stats,
     collect,
@@ -25,10 +25,10 @@ from tests.engines import (
     prompt_of,
     stats,
 )
-from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
-from tests.instances import CARD, make_instance
-from tests.kv_index import KvIndex
-from tests.waiting import SOON_S
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits
+from tests.kit.instances import CARD, make_instance
+from tests.kit.kv_index import KvIndex
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(70)
 NEWEST = "1.4.0rc1"

@@ -13,10 +13,10 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import ask, collect, make, prompt_of, started, stats
-from tests.fakes_path import fake_tensorrt_llm, shorten_waits
-from tests.kv_index import KvIndex
-from tests.waiting import SOON_S
+from tests.kit.engines import ask, collect, make, prompt_of, started, stats
+from tests.kit.fake_packages import fake_tensorrt_llm, shorten_waits
+from tests.kit.kv_index import KvIndex
+from tests.kit.waiting import SOON_S
 
 # They may have the second KV cache manager, which names blocks by text and has layer groups.
 CANDIDATES = ("1.3.0rc24", "1.3.0rc29", "1.4.0rc1")  # that can report text as hashes

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import FinishReason, Role
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     collect,
@@ -20,8 +20,8 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.fakes_path import RELEASES, fake_tensorrt_llm
-from tests.trtllm_engines import full_sampler
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
+from tests.kit.trtllm_engines import full_sampler
 
 PROMPT = prompt_of(70)
 SAMPLED = {"temperature": 1.0, "max_tokens": 30}

@@ -11,8 +11,8 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import EngineFailed
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import answer, make, prompt_of, started
-from tests.fakes_path import fake_tensorrt_llm
+from tests.kit.engines import answer, make, prompt_of, started
+from tests.kit.fake_packages import fake_tensorrt_llm
 
 PROMPT = prompt_of(40)
 NO_REUSE = {"kv_cache_config": {"enable_block_reuse": False}}

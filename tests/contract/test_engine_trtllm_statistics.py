@@ -12,9 +12,9 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import check_stats, make, prefill_params, prompt_of, started, stats
-from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
-from tests.waiting import SOON_S
+from tests.kit.engines import check_stats, make, prefill_params, prompt_of, started, stats
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(70)
 

@@ -15,9 +15,9 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm.watchdog import DEAD_S, EXIT_STATUS, THREAD
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import answer, make, prompt_of, started
-from tests.fakes_path import RELEASES, fake_tensorrt_llm
-from tests.waiting import SOON_S
+from tests.kit.engines import answer, make, prompt_of, started
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
+from tests.kit.waiting import SOON_S
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0  # of a process that imports PyTorch and loads the model

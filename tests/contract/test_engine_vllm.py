@@ -43,7 +43,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import as_stream
 from tests.contract.vllm_real import SPOILED, failed_reads
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     cancel_after,
@@ -60,7 +60,7 @@ from tests.engines import (
     stats,
     tokens,
 )
-from tests.fakes_path import VLLM_RELEASES, fake_vllm
+from tests.kit.fake_packages import VLLM_RELEASES, fake_vllm
 
 PROMPT = prompt_of(70)
 FULL = prompt_of(64)  # fills its last KV block

@@ -27,7 +27,7 @@ from dynamo_trtllm.engines.vllm.patches import failed_reads
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import Phase, token_ids
 from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -38,8 +38,8 @@ from tests.engines import (
     release,
     tokens,
 )
-from tests.kv_index import KvIndex
-from tests.tiny_models import save_tiny_llama4
+from tests.kit.kv_index import KvIndex
+from tests.kit.tiny_models import save_tiny_llama4
 
 pytestmark = [
     pytest.mark.vllm,

@@ -51,7 +51,7 @@ from tests.contract.vllm_real import (
     save_model,
     started,
 )
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,

@@ -29,8 +29,8 @@ from tests.contract.transfer_backends import (
     backend_starter,
     count_registrations,
 )
-from tests.loopback_backend import named_backend
-from tests.waiting import SOON_S
+from tests.kit.loopback_backend import named_backend
+from tests.kit.waiting import SOON_S
 
 REMOTE = ("tcp", "nixl")
 ODD = [1, 4097, 0, 65_537, 3, 1_000_003]

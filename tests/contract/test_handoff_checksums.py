@@ -20,8 +20,8 @@ from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.protocol.errors import KvTransferError, TransferFailed
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS
-from tests.loopback_backend import named_backend
-from tests.waiting import SOON_S
+from tests.kit.loopback_backend import named_backend
+from tests.kit.waiting import SOON_S
 
 TRANSFERS = 300
 LARGE = [BLOCK_BYTES + 70_017, 100_000]  # several blocks, hashed on threads

@@ -13,7 +13,7 @@ from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend, fetch, poller
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 SIZE = 100_001
 

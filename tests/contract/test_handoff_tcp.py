@@ -19,7 +19,7 @@ from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 @pytest.fixture

@@ -44,10 +44,10 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
-from tests.instances import CARD, make_instance
-from tests.loopback_backend import LoopbackBackend
-from tests.streaming import routed_stream
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import routed_stream
+from tests.kit.instances import CARD, make_instance
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.25)
 HUNG_S = 60.0  # a request of this test takes milliseconds, or a few pings where something was lost

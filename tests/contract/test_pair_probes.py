@@ -27,13 +27,13 @@ from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.engines import ask, make
-from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.inproc_plane import InprocPlane
-from tests.instances import make_instance
-from tests.loopback_backend import LoopbackBackend
-from tests.streaming import routed_stream
-from tests.waiting import SOON_S
+from tests.kit.engines import ask, make
+from tests.kit.fake_packages import fake_tensorrt_llm, fake_vllm, shorten_waits
+from tests.kit.generator_streams import routed_stream
+from tests.kit.instances import make_instance
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.waiting import SOON_S
 
 GOOD = (1, 2)
 BAD = (1, 3)

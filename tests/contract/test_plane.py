@@ -33,7 +33,8 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
-from tests.contract.plane_helpers import (
+from tests.kit.generator_streams import call_stream
+from tests.kit.request_planes import (
     LIMITS,
     SUBJECT,
     PlanePair,
@@ -46,8 +47,7 @@ from tests.contract.plane_helpers import (
     until,
     wait_for_ever,
 )
-from tests.streaming import call_stream
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: PlanePair) -> None:

@@ -24,7 +24,9 @@ from dynamo_trtllm.protocol.messages import (
     ReleaseOutcome,
     encode,
 )
-from tests.contract.plane_helpers import (
+from tests.kit.generator_streams import call_stream
+from tests.kit.instances import make_transfer_params
+from tests.kit.request_planes import (
     SUBJECT,
     PlanePair,
     ScriptedService,
@@ -32,9 +34,7 @@ from tests.contract.plane_helpers import (
     make_request,
     until,
 )
-from tests.instances import make_transfer_params
-from tests.streaming import call_stream
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

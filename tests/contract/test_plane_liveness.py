@@ -39,7 +39,8 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
-from tests.contract.plane_helpers import (
+from tests.kit.generator_streams import call_stream
+from tests.kit.request_planes import (
     LIMITS,
     SUBJECT,
     Deliver,
@@ -52,8 +53,7 @@ from tests.contract.plane_helpers import (
     one_then_wait,
     until,
 )
-from tests.streaming import call_stream
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 def frames(change: Callable[[Frame], list[Frame]]) -> Deliver:

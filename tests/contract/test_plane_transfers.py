@@ -22,7 +22,8 @@ from dynamo_trtllm.protocol.messages import (
     decode,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent
-from tests.contract.plane_helpers import (
+from tests.kit.instances import make_transfer_params
+from tests.kit.request_planes import (
     LIMITS,
     SUBJECT,
     Network,
@@ -35,8 +36,7 @@ from tests.contract.plane_helpers import (
     until,
     wait_for_ever,
 )
-from tests.instances import make_transfer_params
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

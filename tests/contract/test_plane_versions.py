@@ -33,7 +33,9 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
     wire_mismatch,
 )
-from tests.contract.plane_helpers import (
+from tests.kit.generator_streams import call_stream
+from tests.kit.instances import make_instance
+from tests.kit.request_planes import (
     LIMITS,
     SUBJECT,
     PlanePair,
@@ -45,9 +47,7 @@ from tests.contract.plane_helpers import (
     one_then_wait,
     until,
 )
-from tests.instances import make_instance
-from tests.streaming import call_stream
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 LONG_S = 3 * LIMITS.ping_interval_s  # a peer that is not understood is given up by then
 

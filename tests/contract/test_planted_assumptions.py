@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted import PLANTS, Plant
+from tests.kit.planted_assumptions import PLANTS, Plant
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trtllm-verification.md").read_text(encoding="utf-8")
-PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "tests.planted", "-p", "no:cacheprovider")
+PLUGINS = ("-p", "tests.kit.planted_assumptions", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-q", "-n", "0", *PLUGINS)
 
 
 def pytest_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,

@@ -21,7 +21,7 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -32,7 +32,7 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.small_tokenizer import CONTROL, spell, write_tokenizer
+from tests.kit.small_tokenizer import CONTROL, spell, write_tokenizer
 
 END, CHANNEL, MESSAGE, _ = CONTROL.values()
 SCHEMA = {

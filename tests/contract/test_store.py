@@ -22,8 +22,8 @@ from dynamo_trtllm.frontend.responses_api.key_value_store import (
 from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.protocol.errors import Disconnected, PayloadTooLarge, Unreachable
 from dynamo_trtllm.support.subprocesses import spawn
-from tests.servers import TestServer
-from tests.waiting import SOON_S
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
 
 MIB = 1 << 20
 Opened = Callable[[StoreLimits], Awaitable[KeyValueStore]]

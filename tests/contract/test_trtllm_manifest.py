@@ -21,8 +21,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.protocol.errors import EngineError
 from dynamo_trtllm.protocol.messages import OutputFormat, Role, StructuredOutput
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.api_usage import Uses, record_usage
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_stats,
@@ -33,9 +32,10 @@ from tests.engines import (
     started,
     stats,
 )
-from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
-from tests.unverified_names import RESULTS
-from tests.waiting import SOON_S
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits
+from tests.kit.trtllm_api_usage import Uses, record_usage
+from tests.kit.trtllm_unverified_names import RESULTS
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(40)
 TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"

@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker import startup
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     collect,
@@ -25,7 +25,7 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.fakes_path import fake_tensorrt_llm
+from tests.kit.fake_packages import fake_tensorrt_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
 HEADING = "## Releases and transceivers"

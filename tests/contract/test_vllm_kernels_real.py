@@ -18,7 +18,7 @@ import pytest
 
 from dynamo_trtllm.engines.vllm.patches import compile_key, decode_graphs, triton_constants
 from tests.contract.vllm_real import save_model
-from tests.tiny_models import save_tiny_llama
+from tests.kit.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

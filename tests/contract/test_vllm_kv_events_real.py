@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.protocol.kv_events import BlocksCleared, BlocksStored, KvEvent
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.kv_transfer.base import TransferBackend
-from tests.loopback_backend import named_backend
-from tests.waiting import SOON_S
+from tests.kit.loopback_backend import named_backend
+from tests.kit.waiting import SOON_S
 
 KINDS = ("loopback", "tcp", "nixl")
 

@@ -23,8 +23,16 @@ from dynamo_trtllm.engines.vllm import transfers as wire
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, release, tokens
-from tests.tiny_models import save_tiny_llama
+from tests.kit.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    collect,
+    prefill_params,
+    release,
+    tokens,
+)
+from tests.kit.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 2048, "seed": 0}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.kit.cluster import Cluster
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, command, run_in_one, write_yaml
+from tests.kit.cluster import Cluster, command, run_in_one, write_yaml
 
 pytestmark = pytest.mark.timeout(180)
 

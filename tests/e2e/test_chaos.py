@@ -23,8 +23,8 @@ from benchmarks.chaos.fault_run import FaultRunner, RunConfig
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.main import is_good, table
 from benchmarks.chaos.verdict import Outcome
-from tests.e2e.cluster import START_TIMEOUT_S, until
-from tests.waiting import SOON_S
+from tests.kit.cluster import START_TIMEOUT_S, until
+from tests.kit.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, command
+from tests.kit.cluster import Cluster, command
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

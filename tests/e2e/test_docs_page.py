@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.kit.cluster import Cluster
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 NOWHERE_ELSE = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.cli import explain
-from tests.e2e.cluster import Cluster, Process, until
+from tests.kit.cluster import Cluster, Process, until
 
 CHAT = "/v1/chat/completions"
 STUCK = ("--stuck", "--older-than-s", "1.5")

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, events, gauges, until
-from tests.servers import TestServer
-from tests.waiting import SOON_S
+from tests.kit.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, events, gauges, until
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.e2e.cluster import Ended, run_in_one
+from tests.kit.cluster import Ended, run_in_one
 
 MODULES = [
     "dynamo_trtllm",

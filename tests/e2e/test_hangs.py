@@ -19,8 +19,8 @@ import pytest
 from dynamo_trtllm.cli.stuck_requests import StuckReport
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
-from tests.e2e.cluster import PLAIN, TINY, Cluster, Process, until
-from tests.servers import TestServer
+from tests.kit.cluster import PLAIN, TINY, Cluster, Process, until
+from tests.kit.servers import TestServer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.kit.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(180)
 CHAT = "/v1/chat/completions"

@@ -23,9 +23,9 @@ import pytest
 from dynamo_trtllm.cli import status as status_command
 from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.e2e.cluster import PLAIN
-from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
-from tests.waiting import SOON_S
+from tests.kit.cluster import PLAIN
+from tests.kit.launcher_process import WAIT_S, LauncherProcess, ask_until_answered
+from tests.kit.waiting import SOON_S
 
 FILE = """\
 namespace: launch-{port}

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.e2e.launcher_helpers import LauncherProcess, ask_until_answered
-from tests.waiting import SOON_S
+from tests.kit.launcher_process import LauncherProcess, ask_until_answered
+from tests.kit.waiting import SOON_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts/launch").glob("gpt_oss_*.sh"))

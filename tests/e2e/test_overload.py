@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, gauges, until
-from tests.waiting import SOON_S
+from tests.kit.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, gauges, until
+from tests.kit.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.e2e.cluster import Cluster, run_in_one
+from tests.kit.cluster import Cluster, run_in_one
 
 ROOT = Path(__file__).parents[2]
 SHAPE = "{name: small, isl: 20, osl: 12, concurrency: [2, 4], requests: 16, warmup: 2, gpus: 2}"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tests.e2e.cluster import Cluster, Process, events, until
+from tests.kit.cluster import Cluster, Process, events, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"

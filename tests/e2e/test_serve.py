@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.e2e.cluster import PLAIN
-from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
-from tests.waiting import SOON_S
+from tests.kit.cluster import PLAIN
+from tests.kit.launcher_process import WAIT_S, LauncherProcess, ask_until_answered
+from tests.kit.waiting import SOON_S
 
 SERVE = (sys.executable, "-m", "dynamo_trtllm.launch.serve")
 MODEL = "tiny-gpt-oss"

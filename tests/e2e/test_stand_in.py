@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.launch import main
-from tests.e2e.cluster import TINY, Cluster, Process
-from tests.fakes_path import FAKES
 from tests.gpu.trtllm import checks
+from tests.kit.cluster import TINY, Cluster, Process
+from tests.kit.fake_packages import FAKES
 
 pytestmark = pytest.mark.timeout(300)  # the first test also starts the cluster
 

@@ -23,8 +23,8 @@ import pytest
 from dynamo_trtllm.cli import status
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.e2e.cluster import Cluster
-from tests.waiting import SOON_S
+from tests.kit.cluster import Cluster
+from tests.kit.waiting import SOON_S
 
 Status = Callable[..., tuple[int, str, str]]
 Server = Callable[..., int]

@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.e2e.cluster import Cluster, command, events
-from tests.tiny_models import write_tiny_llama
+from tests.kit.cluster import Cluster, command, events
+from tests.kit.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(240)  # a worker of its own is started
 

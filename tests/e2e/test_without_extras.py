@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.kit.cluster import Cluster
 
 # An import of these fails then, as if they were not installed.
 _BLOCK = """

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from tests.e2e.cluster import TINY, Cluster
+from tests.kit.cluster import TINY, Cluster
 
 # The worker's main, which also writes how many objects are frozen when it registers.
 COUNTING = """

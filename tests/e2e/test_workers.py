@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import PLAIN, Cluster, Process, events, until
+from tests.kit.cluster import PLAIN, Cluster, Process, events, until
 
 MODEL = "workers"
 NAMES = ("frontend-1", "frontend-2")

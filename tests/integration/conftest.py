@@ -11,8 +11,8 @@ import pytest
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.worker import worker as worker_module
-from tests.integration.worker_helpers import RunningWorkers
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import RunningWorkers
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.protocol.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
-from tests.streaming import ChunkSource, call_stream
+from tests.kit.generator_streams import ChunkSource, call_stream
 
 
 class QuietService(ChunkSource):

@@ -31,8 +31,10 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import WorkerAdmission
-from tests.engines import tokens
-from tests.integration.worker_helpers import (
+from tests.kit.engines import tokens
+from tests.kit.generator_streams import call_stream, routed_stream
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import (
     FrontendSide,
     RunningWorkers,
     config,
@@ -40,8 +42,6 @@ from tests.integration.worker_helpers import (
     request,
     until,
 )
-from tests.streaming import call_stream, routed_stream
-from tests.waiting import SOON_S
 
 SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 10}  # 100 tokens: 3 s
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import RunningWorkers, config, start_frontend, start_pairs
 
 CHAT: dict[str, Any] = {
     "model": "tiny",

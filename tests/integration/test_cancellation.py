@@ -15,8 +15,10 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, KvTransferError
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Role
-from tests.engines import tokens
-from tests.integration.worker_helpers import (
+from tests.kit.engines import tokens
+from tests.kit.generator_streams import routed_stream
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import (
     FrontendSide,
     RunningWorkers,
     config,
@@ -24,8 +26,6 @@ from tests.integration.worker_helpers import (
     request,
     until,
 )
-from tests.streaming import routed_stream
-from tests.waiting import SOON_S
 
 
 class Scene:

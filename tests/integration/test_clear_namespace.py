@@ -23,8 +23,8 @@ from dynamo_trtllm.frontend.responses_api import jetstream
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore, bucket_state
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from dynamo_trtllm.protocol.messages import encode
-from tests.instances import make_instance
-from tests.waiting import SOON_S
+from tests.kit.instances import make_instance
+from tests.kit.waiting import SOON_S
 
 NO_LEASE = Lease(id=0, ttl_s=0)
 LIMITS = StoreLimits(max_entries=10, max_bytes=1 << 20, max_value_bytes=1 << 20, ttl_s=60.0)

@@ -18,8 +18,8 @@ from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.frontend.requests import output_budget
 from dynamo_trtllm.support.http_server import exchange
 from dynamo_trtllm.support.http_server.server import HttpServer
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
-from tests.waiting import SOON_S
+from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.waiting import SOON_S
 
 BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
 GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"

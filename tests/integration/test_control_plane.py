@@ -20,9 +20,11 @@ from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.protocol.messages import Chunk
 from dynamo_trtllm.worker import worker
-from tests.engines import tokens
-from tests.etcd_client import EtcdClient
-from tests.integration.worker_helpers import (
+from tests.kit.engines import tokens
+from tests.kit.etcd_client import EtcdClient
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import (
     FrontendSide,
     RunningWorkers,
     config,
@@ -30,8 +32,6 @@ from tests.integration.worker_helpers import (
     start_pairs,
     until,
 )
-from tests.servers import TestServer
-from tests.waiting import SOON_S
 
 Make = Callable[[], TestServer]
 HOLD = RouterOptions(hold_s=SOON_S)

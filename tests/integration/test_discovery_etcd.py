@@ -21,10 +21,10 @@ from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, n
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance, encode
-from tests.etcd_client import EtcdClient
-from tests.instances import make_instance
-from tests.servers import TestServer
-from tests.waiting import SOON_S
+from tests.kit.etcd_client import EtcdClient
+from tests.kit.instances import make_instance
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
 
 ONE, TWO, THREE = (make_instance(number) for number in (1, 2, 3))
 MakeEtcd = Callable[[], TestServer]

@@ -15,8 +15,11 @@ import pytest
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, Role
-from tests.engines import tokens
-from tests.integration.worker_helpers import (
+from tests.kit.engines import tokens
+from tests.kit.generator_streams import call_stream, routed_stream
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import (
     FrontendSide,
     RunningWorkers,
     config,
@@ -25,9 +28,6 @@ from tests.integration.worker_helpers import (
     start_pairs,
     until,
 )
-from tests.servers import TestServer
-from tests.streaming import call_stream, routed_stream
-from tests.waiting import SOON_S
 
 STEP = {"step_s": 0.01}
 

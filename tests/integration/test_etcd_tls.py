@@ -18,7 +18,7 @@ from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.launch.servers import etcd_binary
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.instances import make_instance
+from tests.kit.instances import make_instance
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

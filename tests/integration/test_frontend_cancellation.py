@@ -14,9 +14,9 @@ import pytest
 
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.protocol.messages import Chunk
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
-from tests.waiting import SOON_S
+from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.memory_http import asgi
+from tests.kit.waiting import SOON_S
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -21,7 +21,7 @@ from dynamo_trtllm.frontend.process import process_group
 from dynamo_trtllm.frontend.process.control_pipe import _Message
 from dynamo_trtllm.frontend.process.process_group import ProcessGroup
 from dynamo_trtllm.protocol.messages import encode
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 # The program of a frontend process: it reports that it is ready, as `ControlPipe` does, and then
 # does what follows.

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from dynamo_trtllm.protocol.errors import InternalError
-from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import RunningWorkers, config, start_frontend, start_pairs
 
 BODY = {
     "model": "tiny",

@@ -27,7 +27,7 @@ from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.server import HttpServer
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 LIMITS = ConnectionLimits(
     max_connections=10,

@@ -16,17 +16,17 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.messages import Chunk, Role
 from dynamo_trtllm.protocol.streams import StreamEvent
-from tests.engines import trtllm_args
-from tests.fakes_path import fake_tensorrt_llm
-from tests.integration.worker_helpers import (
+from tests.kit.engines import trtllm_args
+from tests.kit.fake_packages import fake_tensorrt_llm
+from tests.kit.tiny_models import save_tiny_gpt_oss
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import (
     FrontendSide,
     RunningWorkers,
     frontend_side,
     request,
     until,
 )
-from tests.tiny_models import save_tiny_gpt_oss
-from tests.waiting import SOON_S
 
 REQUESTS = 12
 

@@ -17,7 +17,7 @@ from benchmarks import client_shards
 from benchmarks.load_client import Client, Load
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import summarize
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 USAGE = (

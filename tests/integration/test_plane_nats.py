@@ -40,9 +40,9 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from tests.integration.plane_peer import make_request
-from tests.servers import TestServer
-from tests.streaming import ChunkSource, call_stream
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import ChunkSource, call_stream
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
 
 QUICK = PlaneLimits(ack_timeout_s=3.0, ping_interval_s=0.5)
 NO_PINGS = PlaneLimits(ack_timeout_s=3.0, ping_interval_s=60.0)

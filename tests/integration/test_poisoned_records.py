@@ -12,10 +12,10 @@ import msgspec
 
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, decode, encode
-from tests.etcd_client import EtcdClient
-from tests.instances import make_instance
-from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
-from tests.waiting import SOON_S
+from tests.kit.etcd_client import EtcdClient
+from tests.kit.instances import make_instance
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import RunningWorkers, config, start_frontend, start_pairs
 
 GOOD: dict[str, Any] = {
     "model": "tiny",

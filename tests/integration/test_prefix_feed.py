@@ -19,7 +19,9 @@ from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
 from dynamo_trtllm.protocol.messages import Role
-from tests.integration.worker_helpers import (
+from tests.kit.generator_streams import routed_stream
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import (
     FrontendSide,
     RunningWorkers,
     config,
@@ -28,8 +30,6 @@ from tests.integration.worker_helpers import (
     start_pairs,
     until,
 )
-from tests.streaming import routed_stream
-from tests.waiting import SOON_S
 
 BLOCK = 32  # tokens, of the mock engine
 

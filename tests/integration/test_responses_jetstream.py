@@ -14,9 +14,9 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
-from tests.memory_http import asgi
-from tests.servers import TestServer
-from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.kit.frontend_app import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.kit.memory_http import asgi
+from tests.kit.servers import TestServer
 
 LIMITS = StoreLimits(max_entries=100, max_bytes=64 << 20, max_value_bytes=1 << 20, ttl_s=60.0)
 TOOL = {

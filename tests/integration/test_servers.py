@@ -19,8 +19,8 @@ from dynamo_trtllm.launch import servers
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network import addresses
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.servers import TestServer
-from tests.waiting import SOON_S
+from tests.kit.servers import TestServer
+from tests.kit.waiting import SOON_S
 
 Start = Callable[[Path], Awaitable[servers.LocalServer]]
 

@@ -31,10 +31,10 @@ from dynamo_trtllm.protocol.kv_events import BlocksCleared, KvCacheUpdate, kv_ev
 from dynamo_trtllm.protocol.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
-from tests.engines import tokens
-from tests.integration.worker_helpers import config, frontend_side, request
-from tests.streaming import call_stream, routed_stream
-from tests.waiting import SOON_S
+from tests.kit.engines import tokens
+from tests.kit.generator_streams import call_stream, routed_stream
+from tests.kit.waiting import SOON_S
+from tests.kit.workers import config, frontend_side, request
 
 
 async def test_serve_when_stopped_then_it_appeared_and_left(

@@ -17,7 +17,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import ModelDeploymentCard
 from dynamo_trtllm.worker import Worker
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:

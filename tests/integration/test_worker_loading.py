@@ -22,8 +22,8 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.worker import Worker, worker
-from tests.instances import make_instance
-from tests.waiting import SOON_S
+from tests.kit.instances import make_instance
+from tests.kit.waiting import SOON_S
 
 
 class JudgingEngine(MockEngine):

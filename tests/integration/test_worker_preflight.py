@@ -18,9 +18,9 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker import Worker
-from tests.fakes_path import fake_tensorrt_llm
-from tests.tiny_models import save_tiny_gpt_oss
-from tests.waiting import SOON_S
+from tests.kit.fake_packages import fake_tensorrt_llm
+from tests.kit.tiny_models import save_tiny_gpt_oss
+from tests.kit.waiting import SOON_S
 
 ARGS: dict[str, Any] = {
     "disable_overlap_scheduler": True,

@@ -32,7 +32,7 @@ def graph() -> grimp.ImportGraph:
             "tests/unit/frontend/test_request_router.py",
         ),
         # a helper that no test is
-        ("tests/contract/plane_helpers.py", "tests/contract/test_plane_ends.py"),
+        ("tests/kit/request_planes.py", "tests/contract/test_plane_ends.py"),
         # which pytest reads without an import
         ("tests/contract/conftest.py", "tests/contract/test_discovery.py"),
         ("dynamo_trtllm/frontend/docs.html", "tests/unit/frontend/test_openapi.py"),

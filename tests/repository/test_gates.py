@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.fakes_path import FAKES
+from tests.kit.fake_packages import FAKES
 
 REAL = "tests/gpu/trtllm"
 

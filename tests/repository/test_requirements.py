@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.package_index import (
+from tests.kit.package_index import (
     EXTRA_OF,
     OURS,
     PACKAGES,

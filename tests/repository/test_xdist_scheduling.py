@@ -7,7 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.xdist_scheduling import FolderScheduling
+from tests.kit.xdist_scheduling import FolderScheduling
 
 TESTS = [f"tests/{file}.py::test_{number}" for file in ("a", "b", "c") for number in range(4)]
 

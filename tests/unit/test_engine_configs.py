@@ -12,27 +12,27 @@ from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, choose_profile, trtllm_args
-from tests import unverified_names
+from tests.kit import trtllm_unverified_names
 
 RELEASES = {release.name: release for release in LIBRARY.releases}
-FILES = unverified_names.files()
-CLAIMS = [(path, name) for path in FILES for name in unverified_names.claimed(path)]
+FILES = trtllm_unverified_names.files()
+CLAIMS = [(path, name) for path in FILES for name in trtllm_unverified_names.claimed(path)]
 _TRUSTS = re.compile(
     rb"trust.remote.code\W{1,3}(?i:true|yes|on|1)\b|--trust.remote.code\b(?!=false)"
 )
-GPT_OSS = unverified_names.ROOT / "engine_configs" / "gpt-oss-120b"
+GPT_OSS = trtllm_unverified_names.ROOT / "engine_configs" / "gpt-oss-120b"
 
 
 def named(value: object) -> str:
     return (
-        value.relative_to(unverified_names.ROOT / "engine_configs").as_posix()
+        value.relative_to(trtllm_unverified_names.ROOT / "engine_configs").as_posix()
         if isinstance(value, Path)
         else str(value)
     )
 
 
 def first_release(path: Path) -> str:
-    return unverified_names.claimed(path)[0] if path.parent.name == "nixl" else "1.2.1"
+    return trtllm_unverified_names.claimed(path)[0] if path.parent.name == "nixl" else "1.2.1"
 
 
 def args(path: Path, release: str, sm: int = 100) -> TrtllmArgs:
@@ -42,15 +42,15 @@ def args(path: Path, release: str, sm: int = 100) -> TrtllmArgs:
 
 def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases() -> None:
     assert len(FILES) >= 15
-    others = set((unverified_names.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
-    configs = unverified_names.ROOT / "engine_configs"
+    others = set((trtllm_unverified_names.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
+    configs = trtllm_unverified_names.ROOT / "engine_configs"
     assert {path.parent.relative_to(configs).parts[0] for path in others} == {
         "tiny-gpt-oss",
         "vllm",
     }
-    known = dict.fromkeys(unverified_names.claim_of(name) for name in RELEASES)
+    known = dict.fromkeys(trtllm_unverified_names.claim_of(name) for name in RELEASES)
     for path in FILES:
-        claims = unverified_names.claims(path)
+        claims = trtllm_unverified_names.claims(path)
         assert claims == tuple(claim for claim in known if claim in claims), path
 
 
@@ -58,7 +58,7 @@ def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases(
 def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_is_taken(
     path: Path, name: str
 ) -> None:
-    uses = list(unverified_names.arguments(path, RELEASES[name]))
+    uses = list(trtllm_unverified_names.arguments(path, RELEASES[name]))
     assert [use.name for use in uses if use.presence is Presence.ABSENT] == []
     unread = [use.name for use in uses if use.presence is Presence.NOT_READ]
     notes = [
@@ -71,9 +71,9 @@ def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_
     "folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named
 )
 def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -> None:
-    assert unverified_names.claimed(folder / "prefill.yaml") == unverified_names.claimed(
-        folder / "decode.yaml"
-    )
+    assert trtllm_unverified_names.claimed(
+        folder / "prefill.yaml"
+    ) == trtllm_unverified_names.claimed(folder / "decode.yaml")
     paths = [folder / f"{role}.yaml" for role in ("prefill", "decode")]
     prefill, decode = (args(path, first_release(path)) for path in paths)
     for key in (
@@ -201,12 +201,12 @@ def test_shipped_files_then_none_has_an_engine_run_code_from_a_model_folder() ->
     paths = [
         path
         for folder in folders
-        for path in (unverified_names.ROOT / folder).rglob("*")
+        for path in (trtllm_unverified_names.ROOT / folder).rglob("*")
         if path.is_file()
     ]
     texts = {
         path: path.read_bytes()
-        for path in (*paths, unverified_names.ROOT / "README.md")
+        for path in (*paths, trtllm_unverified_names.ROOT / "README.md")
         if path.suffix != ".pyc"
     }
     assert sum(path.suffix in (".yaml", ".yml") for path in texts) > 60
@@ -221,13 +221,15 @@ def test_trust_remote_code_when_a_user_sets_it_then_the_engine_gets_it(tmp_path:
 
 def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
     assert [
-        use for use in unverified_names.calls(LIBRARY.needed) if use.presence is Presence.ABSENT
+        use
+        for use in trtllm_unverified_names.calls(LIBRARY.needed)
+        if use.presence is Presence.ABSENT
     ] == []
 
 
 def test_not_read_when_collected_then_printed_and_as_the_committed_page_says() -> None:
-    for use in unverified_names.unverified_names():
+    for use in trtllm_unverified_names.unverified_names():
         print(f"not read: {use.release} {use.name} ({use.where})")
-    assert unverified_names.page() == unverified_names.PAGE.read_text(encoding="utf-8"), (
-        "run python -m tests.unverified_names and commit"
-    )
+    assert trtllm_unverified_names.page() == trtllm_unverified_names.PAGE.read_text(
+        encoding="utf-8"
+    ), "run python -m tests.kit.trtllm_unverified_names and commit"

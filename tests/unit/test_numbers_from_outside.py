@@ -77,9 +77,9 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.number_types import MOST_INT64
 from tests.inproc_plane import InprocTransport
-from tests.instances import make_instance
-from tests.number_fields import BAD_NUMBERS, bad_messages, good_message
-from tests.streaming import call_stream
+from tests.kit.generator_streams import call_stream
+from tests.kit.instances import make_instance
+from tests.kit.number_fields import BAD_NUMBERS, bad_messages, good_message
 from tests.unit.worker.test_service import ANSWER, MeteredService, PlainEngine, request
 
 MESSAGES = (

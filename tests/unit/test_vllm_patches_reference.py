@@ -11,7 +11,7 @@ from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 from dynamo_trtllm.protocol.errors import EngineFailed
 from scripts import vllm_patches_reference
-from tests.fakes_path import fake_vllm
+from tests.kit.fake_packages import fake_vllm
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.cluster import PLAIN, TINY, Cluster, Process
+from tests.kit.cluster import PLAIN, TINY, Cluster, Process
 
 AGGREGATED = "embedded"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "embedded_torch.py"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.cluster import TINY
+from tests.kit.cluster import TINY
 
 GUIDES: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "data" / "guide_requests.json").read_text()

@@ -12,8 +12,8 @@ import jsonschema_rs
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.e2e.cluster import TINY, events
 from tests.e2e.demo_model.conftest import TorchCluster
+from tests.kit.cluster import TINY, events
 
 pytestmark = pytest.mark.timeout(180)
 

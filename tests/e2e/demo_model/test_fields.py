@@ -12,7 +12,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.cluster import TINY
+from tests.kit.cluster import TINY
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import TINY
-from tests.unit.frontend.messages_client import COUNT, PATH, accumulated, parsed
+from tests.kit.cluster import TINY
+from tests.kit.messages_client import COUNT, PATH, accumulated, parsed
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

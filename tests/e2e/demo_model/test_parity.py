@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.cluster import TINY
 from tests.e2e.demo_model.conftest import AGGREGATED
+from tests.kit.cluster import TINY
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

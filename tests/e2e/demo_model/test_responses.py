@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from tests.e2e.cluster import PLAIN, TINY, Process, gauges, until
 from tests.e2e.demo_model.conftest import TorchCluster
 from tests.e2e.demo_model.sdk_answers import at_once
-from tests.waiting import SOON_S
+from tests.kit.cluster import PLAIN, TINY, Process, gauges, until
+from tests.kit.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

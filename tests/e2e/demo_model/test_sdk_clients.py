@@ -14,9 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, TINY, Process, command, gauges, until
 from tests.e2e.demo_model.conftest import AGGREGATED, TorchCluster
-from tests.waiting import SOON_S
+from tests.kit.cluster import PLAIN, START_TIMEOUT_S, TINY, Process, command, gauges, until
+from tests.kit.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

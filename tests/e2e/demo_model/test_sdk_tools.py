@@ -12,9 +12,9 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletion, ParsedChatCompletion
 
-from tests.e2e.cluster import TINY
 from tests.e2e.demo_model.guides import FIRST, REQUESTS
 from tests.e2e.demo_model.sdk_answers import at_once, checked, streamed, whole
+from tests.kit.cluster import TINY
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

@@ -7,8 +7,8 @@ import signal
 import httpx
 import pytest
 
-from tests.e2e.cluster import TINY, events
 from tests.e2e.demo_model.conftest import AGGREGATED, TorchCluster
+from tests.kit.cluster import TINY, events
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
 from tests.gpu.torch.site import Pair, Site, start_pair, write_gpt_oss_20b_shape
-from tests.tiny_models import save_tiny_gpt_oss
+from tests.kit.cluster import Cluster
+from tests.kit.tiny_models import save_tiny_gpt_oss
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tests.e2e.cluster import Cluster, Process, gauges, until
+from tests.kit.cluster import Cluster, Process, gauges, until
 
 PAIR = "pair"
 WHOLE = "whole"

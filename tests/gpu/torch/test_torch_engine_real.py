@@ -14,7 +14,8 @@ import pytest
 
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.engines import (
+from tests.gpu.torch.site import Site
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -25,7 +26,6 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.gpu.torch.site import Site
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 1000, 5000]
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import events
 from tests.gpu.torch.site import OUTPUT_TOKENS, PAIR, WHOLE, Pair, body_of, greedy, prompt_of
+from tests.kit.cluster import events
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 1000, 5000]
 REQUESTS = 200

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.cluster import Cluster, Process, events, gauges, until
+from tests.kit.cluster import Cluster, Process, events, gauges, until
 
 PAIR = "pair"
 WHOLE = "whole"

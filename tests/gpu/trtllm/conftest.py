@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster
 from tests.gpu.trtllm.checks import Served, Site, start
+from tests.kit.cluster import Cluster
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import psutil
 
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE
-from tests.e2e.cluster import Cluster, Process
 from tests.gpu.trtllm import checks, probes
-from tests.servers import TestServer
+from tests.kit.cluster import Cluster, Process
+from tests.kit.servers import TestServer
 
 WORKS = "works"
 

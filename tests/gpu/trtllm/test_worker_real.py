@@ -10,8 +10,8 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.cluster import Process
 from tests.gpu.trtllm import checks
+from tests.kit.cluster import Process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trtllm, pytest.mark.timeout(3600)]
 

@@ -26,8 +26,8 @@ from dynamo_trtllm.observability.recording_server import (
 from dynamo_trtllm.observability.recordings import ProcessRecording, Recordings
 from dynamo_trtllm.protocol.messages import decode, encode
 from tests.inproc_plane import InprocPlane, InprocTransport
-from tests.instances import make_instance
-from tests.waiting import SOON_S
+from tests.kit.instances import make_instance
+from tests.kit.waiting import SOON_S
 
 E = RecordedEvent
 NS = "dynamo"

@@ -17,7 +17,7 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.cli import version
 from dynamo_trtllm.cli.version import main, versions
 from dynamo_trtllm.protocol.errors import ConfigError
-from tests.package_index import RELEASES, write_image
+from tests.kit.package_index import RELEASES, write_image
 
 SMI = (
     "#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 570.1'\necho '1, NVIDIA H200, 143771 MiB,"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.package_index import RELEASES, pip_environment, project, write_image, write_index
+from tests.kit.package_index import RELEASES, pip_environment, project, write_image, write_index
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "deploy" / "container" / "install_beside"

@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.main import described
-from tests.fakes_path import fake_tensorrt_llm
+from tests.kit.fake_packages import fake_tensorrt_llm
 
 
 def without_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:

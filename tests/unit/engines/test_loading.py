@@ -12,7 +12,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external import engine as external
 from dynamo_trtllm.engines.external.engine import LoadProgress, run_in_daemon_thread
 from dynamo_trtllm.protocol.errors import EngineFailed
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 GIB = 1 << 30
 

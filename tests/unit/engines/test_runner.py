@@ -27,7 +27,7 @@ from dynamo_trtllm.protocol.messages import (
     TokenLogprob,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent
-from tests.unit.engines.scripted_library import (
+from tests.kit.scripted_library import (
     STOP_ID,
     Call,
     ask,
@@ -36,7 +36,7 @@ from tests.unit.engines.scripted_library import (
     some_transfer_params,
     started,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 # --- chunks ---------------------------------------------------------------------------------------
 

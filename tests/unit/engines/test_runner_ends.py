@@ -18,8 +18,8 @@ from dynamo_trtllm.protocol.messages import (
     Phase,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent
-from tests.unit.engines.scripted_library import ask, event, make, some_transfer_params, started
-from tests.waiting import SOON_S
+from tests.kit.scripted_library import ask, event, make, some_transfer_params, started
+from tests.kit.waiting import SOON_S
 
 
 async def test_cancel_when_nothing_was_submitted_then_the_library_is_not_called() -> None:

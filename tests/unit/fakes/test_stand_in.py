@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from tests.fakes_path import RELEASES, fake_tensorrt_llm
 from tests.gpu.trtllm import probes, report
 from tests.gpu.trtllm.signatures import differences
-from tests.tiny_models import save_tiny_gpt_oss
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
+from tests.kit.tiny_models import save_tiny_gpt_oss
 
 PROMPT = list(range(10, 60))
 

@@ -14,9 +14,9 @@ from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES
-from tests.unit.frontend.plan_helpers import TemplateModels, harmony_model
-from tests.unit.frontend.registry_helpers import TEMPLATE, Frontend
-from tests.unit.frontend.routing_helpers import Cluster
+from tests.kit.generation_plans import TemplateModels, harmony_model
+from tests.kit.model_registry import TEMPLATE, Frontend
+from tests.kit.routing import Cluster
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -10,8 +10,8 @@ import pydantic
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response_item import ResponseItem
 
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend
+from tests.kit.frontend_app import MODEL, FakeFrontend
+from tests.kit.memory_http import asgi
 
 PATH = "/v1/responses"
 TOOL = {

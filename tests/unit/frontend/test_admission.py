@@ -25,7 +25,7 @@ from dynamo_trtllm.frontend.requests.request_body import (
 from dynamo_trtllm.protocol.errors import Overloaded, PayloadTooLarge, RequestTimeout
 from dynamo_trtllm.support.http_server.exchange import HttpRequest
 from dynamo_trtllm.support.http_server.request_head import Headers
-from tests.unit.frontend.admission_helpers import Clock, left, wait_until_loaded
+from tests.kit.admission import Clock, left, wait_until_loaded
 
 
 async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goes_on_and_small_ones_are_served() -> (

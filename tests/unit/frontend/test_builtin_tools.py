@@ -12,9 +12,10 @@ import pytest
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.messages import OutputFormat
-from tests.unit.frontend import split_helpers, test_chat_tools, test_response_tools
-from tests.unit.frontend.plan_helpers import CITY, WEATHER
-from tests.unit.frontend.split_helpers import Case, served_by
+from tests.kit import step_splits
+from tests.kit.generation_plans import CITY, WEATHER
+from tests.kit.step_splits import Case, served_by
+from tests.unit.frontend import test_chat_tools, test_response_tools
 from tests.unit.frontend.test_event_order import harmony
 
 STEPS = pytest.mark.parametrize("steps", [[1], [5], [1000]], ids=str)
@@ -104,7 +105,7 @@ def test_call_of_a_tool_that_is_not_declared_then_a_function_call_of_its_name(
     items, _ = test_response_tools.answered(served, OUTPUT, [1])
     assert [(item["name"], item["arguments"]) for item in items] == expected
     case = Case(tuple(harmony().encode(OUTPUT, allowed_special="all")))
-    blocks = split_helpers.messages(served, case, [1])["message"]["content"]
+    blocks = step_splits.messages(served, case, [1])["message"]["content"]
     assert [(block["name"], block["input"]) for block in blocks] == [
         (name, json.loads(arguments)) for name, arguments in expected
     ]

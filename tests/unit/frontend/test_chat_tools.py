@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import UnsupportedParameter
-from tests.unit.frontend.split_helpers import CHAT, RESPONSE, Case, deltas_of, served_by
+from tests.kit.step_splits import CHAT, RESPONSE, Case, deltas_of, served_by
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CUSTOM = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}

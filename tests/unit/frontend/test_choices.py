@@ -28,8 +28,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedRouter, chunk, stop
+from tests.kit.frontend_app import CALL, MODEL, FakeFrontend, ScriptedRouter, chunk, stop
+from tests.kit.memory_http import asgi
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

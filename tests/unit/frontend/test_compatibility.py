@@ -17,9 +17,8 @@ from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import RequestRejected, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
-from tests.memory_http import asgi
-from tests.unit.frontend import plan_helpers
-from tests.unit.frontend.app_helpers import (
+from tests.kit import generation_plans
+from tests.kit.frontend_app import (
     CONTENT,
     END,
     MODEL,
@@ -29,7 +28,8 @@ from tests.unit.frontend.app_helpers import (
     front,
     stop,
 )
-from tests.unit.frontend.plan_helpers import WEATHER
+from tests.kit.generation_plans import WEATHER
+from tests.kit.memory_http import asgi
 from tests.unit.frontend.test_generate_endpoint import (
     CHAT,
     TEXT,
@@ -312,7 +312,7 @@ FORMATS: list[tuple[dict[str, Any], OutputFormat]] = [
 def test_output_format_under_any_name_then_the_engine_gets_the_same(
     harmony: ServedModel, fields: dict[str, Any], wanted: OutputFormat
 ) -> None:
-    guided = plan_helpers.chat(harmony, **fields).choices[0].request.sampling.guided
+    guided = generation_plans.chat(harmony, **fields).choices[0].request.sampling.guided
     assert guided is not None
     (alternative,) = guided.alternatives
     assert guided.trigger == "<|channel|>final"
@@ -323,7 +323,7 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
         prefix="<|message|>",
     )
     if "response_format" not in fields:
-        completion = plan_helpers.text(harmony, **fields).choices[0].request.sampling
+        completion = generation_plans.text(harmony, **fields).choices[0].request.sampling
         assert completion.guided == StructuredOutput(alternatives=(wanted,))
 
 
@@ -376,9 +376,9 @@ async def test_part_of_structured_output_that_is_not_supported_then_rejected(
 def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_name(
     harmony: ServedModel,
 ) -> None:
-    for plan in (plan_helpers.chat, plan_helpers.text):
+    for plan in (generation_plans.chat, generation_plans.text):
         with pytest.raises(UnsupportedParameter) as refused:
-            plan(plan_helpers.refusing(harmony, "guided"), guided_regex="a")
+            plan(generation_plans.refusing(harmony, "guided"), guided_regex="a")
         assert refused.value.field == "guided_regex"
 
 

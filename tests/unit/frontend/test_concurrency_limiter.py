@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, Overloaded
-from tests.unit.frontend.admission_helpers import FREE, Clock, left, wait_until_loaded
+from tests.kit.admission import FREE, Clock, left, wait_until_loaded
 
 CLIENT = "192.0.2.1"
 

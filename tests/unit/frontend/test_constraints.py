@@ -11,7 +11,7 @@ from dynamo_trtllm.frontend.tokenization.conversation import Tool
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
-from tests.unit.frontend.plan_helpers import (
+from tests.kit.generation_plans import (
     CITY,
     FORMAT,
     HEADER,

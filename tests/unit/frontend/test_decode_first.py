@@ -28,8 +28,8 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from tests.streaming import routed_stream
-from tests.unit.frontend.routing_helpers import (
+from tests.kit.generator_streams import routed_stream
+from tests.kit.routing import (
     FINISHED,
     HANG,
     Cluster,
@@ -38,7 +38,7 @@ from tests.unit.frontend.routing_helpers import (
     kv_chunk,
     request,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 FIRST = "decode_first"
 

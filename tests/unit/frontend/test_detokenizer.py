@@ -7,7 +7,7 @@ import pytest
 from dynamo_trtllm.frontend.requests.choice import Choice, StopStrings
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.messages import PhaseTimings
-from tests.unit.frontend.plan_helpers import chat
+from tests.kit.generation_plans import chat
 
 
 def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:

@@ -24,8 +24,7 @@ from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GenerateRequest
 from dynamo_trtllm.protocol.streams import OnChunk, run_stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
-from tests.memory_http import MemoryTransport
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     CARD,
     CONTENT,
@@ -38,7 +37,8 @@ from tests.unit.frontend.app_helpers import (
     chunk,
     stop,
 )
-from tests.unit.frontend.routing_helpers import FINISHED, Cluster, request
+from tests.kit.memory_http import MemoryTransport
+from tests.kit.routing import FINISHED, Cluster, request
 
 SCRIPT = [
     chunk("why", ids=[REASONING]),

@@ -16,7 +16,7 @@ from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest
-from tests.unit.frontend.split_helpers import (
+from tests.kit.step_splits import (
     RESPONSE,
     Case,
     OtherFormat,

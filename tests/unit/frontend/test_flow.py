@@ -37,8 +37,8 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from tests.instances import make_instance
-from tests.unit.frontend.routing_helpers import FINISHED, kv_chunk, request
+from tests.kit.instances import make_instance
+from tests.kit.routing import FINISHED, kv_chunk, request
 
 PREFILL = make_instance(1, role=Role.PREFILL)
 DECODE = make_instance(2, role=Role.DECODE)

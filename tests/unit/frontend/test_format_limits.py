@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.requests.format_limits import LIMITS, check_formats
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
-from tests.unit.frontend.plan_helpers import WEATHER, chat
+from tests.kit.generation_plans import WEATHER, chat
 
 WRITTEN_OUT = "symbols with repetitions and rules written out"
 LEVELS = "nesting of objects with references followed"

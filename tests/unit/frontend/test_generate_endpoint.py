@@ -14,8 +14,7 @@ import pytest
 from dynamo_trtllm.frontend.requests.request_body import is_large_body
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import FinishReason
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     CONTENT,
     END,
@@ -29,6 +28,7 @@ from tests.unit.frontend.app_helpers import (
     front,
     stop,
 )
+from tests.kit.memory_http import asgi
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

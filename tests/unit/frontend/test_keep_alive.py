@@ -14,9 +14,9 @@ import pytest
 from dynamo_trtllm.frontend.messages_api.message_builder import PING
 from dynamo_trtllm.frontend.requests.send_answer import COMMENT
 from dynamo_trtllm.protocol import errors
-from tests.memory_http import MemoryClient
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
-from tests.waiting import SOON_S
+from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.memory_http import MemoryClient
+from tests.kit.waiting import SOON_S
 
 SILENCE_S = 0.02
 BODIES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent, StreamHandle
-from tests.unit.frontend.routing_helpers import (
+from tests.kit.routing import (
     FINISHED,
     HANG,
     Cluster,
@@ -40,7 +40,7 @@ from tests.unit.frontend.routing_helpers import (
     kv_chunk,
     request,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 FETCHED = ReleaseKv("t1", ReleaseOutcome.FETCHED)
 ABORTED = ReleaseKv("t1", ReleaseOutcome.ABORTED)

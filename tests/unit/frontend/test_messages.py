@@ -11,8 +11,8 @@ from dynamo_trtllm.frontend.messages_api.message_builder import arguments_object
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason
-from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, chunk, front, stop
-from tests.unit.frontend.messages_client import (
+from tests.kit.frontend_app import CALL, CONTENT, MODEL, REASONING, chunk, front, stop
+from tests.kit.messages_client import (
     COUNT,
     HI,
     PATH,

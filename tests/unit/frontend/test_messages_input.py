@@ -13,10 +13,10 @@ from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.frontend.messages_api.message_builder import prepare_messages
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, ToolCall
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
-from tests.unit.frontend import plan_helpers
-from tests.unit.frontend.app_helpers import CALL, FakeFrontend, front, stop
-from tests.unit.frontend.messages_client import COUNT, HI, PATH, TOOL, check_error, made, post
-from tests.unit.frontend.plan_helpers import TemplateModels
+from tests.kit import generation_plans
+from tests.kit.frontend_app import CALL, FakeFrontend, front, stop
+from tests.kit.generation_plans import TemplateModels
+from tests.kit.messages_client import COUNT, HI, PATH, TOOL, check_error, made, post
 
 IGNORED = "x-dynamo-ignored-fields"
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -93,12 +93,12 @@ def test_conversation_then_the_prompt_of_the_same_chat_request(
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     for model in (harmony, make_template()):
-        chat = plan_helpers.chat(model, messages=asked, tools=[tool])
+        chat = generation_plans.chat(model, messages=asked, tools=[tool])
         fields = {"messages": turns, "system": "be", "max_tokens": 9}
         fields |= {"model": "m", "tools": [{"name": "f", "input_schema": schema}]}
         body = parse(MessagesRequest, json.dumps(fields).encode())
         plan = prepare_messages(body, model, body.call("r", 0.0, ""))
-        assert plan_helpers.prompt(plan, model) == plan_helpers.prompt(chat, model)
+        assert generation_plans.prompt(plan, model) == generation_plans.prompt(chat, model)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from dynamo_trtllm.protocol.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.protocol.messages import Role, encode
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.inproc_plane import InprocPlane
-from tests.instances import CARD, make_instance
-from tests.memory_discovery import MemoryDiscovery
-from tests.unit.frontend.registry_helpers import (
+from tests.kit.instances import CARD, make_instance
+from tests.kit.model_registry import (
     HARMONY,
     FileService,
     Frontend,
@@ -32,7 +31,8 @@ from tests.unit.frontend.registry_helpers import (
     until,
     wait_served,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
+from tests.memory_discovery import MemoryDiscovery
 
 
 def prompt_ids(frontend: Frontend) -> list[int]:

@@ -27,8 +27,8 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     encode,
 )
-from tests.streaming import ChunkSource
-from tests.unit.frontend.registry_helpers import (
+from tests.kit.generator_streams import ChunkSource
+from tests.kit.model_registry import (
     HARMONY,
     FileService,
     Frontend,

@@ -18,9 +18,7 @@ from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.http_status import STATUS
 from dynamo_trtllm.protocol.messages import Role
-from tests.instances import make_instance
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     MODEL,
     REASONING,
@@ -30,6 +28,8 @@ from tests.unit.frontend.app_helpers import (
     front,
     stop,
 )
+from tests.kit.instances import make_instance
+from tests.kit.memory_http import asgi
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

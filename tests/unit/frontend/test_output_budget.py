@@ -16,7 +16,7 @@ from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBud
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob, token_ids
-from tests.unit.frontend.app_helpers import FakeFrontend, ScriptedRouter, chunk, stop
+from tests.kit.frontend_app import FakeFrontend, ScriptedRouter, chunk, stop
 from tests.unit.frontend.test_choices import CHAT, TEXT, post
 
 KIB = 1 << 10

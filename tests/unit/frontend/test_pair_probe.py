@@ -39,10 +39,10 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from tests.inproc_plane import InprocPlane
-from tests.instances import CARD, make_instance, make_transfer_params
-from tests.streaming import ChunkSource, routed_stream
-from tests.unit.frontend.routing_helpers import request
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import ChunkSource, routed_stream
+from tests.kit.instances import CARD, make_instance, make_transfer_params
+from tests.kit.routing import request
+from tests.kit.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
 HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t"))

@@ -33,11 +33,11 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from tests.instances import make_instance
-from tests.loopback_backend import LoopbackBackend
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
-from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
+from tests.kit.frontend_app import CARD, MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.instances import make_instance
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.memory_http import asgi
+from tests.kit.routing import FINISHED, Cluster, kv_chunk
 
 PREFILL = PhaseTimings(queue_s=0.2, prefill_s=0.5, more={"queue.slots": 0.1, "export": 0.1})
 DECODE = PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, more={"handoff.read": 0.2})

@@ -26,8 +26,8 @@ from dynamo_trtllm.protocol.kv_events import (
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.inproc_plane import InprocPlane
-from tests.instances import make_instance
-from tests.unit.frontend.registry_helpers import NoEngine, until
+from tests.kit.instances import make_instance
+from tests.kit.model_registry import NoEngine, until
 
 TOKENS = token_ids(range(32))
 FIRST = BlocksStored(blocks=(KvBlock(1, TOKENS[:16]),))

@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.errors import (
     UnsupportedParameter,
 )
 from dynamo_trtllm.protocol.messages import Sampling, SamplingDefaults
-from tests.unit.frontend.plan_helpers import (
+from tests.kit.generation_plans import (
     TIME,
     WEATHER,
     TemplateModels,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.errors import Disconnected
 from dynamo_trtllm.protocol.messages import Chunk, Role, TokenLogprob
-from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
+from tests.kit.routing import FINISHED, Cluster, kv_chunk
 
 SCORED = [TokenLogprob(token, -float(token)) for token in (1, 2, 3)]
 SCORING = {"logprobs": 0, "prompt_logprobs": 0}

@@ -31,10 +31,10 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from tests.inproc_plane import InprocPlane
-from tests.instances import make_instance
-from tests.streaming import ChunkSource, routed_stream
-from tests.unit.frontend.routing_helpers import kv_chunk, request
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import ChunkSource, routed_stream
+from tests.kit.instances import make_instance
+from tests.kit.routing import kv_chunk, request
+from tests.kit.waiting import SOON_S
 
 FOR_EVER_S = 600.0
 

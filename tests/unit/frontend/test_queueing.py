@@ -15,9 +15,9 @@ import pytest
 from dynamo_trtllm.frontend.requests import admission
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.protocol.errors import NoInstances
-from tests.memory_http import MemoryClient, asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
-from tests.waiting import SOON_S
+from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.memory_http import MemoryClient, asgi
+from tests.kit.waiting import SOON_S
 
 CHAT = "/v1/chat/completions"
 PATHS = {

@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.routing.model_registry import (
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.protocol.messages import Role
 from tests.inproc_plane import InprocPlane
-from tests.instances import LAYOUT, make_instance, model_view
+from tests.kit.instances import LAYOUT, make_instance, model_view
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 PREFILL = make_instance(0xA, role=Role.PREFILL)

@@ -26,8 +26,8 @@ from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import GenerateRequest
 from dynamo_trtllm.protocol.streams import OnChunk
 from dynamo_trtllm.support.background import in_thread
-from tests.memory_http import MemoryClient
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, ScriptedRouter
+from tests.kit.frontend_app import MODEL, FakeFrontend, ScriptedRouter
+from tests.kit.memory_http import MemoryClient
 
 
 def refuse() -> None:

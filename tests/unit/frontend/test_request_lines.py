@@ -15,9 +15,9 @@ from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.observability.logging import TextFormatter
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import Role
-from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.frontend_app import CARD, MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.routing import FINISHED, Cluster
 from tests.unit.frontend.responses_client import ask, check_error
-from tests.unit.frontend.routing_helpers import FINISHED, Cluster
 
 NAMED = {"x-request-id": "job-7"}
 

@@ -38,8 +38,8 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
-from tests.streaming import routed_stream
-from tests.unit.frontend.routing_helpers import (
+from tests.kit.generator_streams import routed_stream
+from tests.kit.routing import (
     DECODE_STATS,
     FINISHED,
     HANG,
@@ -48,7 +48,7 @@ from tests.unit.frontend.routing_helpers import (
     kv_chunk,
     request,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(

@@ -38,10 +38,10 @@ from dynamo_trtllm.protocol.messages import (
     Role,
 )
 from dynamo_trtllm.protocol.streams import run_stream
-from tests.instances import make_instance
-from tests.streaming import routed_stream
-from tests.unit.frontend.routing_helpers import FINISHED, HANG, Cluster, kv_chunk, request
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import routed_stream
+from tests.kit.instances import make_instance
+from tests.kit.routing import FINISHED, HANG, Cluster, kv_chunk, request
+from tests.kit.waiting import SOON_S
 
 
 @pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("gone"), Overloaded("full")])

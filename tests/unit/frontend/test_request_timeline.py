@@ -30,8 +30,8 @@ from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
-from tests.unit.frontend.admission_helpers import FREE
-from tests.unit.frontend.app_helpers import MODEL, Catalog, ScriptedRouter, chunk
+from tests.kit.admission import FREE
+from tests.kit.frontend_app import MODEL, Catalog, ScriptedRouter, chunk
 
 
 def received(subscribers: TimelineSubscribers) -> tuple[HttpRequest, RequestTimeline]:

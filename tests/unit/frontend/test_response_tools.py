@@ -20,8 +20,8 @@ from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
+from tests.kit.step_splits import RESPONSE, Case, deltas_of, served_by
 from tests.unit.frontend.responses_client import EVENT, ITEM
-from tests.unit.frontend.split_helpers import RESPONSE, Case, deltas_of, served_by
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edits files."}

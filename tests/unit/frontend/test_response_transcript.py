@@ -13,7 +13,7 @@ from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.responses_api.items import OutputBuilder, TextDelta, messages_of
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
 from dynamo_trtllm.protocol.messages import TokenLogprob
-from tests.unit.frontend.app_helpers import CharacterRenderer
+from tests.kit.frontend_app import CharacterRenderer
 from tests.unit.frontend.responses_client import EVENT
 
 RESPONSE = "resp_" + "a" * 40

@@ -21,7 +21,7 @@ from openai.types.responses import (
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, SamplingDefaults
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     CARD,
     CONTENT,

@@ -12,7 +12,7 @@ from dynamo_trtllm.frontend.responses_api import response_builder, response_stor
 from dynamo_trtllm.frontend.responses_api.key_value_store import MemoryStore
 from dynamo_trtllm.frontend.tokenization.conversation import Message, ToolCall
 from dynamo_trtllm.protocol.messages import FinishReason
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     REASONING,
     Catalog,

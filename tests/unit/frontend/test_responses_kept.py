@@ -16,8 +16,7 @@ from dynamo_trtllm.frontend.responses_api import response_store
 from dynamo_trtllm.frontend.responses_api.key_value_store import MemoryStore
 from dynamo_trtllm.frontend.responses_api.response_store import store_limits
 from dynamo_trtllm.protocol.errors import Disconnected
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     CONTENT,
     REASONING,
@@ -26,6 +25,8 @@ from tests.unit.frontend.app_helpers import (
     front,
     stop,
 )
+from tests.kit.memory_http import asgi
+from tests.kit.waiting import SOON_S
 from tests.unit.frontend.responses_client import (
     EVENT,
     ITEM,
@@ -39,7 +40,6 @@ from tests.unit.frontend.responses_client import (
     made,
     parsed,
 )
-from tests.waiting import SOON_S
 
 
 async def test_kept_response_then_got_listed_and_deleted() -> None:

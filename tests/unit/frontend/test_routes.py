@@ -7,9 +7,9 @@ import pytest
 
 from dynamo_trtllm.frontend.api.response_schemas import RejectedRecord
 from dynamo_trtllm.protocol.messages import Role
-from tests.instances import make_instance
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, front
+from tests.kit.frontend_app import MODEL, FakeFrontend, front
+from tests.kit.instances import make_instance
+from tests.kit.memory_http import asgi
 
 
 async def ask(served: FakeFrontend, method: str, path: str) -> httpx.Response:

@@ -23,7 +23,7 @@ from dynamo_trtllm.frontend.routing.worker_load import FleetLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.messages import LoadReport, Role, encode
 from tests.inproc_plane import InprocPlane
-from tests.instances import make_instance
+from tests.kit.instances import make_instance
 from tests.unit.frontend.test_pair_probe import HANDOFF, Bench, answer
 
 

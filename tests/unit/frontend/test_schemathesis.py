@@ -28,8 +28,7 @@ from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import ModelNotFound
 from dynamo_trtllm.protocol.messages import FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.protocol.streams import OnChunk
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     CARD,
     CONTENT,
@@ -41,6 +40,7 @@ from tests.unit.frontend.app_helpers import (
     chunk,
     stop,
 )
+from tests.kit.memory_http import asgi
 
 CHECKED = [
     negative_data_rejection,

@@ -16,8 +16,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     CONTENT,
     HALF,
@@ -28,6 +27,7 @@ from tests.unit.frontend.app_helpers import (
     front,
     stop,
 )
+from tests.kit.memory_http import asgi
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

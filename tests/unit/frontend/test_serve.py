@@ -14,7 +14,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process import main, run_app
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.protocol.errors import Unreachable
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from dynamo_trtllm.frontend.routing.start_window import (
 )
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
 from dynamo_trtllm.protocol.messages import Instance, Limits, Role
-from tests.instances import make_instance
-from tests.unit.frontend.admission_helpers import left, wait_until_loaded
-from tests.unit.frontend.routing_helpers import FINISHED, Cluster, kv_chunk
-from tests.waiting import SOON_S
+from tests.kit.admission import left, wait_until_loaded
+from tests.kit.instances import make_instance
+from tests.kit.routing import FINISHED, Cluster, kv_chunk
+from tests.kit.waiting import SOON_S
 
 MODEL = "mock"
 NUM_BLOCKS = 1024

@@ -8,8 +8,8 @@ import httpx
 
 from dynamo_trtllm.frontend.process.main import StartupGate
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
-from tests.memory_http import MemoryClient, asgi
-from tests.unit.frontend.app_helpers import front
+from tests.kit.frontend_app import front
+from tests.kit.memory_http import MemoryClient, asgi
 
 
 async def loaded(request: HttpRequest, response: HttpResponse) -> None:

@@ -16,7 +16,7 @@ from benchmarks import parser as benchmark
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.messages import FinishReason
-from tests.unit.frontend.split_helpers import (
+from tests.kit.step_splits import (
     Case,
     OtherFormat,
     Result,

@@ -30,9 +30,9 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
-from tests.instances import make_instance
-from tests.unit.frontend.plan_helpers import harmony_model, text
-from tests.unit.frontend.routing_helpers import request
+from tests.kit.generation_plans import harmony_model, text
+from tests.kit.instances import make_instance
+from tests.kit.routing import request
 
 
 def prompt(*ids: int, **sampling: Any) -> GenerateRequest:

@@ -11,8 +11,7 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 import dynamo_trtllm
 from dynamo_trtllm.frontend.http import tokenization
 from dynamo_trtllm.frontend.requests import preprocess
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import (
+from tests.kit.frontend_app import (
     CALL,
     MODEL,
     Catalog,
@@ -21,6 +20,7 @@ from tests.unit.frontend.app_helpers import (
     front,
     stop,
 )
+from tests.kit.memory_http import asgi
 
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
 TOOL = {

@@ -19,8 +19,8 @@ from dynamo_trtllm.frontend.requests.traces import EndedRequest, TraceExporter, 
 from dynamo_trtllm.protocol.messages import PhaseTimings, Role
 from dynamo_trtllm.protocol.phases import Span
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
+from tests.kit.memory_http import asgi
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

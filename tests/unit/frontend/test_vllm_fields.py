@@ -11,10 +11,11 @@ import pytest
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, token_ids
-from tests.small_tokenizer import CONTROL
-from tests.unit.frontend import app_helpers, plan_helpers
-from tests.unit.frontend.app_helpers import CALL, chunk, front, stop
-from tests.unit.frontend.plan_helpers import TemplateModels
+from tests.kit import frontend_app, generation_plans
+from tests.kit.answer_parts import content_of
+from tests.kit.frontend_app import CALL, chunk, front, stop
+from tests.kit.generation_plans import TemplateModels
+from tests.kit.small_tokenizer import CONTROL
 from tests.unit.frontend.test_compatibility import IGNORED, RESPONSES, response
 from tests.unit.frontend.test_generate_endpoint import (
     CHAT,
@@ -25,7 +26,6 @@ from tests.unit.frontend.test_generate_endpoint import (
     post,
     text,
 )
-from tests.unit.frontend.tokenization.parser_helpers import content_of
 
 # --- usage of each event --------------------------------------------------------------------------
 
@@ -131,10 +131,10 @@ async def test_max_tokens_0_without_echo_then_400() -> None:
 def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_names_echo(
     harmony: ServedModel,
 ) -> None:
-    served = plan_helpers.refusing(harmony, "prompt_logprobs")
-    plan_helpers.text(served, echo=True)
+    served = generation_plans.refusing(harmony, "prompt_logprobs")
+    generation_plans.text(served, echo=True)
     with pytest.raises(UnsupportedParameter) as refused:
-        plan_helpers.text(served, echo=True, logprobs=1)
+        generation_plans.text(served, echo=True, logprobs=1)
     assert refused.value.field == "echo"
 
 
@@ -142,14 +142,14 @@ def test_echo_with_logprobs_when_the_prompts_are_long_together_then_rejected(
     harmony: ServedModel,
 ) -> None:
     with pytest.raises(InvalidRequest, match="128000 prompt tokens; at most 65536") as refused:
-        plan_helpers.text(harmony, prompt=[[7] * 1000] * 128, echo=True, logprobs=1)
+        generation_plans.text(harmony, prompt=[[7] * 1000] * 128, echo=True, logprobs=1)
     assert refused.value.field == "echo"
 
 
 async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app_helpers, "prompt_logprobs", lambda *_: [])
+    monkeypatch.setattr(frontend_app, "prompt_logprobs", lambda *_: [])
     answer = await post(front(scored("d")), TEXT, text(echo=True, logprobs=1))
     assert "upgrade it" in check_error(answer, 502, "incomplete")
 
@@ -206,12 +206,12 @@ async def test_field_of_vllm_when_its_value_is_wrong_then_400(
 def test_prompt_logprobs_when_the_engine_has_none_or_the_prompt_is_long_then_rejected(
     harmony: ServedModel,
 ) -> None:
-    for plan in (plan_helpers.chat, plan_helpers.text):
+    for plan in (generation_plans.chat, generation_plans.text):
         with pytest.raises(UnsupportedParameter) as refused:
-            plan(plan_helpers.refusing(harmony, "prompt_logprobs"), prompt_logprobs=0)
+            plan(generation_plans.refusing(harmony, "prompt_logprobs"), prompt_logprobs=0)
         assert refused.value.field == "prompt_logprobs"
     with pytest.raises(InvalidRequest, match="20000 prompt tokens; at most 18724"):
-        plan_helpers.text(harmony, prompt=[[7] * 1000] * 20, prompt_logprobs=20)
+        generation_plans.text(harmony, prompt=[[7] * 1000] * 20, prompt_logprobs=20)
 
 
 # --- prompts that are too long, and special tokens ------------------------------------------------
@@ -271,6 +271,6 @@ def test_skip_special_tokens_when_false_for_a_chat_template_then_they_are_text(
 ) -> None:
     served = make_template()
     for skips, shown in ((True, ""), (False, "<|channel|>")):
-        parser = plan_helpers.chat(served, skip_special_tokens=skips).choices[0].make_parser()
+        parser = generation_plans.chat(served, skip_special_tokens=skips).choices[0].make_parser()
         ids = [CONTROL["<|channel|>"], CONTROL["<|end|>"]]
         assert content_of(parser.push(token_ids(ids))) + content_of(parser.finish()) == shown

@@ -23,7 +23,7 @@ from dynamo_trtllm.protocol.errors import (
     TransferTimeout,
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
-from tests.instances import make_transfer_params
+from tests.kit.instances import make_transfer_params
 
 
 class Slow:

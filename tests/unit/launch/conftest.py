@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.launch import launcher
-from tests.unit.launch.launcher_helpers import ALL, RUNS, FakeChild, until_ready
+from tests.kit.fake_children import ALL, RUNS, FakeChild, until_ready
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dynamo_trtllm.launch import main
 from dynamo_trtllm.launch.launcher import LaunchRecord
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.support.subprocesses import RunFailed
-from tests.unit.launch.launcher_helpers import answering, http
+from tests.kit.fake_children import answering, http
 
 STATS = {
     "prefill_instance": "a1",

@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.launch.launcher import dependents_of
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.support.subprocesses import RunFailed
-from tests.unit.launch.launcher_helpers import (
+from tests.kit.fake_children import (
     ALL,
     KILLED,
     LauncherRun,

@@ -19,7 +19,7 @@ from dynamo_trtllm.launch.servers import NotYet
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
 from dynamo_trtllm.support.subprocesses import BAD_CONFIG, RunFailed
-from tests.unit.launch.launcher_helpers import (
+from tests.kit.fake_children import (
     ALL,
     HOST,
     KILLED,

@@ -19,8 +19,8 @@ from dynamo_trtllm.launch.servers import (
     ready,
     until,
 )
-from tests.unit.launch.launcher_helpers import HOST, answering, http
-from tests.waiting import SOON_S
+from tests.kit.fake_children import HOST, answering, http
+from tests.kit.waiting import SOON_S
 
 LONG = "x" * 70_000
 Ask = Callable[[str, int], Awaitable[None]]

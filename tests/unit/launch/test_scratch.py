@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.subprocesses import scratch_folder
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 _HOLDER = """
 import sys

@@ -15,7 +15,7 @@ from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.launch.topology import MachineFacts
 from dynamo_trtllm.models.hub import Hub
-from tests.hub_server import COMMIT, NAME, HubServer
+from tests.kit.hub_server import COMMIT, NAME, HubServer
 
 CONFIG = {
     "model_type": "llama",

@@ -202,7 +202,7 @@ def test_read_when_transformers_wrote_the_folder_then_weights_are_counted_to_the
 ) -> None:
     from safetensors import safe_open
 
-    from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
+    from tests.kit.tiny_models import save_tiny_gpt_oss, save_tiny_llama
 
     folder = (save_tiny_gpt_oss if kind == "gpt_oss" else save_tiny_llama)(tmp_path / "model")
     found = read_checkpoint(folder)

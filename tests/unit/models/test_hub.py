@@ -21,8 +21,8 @@ import pytest
 from dynamo_trtllm.models import hub as hub_module
 from dynamo_trtllm.models.hub import Hub, Show
 from dynamo_trtllm.protocol.errors import ConfigError
-from tests.hub_server import COMMIT, NAME, HubServer
-from tests.waiting import SOON_S
+from tests.kit.hub_server import COMMIT, NAME, HubServer
+from tests.kit.waiting import SOON_S
 
 # TensorRT-LLM 1.1 and 1.2 pin a transformers that needs huggingface_hub below 1.0
 IS_BEFORE_1 = importlib.metadata.version("huggingface_hub").startswith("0.")

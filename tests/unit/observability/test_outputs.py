@@ -20,7 +20,7 @@ from typing import IO
 import pytest
 
 from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, RelayedOutput, dropped_line
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 # Two or more times what pipe and backlog hold together.
 TOO_MANY = 4 * BACKLOG_BYTES // 100

@@ -23,7 +23,7 @@ from dynamo_trtllm.protocol.kv_events import (
     unpack_hashes,
 )
 from dynamo_trtllm.protocol.messages import decode, token_ids
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 PROMPT = token_ids(range(12))
 A, B, C = prefix_hashes(PROMPT, 4, 0)  # the engine's names of these blocks are 1, 2 and 3

@@ -30,9 +30,9 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import Stream, StreamEvent, TaskStream, as_stream
-from tests.contract.plane_helpers import make_request
-from tests.instances import make_transfer_params
-from tests.streaming import ChunkSource
+from tests.kit.generator_streams import ChunkSource
+from tests.kit.instances import make_transfer_params
+from tests.kit.request_planes import make_request
 
 TOKEN = Chunk(token_ids=token_ids([1]))
 LAST = Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, InternalError
 from dynamo_trtllm.support.background import MAX_THREADS, BackgroundTasks, first_of, in_thread
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 async def broken() -> None:

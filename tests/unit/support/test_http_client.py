@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from dynamo_trtllm.support import http_client
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 class RawServer:

@@ -22,7 +22,7 @@ from dynamo_trtllm.worker.startup import (
     with_template,
     without_unsupported,
 )
-from tests.instances import LAYOUT
+from tests.kit.instances import LAYOUT
 
 
 @pytest.mark.parametrize(

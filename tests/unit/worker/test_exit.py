@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 HANGING = """
 import threading

@@ -21,8 +21,8 @@ from dynamo_trtllm.support.http_server import server
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
-from tests.memory_http import asgi
-from tests.waiting import SOON_S
+from tests.kit.memory_http import asgi
+from tests.kit.waiting import SOON_S
 
 
 def metrics() -> bytes:

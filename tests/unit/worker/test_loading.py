@@ -16,9 +16,9 @@ from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Instance, Limits, Role
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health
-from tests.instances import LAYOUT, make_instance
+from tests.kit.instances import LAYOUT, make_instance
+from tests.kit.waiting import SOON_S
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
-from tests.waiting import SOON_S
 
 INFO = EngineInfo(
     engine="mock",

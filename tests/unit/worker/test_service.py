@@ -51,8 +51,8 @@ from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
-from tests.instances import make_instance, make_transfer_params
-from tests.streaming import ChunkSource
+from tests.kit.generator_streams import ChunkSource
+from tests.kit.instances import make_instance, make_transfer_params
 
 ANSWER = (
     Chunk(token_ids=token_ids([1, 2])),

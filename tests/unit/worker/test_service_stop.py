@@ -13,7 +13,7 @@ from dynamo_trtllm.protocol.errors import MigrationFailed
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.instances import make_instance
+from tests.kit.instances import make_instance
 
 
 class OneStreamEngine(Engine):

@@ -28,9 +28,9 @@ from dynamo_trtllm.worker import sleep
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import Sleeper
 from tests.inproc_plane import InprocPlane
-from tests.memory_http import asgi
-from tests.streaming import ChunkSource, call_stream
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import ChunkSource, call_stream
+from tests.kit.memory_http import asgi
+from tests.kit.waiting import SOON_S
 
 SUBJECT = "s.generate-1"
 

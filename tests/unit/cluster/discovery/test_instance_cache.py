@@ -15,7 +15,7 @@ from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.protocol.messages import Instance, Role, encode
-from tests.instances import CARD, make_instance
+from tests.kit.instances import CARD, make_instance
 
 
 def entry(instance: Instance) -> tuple[str, bytes]:

@@ -27,7 +27,7 @@ from dynamo_trtllm.protocol.messages import (
     SamplingDefaults,
     encode,
 )
-from tests.instances import CARD, LAYOUT, make_instance
+from tests.kit.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
 KEY, RECORD = written(ONE)

@@ -26,8 +26,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from tests.inproc_plane import InprocTransport
-from tests.streaming import ChunkSource, call_stream
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import ChunkSource, call_stream
+from tests.kit.waiting import SOON_S
 
 SUBJECT = "ns_prefill.generate-1"
 

@@ -10,7 +10,7 @@ from nats.aio.client import Client
 
 from dynamo_trtllm.cluster.request_plane import nats
 from dynamo_trtllm.cluster.request_plane.nats import connect_client
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 async def retry_for_ever(drops: int) -> None:

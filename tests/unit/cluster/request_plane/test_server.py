@@ -19,7 +19,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamHandle
 from tests.inproc_plane import InprocTransport
-from tests.streaming import call_stream
+from tests.kit.generator_streams import call_stream
 
 
 class CountingLink(InprocTransport):

@@ -23,7 +23,7 @@ from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.engines import (
+from tests.kit.engines import (
     answer,
     ask,
     check_nothing_left,
@@ -33,8 +33,8 @@ from tests.engines import (
     started,
     tokens,
 )
-from tests.loopback_backend import LoopbackBackend
-from tests.waiting import SOON_S
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # four blocks
 

@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, closed
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput, token_ids
-from tests.small_tokenizer import CONTROL, spell, write_tokenizer
+from tests.kit.small_tokenizer import CONTROL, spell, write_tokenizer
 
 SIZE = 320  # some ids more than the tokenizer has, as models have
 END, CHANNEL, MESSAGE, CALL = CONTROL.values()

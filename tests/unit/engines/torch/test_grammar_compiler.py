@@ -34,7 +34,7 @@ from dynamo_trtllm.protocol.errors import (
     RequestRejected,
 )
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput, decode
-from tests.small_tokenizer import CONTROL, write_tokenizer
+from tests.kit.small_tokenizer import CONTROL, write_tokenizer
 
 SIZE = 304
 END = CONTROL["<|end|>"]

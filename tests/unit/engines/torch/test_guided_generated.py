@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
-from tests.small_tokenizer import CONTROL, spell, write_tokenizer
+from tests.kit.small_tokenizer import CONTROL, spell, write_tokenizer
 
 END = CONTROL["<|end|>"]
 SIZE = 304

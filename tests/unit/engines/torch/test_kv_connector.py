@@ -28,8 +28,8 @@ from dynamo_trtllm.protocol.messages import (
     Sampling,
     token_ids,
 )
-from tests.loopback_backend import LoopbackBackend
-from tests.unit.engines.torch.sequence_helpers import sequence_of
+from tests.kit.loopback_backend import LoopbackBackend
+from tests.kit.torch_sequences import sequence_of
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=4)
 TOKENS = 40

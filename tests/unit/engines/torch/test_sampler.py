@@ -12,7 +12,7 @@ from dynamo_trtllm.engines.torch.random_numbers import uniform
 from dynamo_trtllm.engines.torch.sampler import sample
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
-from tests.unit.engines.torch.sequence_helpers import sequence_of
+from tests.kit.torch_sequences import sequence_of
 
 
 def row(

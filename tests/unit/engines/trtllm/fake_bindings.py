@@ -24,8 +24,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.unit.engines.scripted_library import info_of, serve
-from tests.waiting import SOON_S
+from tests.kit.scripted_library import info_of, serve
+from tests.kit.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=8)
 PARAMS = {"first_gen_tokens": [7], "ctx_request_id": 3, "opaque_state": b"s", "draft_tokens": None}

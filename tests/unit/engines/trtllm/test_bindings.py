@@ -14,7 +14,7 @@ from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, check_needed, release_line
 from dynamo_trtllm.protocol.errors import ConfigError
-from tests.fakes_path import RELEASES, fake_tensorrt_llm
+from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
 
 
 @pytest.mark.parametrize(

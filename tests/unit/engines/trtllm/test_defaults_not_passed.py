@@ -17,7 +17,7 @@ from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.engines.trtllm.args import ADAPTER, BY_GPU, FALLBACK, TrtllmArgs, trtllm_args
 from dynamo_trtllm.protocol.messages import Role
-from tests import unverified_names
+from tests.kit import trtllm_unverified_names
 
 RELEASES = [*(release.name for release in LIBRARY.releases), "1.4.0rc1"]
 GPUS = {"hopper": 90, "blackwell": 100, "blackwell-rtx": 120, "fallback": 80}
@@ -26,7 +26,7 @@ VALUES = (
     "kv_cache_config: {dtype: auto}",
     "moe_config: {backend: CUTLASS}",
 )
-PAIRS = sorted({path.parent for path in unverified_names.files() if path.stem == "prefill"})
+PAIRS = sorted({path.parent for path in trtllm_unverified_names.files() if path.stem == "prefill"})
 
 
 def merged(release: ApiManifest, sm: int = 80, **settings: Any) -> TrtllmArgs:

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_SECTIONS, check_peers
 from dynamo_trtllm.protocol.messages import Instance, KvLayout, Role
-from tests.instances import CARD, make_instance
+from tests.kit.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts
 
 LAYOUT = KvLayout(

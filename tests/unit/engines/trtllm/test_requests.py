@@ -23,8 +23,8 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
-from tests.instances import make_transfer_params
-from tests.unit.engines.scripted_library import info_of
+from tests.kit.instances import make_transfer_params
+from tests.kit.scripted_library import info_of
 
 RETURN = 200002
 CALL = 200012

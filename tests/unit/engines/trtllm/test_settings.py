@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.models.checkpoint import Checkpoint
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.unit.engines.scripted_library import info_of
+from tests.kit.scripted_library import info_of
 
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}
 

@@ -13,7 +13,7 @@ from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, decode, encode
-from tests.instances import make_transfer_params
+from tests.kit.instances import make_transfer_params
 
 OLD = frozenset(
     {"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"}

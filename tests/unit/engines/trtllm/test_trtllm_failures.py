@@ -22,6 +22,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
 )
 from dynamo_trtllm.protocol.streams import as_stream
+from tests.kit.waiting import SOON_S
 from tests.unit.engines.trtllm.fake_bindings import (
     Llm,
     Refusal,
@@ -31,7 +32,6 @@ from tests.unit.engines.trtllm.fake_bindings import (
     some_transfer_params,
     started,
 )
-from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("quick")
 

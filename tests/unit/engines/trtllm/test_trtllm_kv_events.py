@@ -25,8 +25,8 @@ from dynamo_trtllm.protocol.kv_events import (
     KvEvent,
 )
 from dynamo_trtllm.protocol.messages import Role, token_ids
+from tests.kit.waiting import SOON_S
 from tests.unit.engines.trtllm.preflight_pairs import facts
-from tests.waiting import SOON_S
 
 LARGE = (1 << 64) - 1
 

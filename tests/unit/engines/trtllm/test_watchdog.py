@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.trtllm.watchdog import (
     Watchdog,
     seconds_of_running,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 LONG_S = 100 * BLOCKED_S
 

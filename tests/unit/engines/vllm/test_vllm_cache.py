@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.vllm.compilation import cache_folders
 from dynamo_trtllm.engines.vllm.compile_lock import CompileLock
 from dynamo_trtllm.protocol.errors import ConfigError
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_uses_vllms() -> (

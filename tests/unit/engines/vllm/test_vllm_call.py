@@ -14,8 +14,8 @@ from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.protocol.errors import EngineFailed
 from dynamo_trtllm.protocol.messages import Chunk, Role
 from dynamo_trtllm.protocol.streams import StreamEvent
-from tests.unit.engines.scripted_library import ask, info_of, serve
-from tests.waiting import SOON_S
+from tests.kit.scripted_library import ask, info_of, serve
+from tests.kit.waiting import SOON_S
 
 
 class Llm:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes_path import VLLM_RELEASES, fake_vllm
+from tests.kit.fake_packages import VLLM_RELEASES, fake_vllm
 
 WINDOW = 128
 MODULE = "dynamo_trtllm.engines.vllm.connector"

@@ -12,7 +12,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, explain_oom
 from dynamo_trtllm.protocol.errors import EngineFailed
-from tests.fakes_path import fake_vllm
+from tests.kit.fake_packages import fake_vllm
 
 GIB = 1 << 30
 TAKEN = (31 * GIB, 140 * GIB)

@@ -39,7 +39,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
 ANSWERED = {

@@ -29,7 +29,7 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
-from tests.unit.engines.scripted_library import info_of
+from tests.kit.scripted_library import info_of
 
 RULES = VllmModelLimits(role=Role.DECODE, info=info_of(eos_token_ids=(1, 2)), max_logprobs=20)
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}

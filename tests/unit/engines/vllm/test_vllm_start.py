@@ -16,7 +16,7 @@ import pytest
 from dynamo_trtllm.engines.vllm import compile_lock, start_progress
 from dynamo_trtllm.engines.vllm.compile_lock import CompileLock, lock_first_pass
 from dynamo_trtllm.engines.vllm.start_progress import StartProgress
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 PARALLEL = SimpleNamespace(data_parallel_size=1)
 

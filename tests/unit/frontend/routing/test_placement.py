@@ -42,7 +42,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
-from tests.instances import LAYOUT, make_instance, model_view
+from tests.kit.instances import LAYOUT, make_instance, model_view
 
 NONE_OPEN = PairBreakers()
 

@@ -29,7 +29,7 @@ from dynamo_trtllm.protocol.messages import (
     decode,
     token_ids,
 )
-from tests.instances import make_instance
+from tests.kit.instances import make_instance
 
 BLOCK = 4
 MODEL = make_instance(1).card.name

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.probe_schedule import is_probed, new_pairs, pairs_of, pairs_with
 from dynamo_trtllm.protocol.messages import Instance, Role
-from tests.instances import make_instance, model_view
+from tests.kit.instances import make_instance, model_view
 
 
 def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances() -> None:

@@ -20,7 +20,7 @@ from dynamo_trtllm.frontend.routing.worker_selection import (
 )
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role, Sampling, token_ids
-from tests.instances import LAYOUT, make_instance, model_view
+from tests.kit.instances import LAYOUT, make_instance, model_view
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
 

@@ -9,7 +9,7 @@ import msgspec
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView, PairGroup
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
-from tests.instances import CARD, LAYOUT, make_instance
+from tests.kit.instances import CARD, LAYOUT, make_instance
 
 
 def test_view_when_instances_come_in_any_order_then_they_are_kept_by_id_and_role() -> None:

@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.frontend.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.frontend.tokenization.output import StepOutput
 from dynamo_trtllm.protocol.messages import token_ids
-from tests.unit.frontend.tokenization.parser_helpers import (
+from tests.kit.answer_parts import (
     Characters,
     Seen,
     calls_of,

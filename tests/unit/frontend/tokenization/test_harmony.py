@@ -16,8 +16,8 @@ from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Messa
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import token_ids
+from tests.kit.answer_parts import content_of
 from tests.unit.frontend.tokenization.harmony_library import in_our_order, rendered
-from tests.unit.frontend.tokenization.parser_helpers import content_of
 
 TEXTS = (
     "",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.messages import token_ids
-from tests.unit.frontend.tokenization.parser_helpers import Seen, cut, fold
+from tests.kit.answer_parts import Seen, cut, fold
 
 RETURN = 200002
 CONSTRAIN = 200003

@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.tokenization.output import OutputParser
 from dynamo_trtllm.models import vocabulary
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import token_ids
-from tests.unit.frontend.tokenization.parser_helpers import Seen, calls_of, content_of, cut, fold
+from tests.kit.answer_parts import Seen, calls_of, content_of, cut, fold
 
 START = 200006
 END = 200007

@@ -18,8 +18,8 @@ import pytest
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.messages import token_ids
+from tests.kit.answer_parts import fold
 from tests.unit.frontend.tokenization import harmony_library
-from tests.unit.frontend.tokenization.parser_helpers import fold
 
 _DATA = Path(__file__).parents[3] / "data"
 IDS: dict[str, list[int]] = json.loads((_DATA / "harmony_ids.json").read_text())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo_trtllm.frontend.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.protocol.messages import token_ids
-from tests.unit.frontend.tokenization.parser_helpers import Characters, Seen, calls_of, cut, fold
+from tests.kit.answer_parts import Characters, Seen, calls_of, cut, fold
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.frontend.tokenization.template import ChatTemplateRenderer
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import ModelDeploymentCard, token_ids
-from tests.unit.frontend.tokenization.parser_helpers import content_of
+from tests.kit.answer_parts import content_of
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

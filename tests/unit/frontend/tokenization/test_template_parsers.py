@@ -14,7 +14,7 @@ from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.frontend.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import ModelDeploymentCard, token_ids
-from tests.unit.frontend.tokenization.parser_helpers import Seen, fold
+from tests.kit.answer_parts import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 CARD = ModelDeploymentCard(

@@ -21,8 +21,8 @@ from dynamo_trtllm.support.http_server.exchange import (
     ReadTimer,
 )
 from dynamo_trtllm.support.http_server.server import HttpServer, Route, Router
-from tests.memory_http import LIMITS, MemoryClient, MemoryTransport
-from tests.waiting import SOON_S
+from tests.kit.memory_http import LIMITS, MemoryClient, MemoryTransport
+from tests.kit.waiting import SOON_S
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"

@@ -20,7 +20,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES
 from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.addresses import network_of
-from tests.memory_http import LIMITS, MemoryClient, MemoryTransport
+from tests.kit.memory_http import LIMITS, MemoryClient, MemoryTransport
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\n"

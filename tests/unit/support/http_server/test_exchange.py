@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.support.http_server.exchange import ClientDisconnected, FlushBatch, HttpResponse
-from tests.memory_http import MemoryTransport
+from tests.kit.memory_http import MemoryTransport
 
 
 class Sent(HttpResponse):

@@ -12,7 +12,7 @@ from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.parsing_turns import HANDLER_S, PARSING_S, ParsingTurns
 from dynamo_trtllm.support.http_server.server import HttpServer
-from tests.memory_http import LIMITS, MemoryClient
+from tests.kit.memory_http import LIMITS, MemoryClient
 
 CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 

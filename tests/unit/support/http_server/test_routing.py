@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Route, Router
-from tests.memory_http import MemoryClient
+from tests.kit.memory_http import MemoryClient
 
 
 async def show(request: HttpRequest, response: HttpResponse) -> None:

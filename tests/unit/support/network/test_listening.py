@@ -25,7 +25,7 @@ from dynamo_trtllm.support.network.listening import (
     listen,
     warn_if_exposed,
 )
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
 HOST = "127.0.0.1"

@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_trtllm.support import subprocesses as child_module
 from dynamo_trtllm.support.subprocesses import Child, spawn
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys, time

@@ -17,7 +17,7 @@ from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support import subprocesses as child
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, spawn
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 DRAINS = (
     "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True);"

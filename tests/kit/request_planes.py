@@ -26,8 +26,8 @@ from dynamo_trtllm.protocol.messages import (
     Sampling,
     token_ids,
 )
-from tests.streaming import ChunkSource, call_stream
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import ChunkSource, call_stream
+from tests.kit.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6)
 SUBJECT = "ns_prefill.generate-1f"

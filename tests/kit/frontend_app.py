@@ -37,7 +37,7 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.phases import Span
 from dynamo_trtllm.protocol.streams import OnChunk
 from dynamo_trtllm.support.http_server.server import Router
-from tests.streaming import PlayedRouter
+from tests.kit.generator_streams import PlayedRouter
 
 # markers; every other id is a character's code point
 REASONING = 1

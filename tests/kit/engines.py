@@ -31,9 +31,9 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.instances import make_instance
-from tests.loopback_backend import named_backend
-from tests.waiting import SOON_S
+from tests.kit.instances import make_instance
+from tests.kit.loopback_backend import named_backend
+from tests.kit.waiting import SOON_S
 
 # TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
 TRTLLM_TTL_S = 2.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend
+from tests.kit.frontend_app import MODEL, FakeFrontend
+from tests.kit.memory_http import asgi
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"

@@ -11,7 +11,7 @@ import httpx
 
 from dynamo_trtllm.cluster.discovery import etcd_api
 from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 class EtcdClient:

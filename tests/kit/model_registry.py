@@ -32,10 +32,10 @@ from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import digest
 from tests.inproc_plane import InprocPlane
-from tests.instances import CARD, make_instance
+from tests.kit.generator_streams import ChunkSource
+from tests.kit.instances import CARD, make_instance
+from tests.kit.waiting import SOON_S
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
-from tests.streaming import ChunkSource
-from tests.waiting import SOON_S
 
 HARMONY = ModelDeploymentCard(
     name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony"

@@ -44,9 +44,9 @@ from dynamo_trtllm.protocol.messages import (
     TokenLogprob,
     token_ids,
 )
-from tests.unit.frontend import messages_client
+from tests.kit import messages_client
+from tests.kit.answer_parts import cut
 from tests.unit.frontend.responses_client import EVENT
-from tests.unit.frontend.tokenization.parser_helpers import cut
 
 CARD = ModelDeploymentCard(
     name="m", context_length=1 << 20, vocab_size=201088, eos_token_ids=(200002,), renderer="harmony"

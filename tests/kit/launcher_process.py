@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.e2e.cluster import PLAIN
+from tests.kit.cluster import PLAIN
 
 WAIT_S = 100.0
 LAUNCHER = (sys.executable, "-m", "dynamo_trtllm.launch")

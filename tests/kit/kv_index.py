@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvEvent
 from dynamo_trtllm.protocol.messages import TokenIds
-from tests.waiting import SOON_S
+from tests.kit.waiting import SOON_S
 
 
 class KvIndex:

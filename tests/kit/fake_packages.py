@@ -16,7 +16,7 @@ import pytest
 # Modules that bind names of vLLM, or change it, when they are imported.
 _ADAPTER = ("dynamo_trtllm.engines.vllm.connector", "dynamo_trtllm.engines.vllm.patches.late_reads")
 VLLM_RELEASES = ("0.24.0", "0.32.0")  # of the two forms that the stand-in has
-FAKES = Path(__file__).parent / "fakes"
+FAKES = Path(__file__).parents[1] / "fakes"
 RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29", "1.4.0rc1")
 
 

@@ -30,8 +30,8 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 from tests.inproc_plane import InprocPlane
-from tests.instances import make_instance, make_transfer_params
-from tests.streaming import ChunkSource, routed_stream
+from tests.kit.generator_streams import ChunkSource, routed_stream
+from tests.kit.instances import make_instance, make_transfer_params
 
 PREFILL_STATS = PhaseTimings(prefill_s=0.25)
 DECODE_STATS = PhaseTimings(kv_transfer_s=0.5, kv_bytes=7)

@@ -1,7 +1,7 @@
 """Plants wrong assumptions about TensorRT-LLM in the adapter, each of which a contract test finds.
 
-As a plugin of pytest (`-p tests.planted`), replaces the text that the environment variable PLANTED
-names in one module.
+As a plugin of pytest (`-p tests.kit.planted_assumptions`), replaces the text that the environment
+variable PLANTED names in one module.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "requirements"
 RELEASES = tuple(json.loads(path.read_text()) for path in sorted(DATA.glob("*-*.json")))
 PACKAGES: Mapping[str, Mapping[str, list[str]]] = json.loads((DATA / "packages.json").read_text())

@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.frontend.tokenization.template import ChatTemplateRenderer
 from dynamo_trtllm.protocol.messages import ModelDeploymentCard
-from tests.small_tokenizer import CONTROL, write_tokenizer
+from tests.kit.small_tokenizer import CONTROL, write_tokenizer
 
 CARD = ModelDeploymentCard(
     name="m",

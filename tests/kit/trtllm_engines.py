@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.protocol.messages import Role
-from tests.engines import make, started
-from tests.waiting import SOON_S
+from tests.kit.engines import make, started
+from tests.kit.waiting import SOON_S
 
 
 class TrtllmEngines(NamedTuple):

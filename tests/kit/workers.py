@@ -24,8 +24,8 @@ from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.worker import Worker
-from tests.streaming import routed_stream
-from tests.waiting import SOON_S
+from tests.kit.generator_streams import routed_stream
+from tests.kit.waiting import SOON_S
 
 
 def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
