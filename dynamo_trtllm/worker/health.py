@@ -21,6 +21,7 @@ from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, Htt
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.server import HttpServer, Route, Router
 from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
@@ -162,17 +163,13 @@ async def health_server(
             await asyncio.gather(task, return_exceptions=True)
 
 
-# Between broadcasts of a changed load. In simulations with 16 frontends, 1 s let them send their
-# requests to the same workers: the time to first token at p99 was up to 1.6 times as long.
-_BROADCAST_S = 0.25
-_UNCHANGED_S = 10.0  # between broadcasts of a load that does not change
-_CALLED_S = 0.05  # between a call and the broadcast that it causes
-
-
 async def broadcast_load(
-    load: Callable[[], LoadReport], called: asyncio.Event, publish: Callable[[bytes], bool]
+    load: Callable[[], LoadReport],
+    called: asyncio.Event,
+    publish: Callable[[bytes], bool],
+    timing: WorkerTiming = TIMING,
 ) -> None:
-    """Publish the load every _BROADCAST_S if it has changed, else every _UNCHANGED_S.
+    """Publish the load, soon after it has changed, and from time to time if it does not change.
 
     It runs until it is cancelled. While no request runs, this task sleeps, so that thousands of
     idle workers cost little.
@@ -181,6 +178,7 @@ async def broadcast_load(
         load: returns the load.
         called: is set by each call to the worker.
         publish: sends a report; False: it was not accepted now, and is tried again.
+        timing: how long to wait between two reports.
     """
     clock = asyncio.get_running_loop().time
     last: LoadReport | None = None
@@ -191,16 +189,16 @@ async def broadcast_load(
         report = load()
         # Apart from its number.
         is_same = last is not None and msgspec.structs.replace(last, number=report.number) == report
-        if not is_same or clock() - published_at >= _UNCHANGED_S:
+        if not is_same or clock() - published_at >= timing.unchanged_load_s:
             if not publish(encode(report)):
-                await asyncio.sleep(_BROADCAST_S)
+                await asyncio.sleep(timing.load_broadcast_s)
                 continue
             published_at = clock()
         last = report
         if not is_same or was_called or report.running or report.waiting:
-            await asyncio.sleep(_BROADCAST_S)
+            await asyncio.sleep(timing.load_broadcast_s)
             continue
         with suppress(TimeoutError):
-            async with asyncio.timeout(_UNCHANGED_S):
+            async with asyncio.timeout(timing.unchanged_load_s):
                 await called.wait()
-            await asyncio.sleep(_CALLED_S)
+            await asyncio.sleep(timing.called_s)

@@ -46,13 +46,12 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
-_SAME_LOAD_S = 0.01
-_CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
-_MAX_LEAKED_KV_FRACTION = 0.5  # of the KV blocks; with more, the worker drains and restarts
-_UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers do not fetch it
+# Of the KV blocks. With more, the worker drains and restarts.
+_MAX_LEAKED_KV_FRACTION = 0.5
 
 
 @dataclass(eq=False)
@@ -66,13 +65,15 @@ class WorkerAdmission:
     Args:
         max_active: limit of calls plus reserved slots; None: no limit.
         max_pending_transfer_fraction: share of the KV blocks that may await transfer. If more of
-            them await it for a second, new prompts are rejected.
+            them await it for `timing.unfetched_kv_s`, new prompts are rejected.
         clock: returns seconds since the epoch, as the expiry of reservations.
+        timing: how long the worker waits.
     """
 
     max_active: int | None = None
     max_pending_transfer_fraction: float = 1.0
     clock: Callable[[], float] = time.time
+    timing: WorkerTiming = TIMING
     _num_active: int = field(default=0, init=False)
     # Reservation id -> when it expires.
     _reservations: dict[str, float] = field(default_factory=dict, init=False)
@@ -158,7 +159,7 @@ class WorkerAdmission:
         now = self.clock()
         if self._above_share_since is None:
             self._above_share_since = now
-        if now - self._above_share_since >= _UNFETCHED_S:
+        if now - self._above_share_since >= self.timing.unfetched_kv_s:
             raise Overloaded(
                 f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of"
                 f" {total} KV blocks; retry later or start more decode workers"
@@ -293,6 +294,7 @@ class WorkerService:
         metrics: metrics of the worker.
         kv_events: publisher of the engine's KV events, if the worker publishes them.
         cost_prior: what is known of the time of steps before they are measured.
+        timing: how long the worker waits.
     """
 
     engine: Engine
@@ -303,6 +305,7 @@ class WorkerService:
     metrics: WorkerMetrics
     kv_events: KvEventPublisher | None = None
     cost_prior: CostModel | None = None
+    timing: WorkerTiming = TIMING
 
     def __post_init__(self) -> None:
         self.called = asyncio.Event()  # set by each call
@@ -367,13 +370,13 @@ class WorkerService:
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     def load_report(self) -> LoadReport:
-        """Return the load, at most _SAME_LOAD_S old.
+        """Return the load, at most `timing.load_age_s` old.
 
         Many callers get it, and engines count all requests for it.
         """
         now = time.monotonic()
         last = self._last_load
-        if last is not None and now - self._load_read_at < _SAME_LOAD_S:
+        if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
         load = LoadReport(
@@ -447,4 +450,4 @@ class WorkerService:
                     f"{stats.leaked_kv_blocks} of {total} KV blocks were never fetched and can't be"
                     " freed; restarting"
                 )
-            await asyncio.sleep(_CHECK_EVERY_S)
+            await asyncio.sleep(self.timing.engine_check_s)

@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.support.background import BackgroundTasks, first_of
 from dynamo_trtllm.worker.health import Health
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ _SOON_S = 0.1  # a shorter drain logs no progress
 _PROMPT = range(16)
 _ANSWER_TOKENS = 4
 _ANSWER_S = 120.0
-_CHANGE_S = 300.0  # longest change of the engine's memory; TensorRT-LLM's ranks may never answer
 
 
 async def drain(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
@@ -102,6 +102,7 @@ class Sleeper:
         health: health of the worker.
         drain_timeout_s: longest wait for running requests.
         tasks: owner of the changes.
+        timing: how long the worker waits.
     """
 
     engine: Engine
@@ -112,6 +113,7 @@ class Sleeper:
     health: Health
     drain_timeout_s: float
     tasks: BackgroundTasks
+    timing: WorkerTiming = TIMING
     _answer: list[int] = field(init=False, default_factory=list)  # before the sleep
     _change: asyncio.Task[None] | None = field(init=False, default=None)
 
@@ -164,12 +166,12 @@ class Sleeper:
             await self._serve()
             return
         self._answer = await self._sample()
-        await _within_limit(self.engine.sleep(), "fall asleep")
+        await self._within_limit(self.engine.sleep(), "fall asleep")
         self.health.phase = "asleep"
         _log.info("asleep: GPU memory was released; POST /wake restores it")
 
     async def _wake_up(self) -> None:
-        await _within_limit(self.engine.wake(), "wake up")
+        await self._within_limit(self.engine.wake(), "wake up")
         answer = await self._sample()
         if answer != self._answer:
             raise EngineFailed(
@@ -198,12 +200,12 @@ class Sleeper:
                 answer += chunk.token_ids
         return answer
 
-
-async def _within_limit(change: Awaitable[None], what: str) -> None:
-    try:
-        async with asyncio.timeout(_CHANGE_S):
-            await change
-    except TimeoutError:
-        raise EngineFailed(
-            f"the engine did not {what} within {_CHANGE_S:g} s; see its log for ranks that hang"
-        ) from None
+    async def _within_limit(self, change: Awaitable[None], what: str) -> None:
+        limit_s = self.timing.memory_change_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await change
+        except TimeoutError:
+            raise EngineFailed(
+                f"the engine did not {what} within {limit_s:g} s; see its log for ranks that hang"
+            ) from None

@@ -26,6 +26,7 @@ from dynamo_trtllm.models.parser_names import PARSERS
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import FileChunk, Instance, Role, SamplingDefaults
 from dynamo_trtllm.worker.health import Health
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +158,6 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
     return names
 
 
-_POLL_EVERY_S = 0.5
-_LOG_EVERY_S = 30.0  # within one stage of loading
 _NUMBERS = re.compile(r"[\d.]+")  # the changing part of a stage's text
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "note": logging.INFO}
@@ -217,7 +216,7 @@ def format_finding(finding: Finding) -> str:
     )
 
 
-async def start_engine(engine: Engine, health: Health) -> EngineInfo:
+async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TIMING) -> EngineInfo:
     """Start an engine, with its progress in `health.reason` and in the log.
 
     Raises the errors of `Engine.start`.
@@ -232,12 +231,12 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
             progress = engine.progress()
             health.reason = progress
             stage = _NUMBERS.sub("", progress)
-            is_due = stage != logged_stage or loop.time() - logged_s >= _LOG_EVERY_S
+            is_due = stage != logged_stage or loop.time() - logged_s >= timing.loading_log_s
             if progress and is_due:
                 log.info("loading for %.0f s: %s", loop.time() - begun_s, progress)
                 logged_stage = stage
                 logged_s = loop.time()
-            await asyncio.wait({starting}, timeout=_POLL_EVERY_S)
+            await asyncio.wait({starting}, timeout=timing.loading_poll_s)
         return starting.result()
     finally:
         health.reason = ""

@@ -49,6 +49,7 @@ from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.sleep import Sleeper, drain
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +131,9 @@ class Worker:
     Run it with `Worker(config).run()`, or await `serve()` in an event loop.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, timing: WorkerTiming = TIMING) -> None:
         self._config = config
+        self._timing = timing
         self.instance_id = secrets.randbits(_ID_BITS)
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
@@ -245,6 +247,7 @@ class Worker:
             metrics=self._metrics,
             kv_events=self._publish_kv_events(engine, plane, instance, stack),
             cost_prior=info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens),
+            timing=self._timing,
         )
         serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
@@ -261,6 +264,7 @@ class Worker:
             health=self._health,
             drain_timeout_s=config.drain_timeout_s,
             tasks=self._tasks,
+            timing=self._timing,
         )
         self._sleeper = sleeper
         stack.push_async_callback(sleeper.aclose)
@@ -309,7 +313,7 @@ class Worker:
             role=self._config.disaggregation_mode,
         )
         await startup.preflight(engine, peers)
-        info = await startup.start_engine(engine, self._health)
+        info = await startup.start_engine(engine, self._health, self._timing)
         if self._owns_process:
             startup.freeze_objects()
         return info
@@ -319,7 +323,7 @@ class Worker:
         max_batch_size = info.limits.max_batch_size  # 0: not reported by the engine
         if max_batch_size:
             max_active = max_batch_size + self._config.max_queued_requests
-        return WorkerAdmission(max_active, _MAX_PENDING_TRANSFER_FRACTION)
+        return WorkerAdmission(max_active, _MAX_PENDING_TRANSFER_FRACTION, timing=self._timing)
 
     def _start_broadcasts(
         self, service: WorkerService, plane: NatsPlane, stack: AsyncExitStack
@@ -327,7 +331,7 @@ class Worker:
         """Publish the load, and answer queries of recordings, until `stack` is closed."""
         namespace = service.instance.namespace
         publish = partial(plane.try_publish, load_subject(namespace))
-        loads = broadcast_load(service.load_report_with_cost, service.called, publish)
+        loads = broadcast_load(service.load_report_with_cost, service.called, publish, self._timing)
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(loads, "load-reports"))
         answers = answer_queries(plane, namespace, self.instance_id)
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(answers, "recordings"))

@@ -29,8 +29,8 @@ from dynamo_trtllm.protocol.messages import (
     ReleaseOutcome,
     Role,
 )
-from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import WorkerAdmission
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.kit.engines import tokens
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.waiting import SOON_S
@@ -105,12 +105,14 @@ async def scene(
     running_workers: RunningWorkers,
     *,
     prefill: dict[str, Any] | None = None,
+    timing: WorkerTiming = TIMING,
     **decode: Any,
 ) -> AsyncIterator[Scene]:
     """`prefill` and `decode` are settings; at the end nothing may be left."""
     shared = config(*servers)
     for role, own in ((Role.PREFILL, prefill or {}), (Role.DECODE, decode)):
-        running_workers.start(shared.model_copy(update={"disaggregation_mode": role, **own}))
+        chosen = shared.model_copy(update={"disaggregation_mode": role, **own})
+        running_workers.start(chosen, timing)
     async with frontend_side(shared) as side:
         await side.until_instances(2)
         made = Scene(side, running_workers)
@@ -212,12 +214,12 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(
 
 
 async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_one_is_gone(
-    servers: tuple[str, str], running_workers: RunningWorkers, monkeypatch: pytest.MonkeyPatch
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    monkeypatch.setattr(service, "_UNFETCHED_S", 0.0)
     # 4 blocks per ticket
     small = {"override_engine_args": {"kv_cache_blocks": 16}}
-    async with scene(servers, running_workers, prefill=small) as made:
+    timing = WorkerTiming(unfetched_kv_s=0.0)
+    async with scene(servers, running_workers, prefill=small, timing=timing) as made:
         transfers = [await made.kv_params() for _ in range(3)]
         with pytest.raises(Overloaded, match="3 pending KV transfers hold 12 of 16 KV blocks"):
             await made.run(request(max_tokens=5))

@@ -30,6 +30,7 @@ from dynamo_trtllm.protocol.errors import EngineFailed, InternalError, Unreachab
 from dynamo_trtllm.protocol.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.protocol.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
 from dynamo_trtllm.worker import Worker
+from dynamo_trtllm.worker.timing import WorkerTiming
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.kit.engines import tokens
 from tests.kit.generator_streams import call_stream, routed_stream
@@ -250,9 +251,9 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
         return replace(stats(engine), kv_blocks_total=8, leaked_kv_blocks=leaked_kv_blocks)
 
     monkeypatch.setattr(MockEngine, "stats", leaking)
-    monkeypatch.setattr("dynamo_trtllm.worker.service._CHECK_EVERY_S", 0.01)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
-        serving = asyncio.create_task(Worker(chosen).serve())
+        worker = Worker(chosen, timing=WorkerTiming(engine_check_s=0.01))
+        serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
         leaked_kv_blocks = 4  # half: not above the limit
         async with aclosing(

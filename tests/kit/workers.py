@@ -24,6 +24,7 @@ from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.worker import Worker
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.kit.generator_streams import routed_stream
 from tests.kit.waiting import SOON_S
 
@@ -107,8 +108,8 @@ class RunningWorkers:
         self.planes = planes
         self.tasks: list[asyncio.Task[None]] = []
 
-    def start(self, chosen: WorkerConfig) -> Worker:
-        worker = Worker(chosen)
+    def start(self, chosen: WorkerConfig, timing: WorkerTiming = TIMING) -> Worker:
+        worker = Worker(chosen, timing=timing)
         self.workers.append(worker)
         self.tasks.append(asyncio.create_task(worker.serve(), name=f"worker-{len(self.workers)}"))
         return worker

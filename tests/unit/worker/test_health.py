@@ -21,6 +21,7 @@ from dynamo_trtllm.support.http_server import server
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
+from dynamo_trtllm.worker.timing import WorkerTiming
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S
 
@@ -162,11 +163,9 @@ async def test_server_when_a_client_does_not_read_its_answer_then_its_connection
         writer.transport.abort()
 
 
-async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_reports_each_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(health, "_BROADCAST_S", 0.0)
-    monkeypatch.setattr(health, "_CALLED_S", 0.0)
+async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_reports_each_change() -> (
+    None
+):
     running = 0
     num_read = 0
     sent = list[LoadReport]()
@@ -188,7 +187,8 @@ async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_r
             await asyncio.sleep(0)
         return [report.running for report in sent]
 
-    task = asyncio.create_task(broadcast_load(load, called, publish))
+    timing = WorkerTiming(load_broadcast_s=0.0, called_s=0.0)
+    task = asyncio.create_task(broadcast_load(load, called, publish, timing))
     assert await settle() == [0]
     assert num_read == 2
     called.set()
@@ -200,9 +200,27 @@ async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_r
     assert await settle() == [0, 3]
     is_up = True  # what was not accepted is sent again
     assert await settle() == [0, 3, 0]
-    monkeypatch.setattr(health, "_UNCHANGED_S", 0.0)
-    called.set()
-    await settle()
-    assert len(await settle()) > 5
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_broadcast_when_the_load_does_not_change_for_long_then_it_is_sent_again() -> None:
+    num_sent = 0
+    is_repeated = asyncio.Event()
+
+    def load() -> LoadReport:
+        return LoadReport(7, 1, 0, 0, 0, 0, 0, 0)
+
+    def publish(_: bytes) -> bool:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 5:
+            is_repeated.set()
+        return True
+
+    timing = WorkerTiming(load_broadcast_s=0.0, called_s=0.0, unchanged_load_s=0.0)
+    task = asyncio.create_task(broadcast_load(load, asyncio.Event(), publish, timing))
+    async with asyncio.timeout(SOON_S):
+        await is_repeated.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -5,6 +5,7 @@ reported.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Instance, Limits, Role
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health
+from dynamo_trtllm.worker.timing import WorkerTiming
 from tests.kit.instances import LAYOUT, make_instance
 from tests.kit.waiting import SOON_S
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
@@ -136,15 +138,17 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
     ]
 
 
+POLLS_FAST = WorkerTiming(loading_poll_s=0.005)
+
+
 async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(startup, "_POLL_EVERY_S", 0.005)
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     health = Health(phase="loading")
     engine.stage = "weights"
-    starting = asyncio.create_task(startup.start_engine(engine, health))
+    starting = asyncio.create_task(startup.start_engine(engine, health, POLLS_FAST))
     await until(health, "weights")
     engine.stage = "graphs"
     await until(health, "graphs")
@@ -160,14 +164,13 @@ async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_c
 
 
 async def test_start_when_a_stage_lasts_then_it_is_said_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(startup, "_POLL_EVERY_S", 0.005)
-    monkeypatch.setattr(startup, "_LOG_EVERY_S", 0.01)
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     engine.stage = "weights"
-    starting = asyncio.create_task(startup.start_engine(engine, Health()))
+    timing = dataclasses.replace(POLLS_FAST, loading_log_s=0.01)
+    starting = asyncio.create_task(startup.start_engine(engine, Health(), timing))
     async with asyncio.timeout(SOON_S):
         while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log has no event
             await asyncio.sleep(0.005)

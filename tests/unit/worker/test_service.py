@@ -48,9 +48,9 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.kit.generator_streams import ChunkSource
 from tests.kit.instances import make_instance, make_transfer_params
 
@@ -118,13 +118,19 @@ class MeteredService:
         *,
         can_aggregate: bool = False,
         admission: WorkerAdmission | None = None,
+        timing: WorkerTiming = TIMING,
     ) -> None:
         self.engine = engine
         self.admission = admission or WorkerAdmission()
         self.metrics = WorkerMetrics()
         instance = msgspec.structs.replace(make_instance(1, role=role), can_aggregate=can_aggregate)
         self.service = WorkerService(
-            engine, instance, self.admission, files=files or {}, metrics=self.metrics
+            engine,
+            instance,
+            self.admission,
+            files=files or {},
+            metrics=self.metrics,
+            timing=timing,
         )
 
     async def ask(self, **fields: Any) -> list[Chunk]:
@@ -386,11 +392,7 @@ async def test_generate_when_no_place_is_left_then_refused_before_the_engine_see
     }
 
 
-async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(service, "_UNFETCHED_S", 0.0)
-
+async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
     class Full(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
@@ -402,9 +404,10 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
                 ticket_kv_blocks=6,
             )
 
-    bench = MeteredService(
-        Full(), Role.PREFILL, admission=WorkerAdmission(max_pending_transfer_fraction=0.5)
+    admission = WorkerAdmission(
+        max_pending_transfer_fraction=0.5, timing=WorkerTiming(unfetched_kv_s=0.0)
     )
+    bench = MeteredService(Full(), Role.PREFILL, admission=admission)
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
         await bench.ask(phase=Phase.PREFILL)
     assert bench.engine.asked == 0
@@ -446,9 +449,9 @@ async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
         )
 
 
-async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_one_with_the_next_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_one_with_the_next_number() -> (
+    None
+):
     class Counted(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
@@ -462,8 +465,11 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
                 context_tokens=6,
             )
 
-    monkeypatch.setattr(service, "_SAME_LOAD_S", 1e9)
-    worker = MeteredService(Counted(), Role.PREFILL).service
+    def worker_with(load_age_s: float) -> WorkerService:
+        timing = WorkerTiming(load_age_s=load_age_s)
+        return MeteredService(Counted(), Role.PREFILL, timing=timing).service
+
+    worker = worker_with(load_age_s=1e9)
     first = worker.load_report()
     assert first == LoadReport(
         first.instance_id,
@@ -476,7 +482,8 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
         context_tokens=6,
     )
     assert worker.load_report() is first
-    monkeypatch.setattr(service, "_SAME_LOAD_S", 0.0)
+    worker = worker_with(load_age_s=0.0)
+    assert worker.load_report() == first
     assert worker.load_report() == msgspec.structs.replace(first, number=2)
 
 

@@ -24,9 +24,9 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.support.background import BackgroundTasks
-from dynamo_trtllm.worker import sleep
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import Sleeper
+from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource, call_stream
 from tests.kit.memory_http import asgi
@@ -92,12 +92,15 @@ class Registrations:
 class Bench:
     """A worker that is served on an in-process plane."""
 
-    def __init__(self, engine: SleepingEngine, drain_timeout_s: float) -> None:
+    def __init__(
+        self, engine: SleepingEngine, drain_timeout_s: float, timing: WorkerTiming
+    ) -> None:
         self.engine = engine
         self.health = Health("serving")
         self.registered = Registrations()
         self.plane = InprocPlane()
         self._drain_timeout_s = drain_timeout_s
+        self._timing = timing
 
     async def start(self) -> None:
         serving = await self.plane.serve(SUBJECT, self.engine)
@@ -114,6 +117,7 @@ class Bench:
             self.health,
             self._drain_timeout_s,
             self.tasks,
+            self._timing,
         )
 
     async def post(
@@ -149,8 +153,10 @@ class Bench:
 
 
 @asynccontextmanager
-async def opened(drain_timeout_s: float = SOON_S) -> AsyncIterator[Bench]:
-    bench = Bench(SleepingEngine(), drain_timeout_s)
+async def opened(
+    drain_timeout_s: float = SOON_S, timing: WorkerTiming = TIMING
+) -> AsyncIterator[Bench]:
+    bench = Bench(SleepingEngine(), drain_timeout_s, timing)
     await bench.start()
     yield bench
     await bench.sleeper.aclose()
@@ -224,11 +230,8 @@ async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
         assert bench.registered.open == 0
 
 
-async def test_wake_when_the_engine_hangs_then_the_worker_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sleep, "_CHANGE_S", 0.01)
-    async with opened() as bench:
+async def test_wake_when_the_engine_hangs_then_the_worker_ends() -> None:
+    async with opened(timing=WorkerTiming(memory_change_s=0.01)) as bench:
         await bench.post("/sleep")
         await bench.until("asleep")
         bench.engine.may_change.clear()
