@@ -16,6 +16,7 @@ import sys
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -30,10 +31,6 @@ _log = logging.getLogger(__name__)
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
 _MAX_REMOVALS = 256 << 10  # of blocks, not published yet
 _MAX_CLEARED = 256 << 10  # blocks that were cleared and may still be there
-_INTERVAL_S = 0.02
-_RESYNC_INTERVAL_S = 1.0
-_IDLE_S = 0.5  # after the last change, an empty update shows readers whether they missed one
-_HEARTBEAT_S = 10.0  # between empty updates while nothing changes
 _EARLY_S = 0.001  # a timer of uvloop may end so much before its time
 
 
@@ -146,6 +143,20 @@ class _KnownBlock(NamedTuple):
     parent: int | None  # engine's name of the block before; None: a prompt begins with it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventTiming:
+    """When a `KvEventPublisher` sends, in seconds. Users can't change it; tests do."""
+
+    interval_s: float = 0.02  # between updates
+    resync_interval_s: float = 1.0  # between snapshots
+    # After the last change, an empty update shows readers whether they missed one.
+    idle_s: float = 0.5
+    heartbeat_s: float = 10.0  # between empty updates while nothing changes
+
+
+TIMING = KvEventTiming()
+
+
 class KvEventPublisher:
     """Publishes the changes of one worker's prefix cache as prefix hashes, without waiting.
 
@@ -160,11 +171,18 @@ class KvEventPublisher:
     Args:
         instance_id: id of the worker.
         publish: send a message, if possible at once; False: it was not accepted now.
+        timing: when to send.
     """
 
-    def __init__(self, instance_id: int, publish: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        instance_id: int,
+        publish: Callable[[bytes], bool],
+        timing: KvEventTiming = TIMING,
+    ) -> None:
         self._instance_id = instance_id
         self._publish = publish
+        self._timing = timing
         self._window = 0  # the largest one seen
         self._block_tokens = 0
         # Rank -> engine's name -> block.
@@ -198,12 +216,13 @@ class KvEventPublisher:
             # It is less to forget all blocks, and to store those that are there.
             self._changes = dict.fromkeys(self._copies, True)
             self._cleared = True
-        self._flush_at(asyncio.get_running_loop().time() + _INTERVAL_S)
+        self._flush_at(asyncio.get_running_loop().time() + self._timing.interval_s)
 
     def resync(self) -> None:
         """Publish all blocks again, at most once per second for all readers together."""
         self._is_resync_due = True
-        self._flush_at(max(asyncio.get_running_loop().time() + _INTERVAL_S, self._resync_at))
+        next_at = asyncio.get_running_loop().time() + self._timing.interval_s
+        self._flush_at(max(next_at, self._resync_at))
 
     def _on_removed(self, event: BlocksRemoved) -> None:
         if not self._is_indexed(event.cache_group):
@@ -327,7 +346,7 @@ class KvEventPublisher:
         now = asyncio.get_running_loop().time() + _EARLY_S
         while self._unsent or self._encode_pending(now):
             if not self._publish(self._unsent[0]):
-                self._flush_at(now + _INTERVAL_S)
+                self._flush_at(now + self._timing.interval_s)
                 return
             self._unsent.popleft()
         next_at = self._idle_at
@@ -345,12 +364,12 @@ class KvEventPublisher:
         if self._is_resync_due and now >= self._resync_at:
             self._encode_snapshot()
             self._is_resync_due = False
-            self._resync_at = now + _RESYNC_INTERVAL_S
+            self._resync_at = now + self._timing.resync_interval_s
         if self._unsent:
-            self._idle_at = now + _IDLE_S
+            self._idle_at = now + self._timing.idle_s
         elif now >= self._idle_at:
             self._encode()
-            self._idle_at = now + _HEARTBEAT_S
+            self._idle_at = now + self._timing.heartbeat_s
         return bool(self._unsent)
 
     def _encode_changes(self) -> None:

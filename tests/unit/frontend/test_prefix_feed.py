@@ -16,11 +16,11 @@ from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
-from dynamo_trtllm.protocol import kv_events
 from dynamo_trtllm.protocol.kv_events import (
     BlocksStored,
     KvBlock,
     KvEventPublisher,
+    KvEventTiming,
     kv_events_subject,
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
@@ -32,6 +32,9 @@ from tests.kit.model_registry import NoEngine, until
 TOKENS = token_ids(range(32))
 FIRST = BlocksStored(blocks=(KvBlock(1, TOKENS[:16]),))
 SECOND = BlocksStored(blocks=(KvBlock(2, TOKENS[16:]),), parent=1)
+
+
+QUICK = KvEventTiming(interval_s=0.005, resync_interval_s=0.005, idle_s=0.005)
 
 
 class Publisher(KvEventPublisher):
@@ -58,7 +61,7 @@ class Frontend:
 
     async def worker(self, instance_id: int) -> Publisher:
         instance = msgspec.structs.replace(make_instance(instance_id), publishes_kv_events=True)
-        publisher = Publisher(instance_id, self._publish)
+        publisher = Publisher(instance_id, self._publish, QUICK)
         metrics = WorkerMetrics()
         service = WorkerService(
             NoEngine(), instance, WorkerAdmission(), files={}, metrics=metrics, kv_events=publisher
@@ -93,12 +96,6 @@ async def running(pause_s: float = 0.05) -> AsyncIterator[Frontend]:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await plane.aclose()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_INTERVAL_S", "_RESYNC_INTERVAL_S", "_IDLE_S"):
-        monkeypatch.setattr(kv_events, name, 0.005)
 
 
 async def test_feed_when_a_worker_had_blocks_before_then_it_asks_for_them_and_follows_the_changes() -> (

@@ -17,6 +17,7 @@ from dynamo_trtllm.protocol.kv_events import (
     KvBlock,
     KvCacheUpdate,
     KvEventPublisher,
+    KvEventTiming,
     pack_hashes,
     prefix_hashes,
     root_hash,
@@ -36,15 +37,18 @@ def stored(
     return BlocksStored(blocks=blocks, parent=parent, cache_salt=salt, cache_group=window)
 
 
-class Reader:
-    """Accepts updates while `is_open`, and is set to what it got."""
+NO_IDLE_UPDATES = KvEventTiming(idle_s=3600)
 
-    def __init__(self) -> None:
+
+class Reader:
+    """Collects the updates of a publisher, which it accepts while `is_open`."""
+
+    def __init__(self, timing: KvEventTiming = NO_IDLE_UPDATES) -> None:
         self.updates: list[KvCacheUpdate] = []
         self.is_open = True
         self.refused = 0
         self.changed = asyncio.Event()
-        self.publisher = KvEventPublisher(5, self.take)
+        self.publisher = KvEventPublisher(5, self.take, timing)
 
     def take(self, data: bytes) -> bool:
         self.changed.set()
@@ -67,11 +71,6 @@ class Reader:
         count = len(self.updates)
         self.publisher.on_events(events)
         return set(unpack_hashes((await self.until(count + 1))[-1].stored))
-
-
-@pytest.fixture(autouse=True)
-def _no_idle_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "_IDLE_S", 3600)
 
 
 def test_prefix_hashes_when_a_prompt_continues_then_equal_those_of_the_whole_prompt() -> None:
@@ -259,11 +258,8 @@ async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(
     ]
 
 
-async def test_resync_when_asked_again_within_the_interval_then_the_next_snapshot_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_events, "_RESYNC_INTERVAL_S", 3600)
-    reader = Reader()
+async def test_resync_when_asked_again_within_the_interval_then_the_next_snapshot_waits() -> None:
+    reader = Reader(KvEventTiming(idle_s=3600, resync_interval_s=3600))
     reader.publisher.resync()
     assert (await reader.until(1))[0].snapshot == 1
     reader.publisher.resync()
@@ -271,23 +267,15 @@ async def test_resync_when_asked_again_within_the_interval_then_the_next_snapsho
     assert [each.snapshot for each in reader.updates] == [1, 0]
 
 
-async def test_events_when_they_pause_then_an_empty_update_shows_the_last_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_events, "_IDLE_S", 0.01)
-    reader = Reader()
+async def test_events_when_they_pause_then_an_empty_update_shows_the_last_number() -> None:
+    reader = Reader(KvEventTiming(idle_s=0.01))
     await reader.blocks_after(stored(1))
     assert (await reader.until(2))[1] == KvCacheUpdate(instance_id=5, number=1, block_tokens=4)
 
 
-def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_with_uvloop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_events, "_IDLE_S", 1e-5)
-    monkeypatch.setattr(kv_events, "_HEARTBEAT_S", 3600)
-
+def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_with_uvloop() -> None:
     async def pause_and_go_on() -> None:
-        reader = Reader()
+        reader = Reader(KvEventTiming(idle_s=1e-5, heartbeat_s=3600))
         await reader.blocks_after(stored(1))
         reader.publisher.on_events([stored(2, parent=1)])  # before the empty update
         assert (await reader.until(2))[1].stored == pack_hashes([B])
@@ -298,8 +286,6 @@ def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_wi
 def test_events_when_they_pause_then_uvloop_does_not_poll_until_the_empty_update_is_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_IDLE_S", "_HEARTBEAT_S"):
-        monkeypatch.setattr(kv_events, name, 0.0054)
     num_flushes = 0
     flush = KvEventPublisher._flush
 
@@ -310,7 +296,7 @@ def test_events_when_they_pause_then_uvloop_does_not_poll_until_the_empty_update
 
     async def pause() -> None:
         monkeypatch.setattr(KvEventPublisher, "_flush", counted)
-        reader = Reader()
+        reader = Reader(KvEventTiming(idle_s=0.0054, heartbeat_s=0.0054))
         await reader.blocks_after(stored(1))
         await reader.until(11)
         reader.publisher.close()

@@ -19,6 +19,7 @@ from dynamo_trtllm.protocol.kv_events import (
     KvCacheUpdate,
     KvEvent,
     KvEventPublisher,
+    KvEventTiming,
     pack_hashes,
 )
 from dynamo_trtllm.protocol.messages import (
@@ -148,13 +149,7 @@ def random_blocks(rnd: random.Random) -> list[int]:
 async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal_the_engines_caches(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "_INTERVAL_S": 0,
-        "_RESYNC_INTERVAL_S": 0,
-        "_IDLE_S": 3600,
-        "MAX_UPDATE_BLOCKS": 3,
-    }.items():
-        monkeypatch.setattr(kv_events, name, value)
+    monkeypatch.setattr(kv_events, "MAX_UPDATE_BLOCKS", 3)
     rnd = random.Random(seed)
     engines = {instance_id: NaiveCache(rnd) for instance_id in (1, 2, 3)}
     readers = [KnownPrefixes(), KnownPrefixes()]
@@ -166,7 +161,10 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
                 reader.on_update(decode(data, KvCacheUpdate))
         return True
 
-    publishers = {instance_id: KvEventPublisher(instance_id, deliver) for instance_id in engines}
+    timing = KvEventTiming(interval_s=0, resync_interval_s=0, idle_s=3600)
+    publishers = {
+        instance_id: KvEventPublisher(instance_id, deliver, timing) for instance_id in engines
+    }
 
     async def change(instance_id: int) -> None:
         if (event := engines[instance_id].change()) is not None:
