@@ -15,7 +15,7 @@ from dynamo_trtllm.cluster.discovery.base import Registration
 from dynamo_trtllm.cluster.request_plane.transport import Service
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry, RegistryTiming
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -90,11 +90,13 @@ class FileService:
 class Frontend:
     """A `ModelRegistry` with in-process discovery and request plane."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: RegistryTiming) -> None:
         self.plane = InprocPlane()
         self.store = FakeEtcd()
         self.discovery = MemoryDiscovery(self.store)
-        self.models = ModelRegistry(ClusterView(), self.discovery, self.plane, "dynamo")
+        self.models = ModelRegistry(
+            ClusterView(), self.discovery, self.plane, "dynamo", None, timing
+        )
         self.watching = asyncio.create_task(self.models.watch())
 
     async def add(

@@ -49,8 +49,18 @@ log = logging.getLogger(__name__)
 # Limit of one card's files together. The size that a worker sends is not trusted.
 MOST_FILES_BYTES: Final = 256 << 20
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
-_RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
-_PRELOAD_AFTER_S: Final = 15.0  # the first seconds of a frontend are busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryTiming:
+    """Waits of a `ModelRegistry` in seconds. Users can't change them; tests do."""
+
+    retry_s: float = 1.0  # between attempts to fetch a card's files while no worker answers
+    # Until the rest of a renderer is loaded: the first seconds of a frontend are busy.
+    preload_after_s: float = 15.0
+
+
+TIMING = RegistryTiming()
 
 
 @dataclass(eq=False)
@@ -63,6 +73,7 @@ class ModelRegistry:
     _namespace: str
     # With them, a model is ready only after one of its pairs has worked.
     _breakers: PairBreakers | None = None
+    _timing: RegistryTiming = TIMING
 
     def __post_init__(self) -> None:
         self._served: dict[str, ServedModel] = {}
@@ -253,7 +264,7 @@ class ModelRegistry:
                     renderer = await in_thread(_renderer, card, files)
                     self._served[name] = ServedModel(card, renderer)
                     later = asyncio.get_running_loop().call_later(
-                        _PRELOAD_AFTER_S, self.preload, name
+                        self._timing.preload_after_s, self.preload, name
                     )
                     self._preload_timers[name] = later
                     self._announce(name)
@@ -271,7 +282,7 @@ class ModelRegistry:
                             exc.message,
                             exc_info=unexpected,
                         )
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(self._timing.retry_s)
         finally:
             del self._loading[name]
 

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
 
+from dynamo_trtllm.frontend.routing.model_registry import RegistryTiming
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES
 from tests.kit.generation_plans import TemplateModels, harmony_model
@@ -50,10 +51,16 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def frontend() -> AsyncIterator[Frontend]:
+def registry_timing() -> RegistryTiming:
+    """Return the waits of `frontend`, which a test may parametrize."""
+    return RegistryTiming(retry_s=0.001, preload_after_s=3600.0)
+
+
+@pytest.fixture
+async def frontend(registry_timing: RegistryTiming) -> AsyncIterator[Frontend]:
     """Close it at the end, and check that no task remains."""
     before = asyncio.all_tasks()
-    frontend = Frontend()
+    frontend = Frontend(registry_timing)
     yield frontend
     await frontend.aclose()
     assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
-from dynamo_trtllm.frontend.routing import model_registry as models_module
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry, RegistryTiming
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.errors import EngineNotReady, ModelNotFound
@@ -51,12 +50,17 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(
     assert [instance.id for instance in frontend.models.instances()] == [1]
 
 
-@pytest.mark.parametrize("is_wanted", [False, True])
+@pytest.mark.parametrize(
+    ("is_wanted", "registry_timing"),
+    [
+        (False, RegistryTiming(preload_after_s=0.001)),
+        (True, RegistryTiming(preload_after_s=3600.0)),
+    ],
+)
 async def test_watch_when_a_model_is_served_for_a_while_or_on_demand_then_a_thread_loads_the_rest_of_its_renderer(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
 ) -> None:
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 3600.0 if is_wanted else 0.001)
     monkeypatch.setattr(
         HarmonyRenderer, "preload", lambda renderer: threads.append(threading.current_thread())
     )
@@ -148,10 +152,8 @@ async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_ask
 async def test_load_when_no_worker_has_the_right_content_then_it_is_tried_again_and_not_served_before(
     frontend: Frontend,
     files: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     holder = FileService(by_hash(files), garbled=True)
     await frontend.add(1, card_of(files), service=holder)
     first = digest(files["tokenizer.json"])

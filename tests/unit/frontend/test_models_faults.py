@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing import model_registry as models_module
-from dynamo_trtllm.frontend.routing.model_registry import MOST_FILES_BYTES
+from dynamo_trtllm.frontend.routing.model_registry import MOST_FILES_BYTES, RegistryTiming
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.protocol.errors import EngineNotReady
@@ -87,10 +87,8 @@ async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no
     files: dict[str, Path],
     piece: Callable[[int], FileChunk],
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     bad = Sizes(piece)
     await frontend.add(1, card_of(files), service=bad)
     await until(lambda: "cannot be loaded yet" in caplog.text)
@@ -129,7 +127,6 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     caplog: pytest.LogCaptureFixture,
     fault: BaseException,
 ) -> None:
-    monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     make = models_module.renderer_for
     tried = 0
 
@@ -171,13 +168,13 @@ async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model
     assert frontend.models.names() == ["oss"]
 
 
+@pytest.mark.parametrize("registry_timing", [RegistryTiming(preload_after_s=0.001)])
 async def test_preload_when_it_fails_then_the_model_is_served_all_the_same(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(renderer: HarmonyRenderer) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 0.001)
     monkeypatch.setattr(HarmonyRenderer, "preload", fail)
     await frontend.add(1, HARMONY)
     await until(lambda: "cannot be preloaded" in caplog.text)
