@@ -179,7 +179,9 @@ def make_exchange(
         request.complete()
         await app(
             request,
-            HttpResponse(NullTransport(), FlushBatch(), lambda: None, error_form=openai_error),
+            HttpResponse(
+                NullTransport(), FlushBatch(), lambda: None, error_form=openai_error, stall_s=30.0
+            ),
         )
 
     return exchange

@@ -16,7 +16,7 @@ import pytest
 
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.frontend.requests import output_budget
-from dynamo_trtllm.support.http_server import exchange
+from dynamo_trtllm.support.http_server.limits import TIMING, ConnectionTiming
 from dynamo_trtllm.support.http_server.server import HttpServer
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
 from tests.kit.waiting import SOON_S
@@ -98,10 +98,10 @@ class Client(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(**config: Any) -> AsyncIterator[Served]:
+async def serving(timing: ConnectionTiming = TIMING, **config: Any) -> AsyncIterator[Served]:
     """No connection, task or permit may be left at the end."""
     made = front(stop("ok"), **config)
-    server = frontend_server(made.app, made.config)
+    server = frontend_server(made.app, made.config, timing)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         served = Served(made, server, sock.getsockname()[1])
         task = asyncio.create_task(server.serve(sock))
@@ -320,11 +320,10 @@ STREAM = json.dumps({**json.loads(BODY), "stream": True}).encode()
 FLOOD = [chunk("x" * 10_000)] * 1000  # more than the buffers of both sides hold
 
 
-async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.2)
-    async with serving(request_timeout_s=1.5) as served:
+async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free() -> (
+    None
+):
+    async with serving(ConnectionTiming(stall_s=0.2), request_timeout_s=1.5) as served:
         served.front.router.script = [*FLOOD, stop()]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
@@ -340,10 +339,9 @@ async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_
 async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", SOON_S)
     # the script does not wait for its reader
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 1 << 40)
-    async with serving(request_timeout_s=1.5) as served:
+    async with serving(ConnectionTiming(stall_s=SOON_S), request_timeout_s=1.5) as served:
         served.front.router.script = [*FLOOD, stop()]
         client = await served.connect()
         client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)

@@ -22,10 +22,9 @@ import uvloop
 
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.protocol.errors import PayloadTooLarge
-from dynamo_trtllm.support.http_server import connection, exchange
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.limits import ConnectionLimits, ConnectionTiming
 from dynamo_trtllm.support.http_server.server import HttpServer
 from tests.kit.waiting import SOON_S
 
@@ -153,11 +152,8 @@ async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_
 
 
 @on_both_loops
-async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection, "_DRAIN_S", 0.05)
-    async with serving(Held()) as served:
+async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon() -> None:
+    async with serving(Held(), timing=ConnectionTiming(drain_s=0.05)) as served:
         served.server.drain()
         reader, writer = await served.connect()
         assert await reader.read() == b""
@@ -209,10 +205,10 @@ async def answer_large(request: HttpRequest, response: HttpResponse) -> None:
 @pytest.mark.parametrize("close", [False, True])
 @on_both_loops
 async def test_response_when_the_client_does_not_read_it_then_the_connection_ends(
-    close: bool, monkeypatch: pytest.MonkeyPatch
+    close: bool,
 ) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.05)
-    async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
+    timing = ConnectionTiming(stall_s=0.05)
+    async with serving(answer_large, keep_alive_timeout_s=0.05, timing=timing) as served:
         _, writer = await served.connect(
             GET.replace(b"Host", b"Connection: close\r\nHost") if close else GET
         )
@@ -250,17 +246,15 @@ async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client
 
 
 @on_both_loops
-async def test_stream_when_it_fails_and_the_client_does_not_read_it_then_the_connection_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.05)
-
+async def test_stream_when_it_fails_and_the_client_does_not_read_it_then_the_connection_ends() -> (
+    None
+):
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
         response.start_events({})
         response.write(LARGE)
         raise RuntimeError("a bug")
 
-    async with serving(fail) as served:
+    async with serving(fail, timing=ConnectionTiming(stall_s=0.05)) as served:
         _, writer = await served.connect(GET)
         async with asyncio.timeout(SOON_S):
             while not served.server.open:  # noqa: ASYNC110 - the server has no event for it
@@ -270,11 +264,11 @@ async def test_stream_when_it_fails_and_the_client_does_not_read_it_then_the_con
 
 
 @on_both_loops
-async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly_then_it_is_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection, "_LINGER_S", 0.05)
-    async with serving(answer_large) as served:
+async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly_then_it_is_whole() -> (
+    None
+):
+    timing = ConnectionTiming(linger_s=0.05)
+    async with serving(answer_large, timing=timing) as served:
         reader, writer = await served.connect(GET)
         head = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"nonsense\r\n\r\n")
@@ -287,10 +281,9 @@ async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly
 
 
 @on_both_loops
-async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_its_handler_is_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_its_handler_is_cancelled() -> (
+    None
+):
     event = b"x" * 10_000
     kept = [0]
     ended = []
@@ -307,7 +300,7 @@ async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_i
             ended.append("cancelled")
             raise
 
-    async with serving(flood) as served:
+    async with serving(flood, timing=ConnectionTiming(stall_s=0.2)) as served:
         _, writer = await served.connect(GET)
         async with asyncio.timeout(SOON_S):
             while not served.server.open:  # noqa: ASYNC110 - the server has no event for it
@@ -319,11 +312,9 @@ async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_i
 
 
 @on_both_loops
-async def test_response_when_it_is_read_slowly_then_it_is_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.5)
-    async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
+async def test_response_when_it_is_read_slowly_then_it_is_whole() -> None:
+    timing = ConnectionTiming(stall_s=0.5)
+    async with serving(answer_large, keep_alive_timeout_s=0.05, timing=timing) as served:
         reader, writer = await served.connect(GET)
         size = 0
         while data := await reader.read(1 << 20):

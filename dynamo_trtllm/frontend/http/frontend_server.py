@@ -7,7 +7,7 @@ from dataclasses import replace
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.support.http_server.exchange import Handler
-from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.limits import TIMING, ConnectionLimits, ConnectionTiming
 from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.listening import allow_files
 
@@ -18,7 +18,9 @@ _OTHER_FILES = 256
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
 
-def frontend_server(handler: Handler, config: FrontendConfig) -> HttpServer:
+def frontend_server(
+    handler: Handler, config: FrontendConfig, timing: ConnectionTiming = TIMING
+) -> HttpServer:
     """Create the server, which does not serve yet.
 
     The limit of open files is raised to fit its connections. If that many files are not allowed,
@@ -30,7 +32,7 @@ def frontend_server(handler: Handler, config: FrontendConfig) -> HttpServer:
     reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
     # The settings have the names of the limits.
     configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
-    limits = ConnectionLimits(reserved_connections=reserved, **configured)
+    limits = ConnectionLimits(reserved_connections=reserved, timing=timing, **configured)
     if limits.max_connections > for_connections - reserved:
         limits = replace(limits, max_connections=for_connections - reserved)
     return HttpServer(handler, limits, error_form=openai_error, shutdown_s=_SHUTDOWN_S)

@@ -27,12 +27,6 @@ from dynamo_trtllm.support.network.addresses import network_of
 
 log = logging.getLogger(__name__)
 
-# time to send the error for a body that arrived too slowly, before the connection is closed
-_GRACE_S = 5.0
-# time for a request that was sent before its client could know that the server shuts down
-_DRAIN_S = 1.0
-# time for a rejected client to read the error: a close while it sends would discard the error
-_LINGER_S = 1.0
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
 _WAITING = 8  # requests that wait behind another one
@@ -71,6 +65,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def __init__(self, server: ConnectionGroup) -> None:
         self._server = server
         self._limits = server.limits
+        self._timing = server.limits.timing
         self._loop = asyncio.get_running_loop()
         self._parser = RequestParser(server.limits, self)
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
@@ -87,7 +82,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        self._read_timer = ReadTimer(transport)
+        self._read_timer = ReadTimer(transport, self._timing.stall_s)
         sock = transport.get_extra_info("socket")
         self._file = -1 if sock is None else sock.fileno()
         peer = transport.get_extra_info("peername")
@@ -224,6 +219,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._server.batch,
             self._on_end,
             error_form=self._server.error_form,
+            stall_s=self._timing.stall_s,
             is_head=request.method == "HEAD",
             is_chunked=head.version == "1.1",
             keeps_alive=head.keeps_alive,
@@ -425,7 +421,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._timer = self._loop.call_later(seconds, action)
 
     def _arm_body(self) -> None:
-        self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
+        self._arm(self._limits.receive_timeout_s + self._timing.grace_s, self._cut)
 
     def _arm_idle(self) -> None:
         if self._timer is None:  # otherwise the next request has begun
@@ -496,6 +492,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._server.batch,
                 _do_nothing,
                 error_form=self._server.error_form,
+                stall_s=self._timing.stall_s,
                 keeps_alive=False,
             )
             response.send_error(error)
@@ -513,7 +510,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             if not newest.response.started:
                 newest.response.keeps_alive = False
         elif self._parser.awaits_head:
-            self._arm(_DRAIN_S, self._close)
+            self._arm(self._timing.drain_s, self._close)
             self._awaits_request = True
         else:
             self._close()
@@ -571,6 +568,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._server.batch,
                 self._linger,
                 error_form=self._server.error_form,
+                stall_s=self._timing.stall_s,
                 keeps_alive=False,
             )
             response.send_error(error)
@@ -584,6 +582,6 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _end_linger(self) -> None:
         if self._transport.get_write_buffer_size():
             self._read_timer.watch()
-            self._arm(_LINGER_S, self._end_linger)
+            self._arm(self._timing.linger_s, self._end_linger)
         else:
-            self._arm(_LINGER_S, self.abort)
+            self._arm(self._timing.linger_s, self.abort)

@@ -20,7 +20,6 @@ from dynamo_trtllm.protocol.errors import DynamoError, RequestTimeout
 from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S, ErrorForm, to_response
 from dynamo_trtllm.support.http_server.request_head import Headers
 
-STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 _FLUSH_BYTES = 32 << 10
 JSON = "application/json"
 _SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # of chunks
@@ -157,6 +156,7 @@ class HttpResponse:
         on_end: _Notify,
         *,
         error_form: ErrorForm,
+        stall_s: float,
         is_head: bool = False,
         is_chunked: bool = True,
         keeps_alive: bool = True,
@@ -168,6 +168,7 @@ class HttpResponse:
             batch: flushes the response at the end of the loop's turn.
             on_end: is called after the last byte was written.
             error_form: the form of errors, unless a handler sets another one.
+            stall_s: least time for a client that reads slowly, in seconds.
             is_head: the body is left out, because the request's method is HEAD.
             is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the
                 connection.
@@ -176,6 +177,7 @@ class HttpResponse:
         self._transport = transport
         self._batch = batch
         self._on_end = on_end
+        self._stall_s = stall_s
         self._is_head = is_head
         self._is_chunked = is_chunked
         self.keeps_alive = keeps_alive
@@ -340,11 +342,11 @@ class HttpResponse:
     async def _until_resumed(self) -> None:
         """Wait until the client has read enough, or has disconnected.
 
-        The connection is closed if this takes longer than `STALL_S` and the time to the deadline,
+        The connection is closed if this takes longer than `stall_s` and the time to the deadline,
         even if the client reads a little.
         """
         loop = asyncio.get_running_loop()
-        longest_s = max(STALL_S, self.deadline - time.time())
+        longest_s = max(self._stall_s, self.deadline - time.time())
         stalled = loop.call_later(longest_s, self._transport.abort)
         self._resumed = loop.create_future()
         try:
@@ -375,8 +377,9 @@ class ReadTimer:
     One limit applies at a time: the first that was set.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, stall_s: float) -> None:
         self._transport = transport
+        self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -388,7 +391,7 @@ class ReadTimer:
         """Close the connection once the client has read nothing for a while."""
         if self._timer is None:
             unread_bytes = self._transport.get_write_buffer_size()
-            self._timer = self._loop.call_later(STALL_S, self._cut_reader, unread_bytes)
+            self._timer = self._loop.call_later(self._stall_s, self._cut_reader, unread_bytes)
 
     def stop(self) -> None:
         """Set no limit any more."""

@@ -6,6 +6,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionTiming:
+    """Waits of a server for its clients, in seconds. Users can't change them; tests do."""
+
+    # Least time for a client that reads slowly, before its connection is closed.
+    stall_s: float = 30.0
+    # To send the error for a body that arrived too slowly, before the connection is closed.
+    grace_s: float = 5.0
+    # For a request that was sent before its client could know that the server shuts down.
+    drain_s: float = 1.0
+    # For a rejected client to read the error: a close while it sends would discard the error.
+    linger_s: float = 1.0
+
+
+TIMING = ConnectionTiming()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """The limits of one server.
 
@@ -25,3 +42,4 @@ class ConnectionLimits:
     # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
     max_body_bytes: int = 0
     max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
+    timing: ConnectionTiming = TIMING

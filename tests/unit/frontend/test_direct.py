@@ -63,6 +63,7 @@ class Wire(HttpResponse):
             FlushBatch(),
             self._count_end,
             error_form=openai_error,
+            stall_s=60.0,
             is_chunked=False,
         )
         self.num_ends = 0

@@ -169,7 +169,9 @@ async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all
     answer.create_choices()
     timeline.accepted(answer)
     timeline.started()
-    response = Response(asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error)
+    response = Response(
+        asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error, stall_s=60.0
+    )
     async with RunningChoices(answer, response, response, timeline, FREE, state) as deltas:
         arrived = aiter(deltas)
         waiting = asyncio.ensure_future(anext(arrived))
@@ -205,7 +207,7 @@ async def test_choices_when_their_block_fails_then_their_streams_end_and_no_outp
     timeline.accepted(answer)
     timeline.started()
     response = HttpResponse(
-        asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error
+        asyncio.Transport(), FlushBatch(), lambda: None, error_form=openai_error, stall_s=60.0
     )
 
     async def fail_after_first_delta() -> None:

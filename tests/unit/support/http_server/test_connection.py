@@ -12,7 +12,7 @@ import uvloop
 
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.protocol.errors import InvalidRequest
-from dynamo_trtllm.support.http_server import connection, exchange
+from dynamo_trtllm.support.http_server import connection
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.exchange import (
     FlushBatch,
@@ -471,15 +471,14 @@ async def test_body_when_another_request_was_before_it_then_its_time_begins_when
     assert after.when() >= before.when() + 0.01
 
 
-async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.01)
+async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watched() -> None:
     transport = MemoryTransport()
     transport.set_protocol(asyncio.Protocol())
-    response = HttpResponse(transport, FlushBatch(), lambda: None, error_form=openai_error)
+    response = HttpResponse(
+        transport, FlushBatch(), lambda: None, error_form=openai_error, stall_s=0.01
+    )
     response.send(200, b"")
-    timer = ReadTimer(transport)
+    timer = ReadTimer(transport, stall_s=0.01)
     timer.limit_answer(0, response)
     await asyncio.sleep(0.01)
     assert not transport.is_closing()

@@ -19,7 +19,9 @@ class Sent(HttpResponse):
         self.transport = MemoryTransport()
         self.num_ends = 0
         batch = batch or FlushBatch()
-        super().__init__(self.transport, batch, self._count, error_form=openai_error, **form)
+        super().__init__(
+            self.transport, batch, self._count, error_form=openai_error, stall_s=60.0, **form
+        )
 
     def _count(self) -> None:
         self.num_ends += 1
