@@ -52,8 +52,8 @@ class Environment:
         """Return where the driver runs. Node looks for packages beside a script: it gets a copy."""
         if driver.suffix != ".mjs":
             return driver
-        for each in driver.parent.glob("*.mjs"):
-            shutil.copy(each, self.folder)
+        for module in driver.parent.glob("*.mjs"):
+            shutil.copy(module, self.folder)
         return self.folder / driver.name
 
     def install(self) -> None:
@@ -115,8 +115,8 @@ def node(name: str, *pins: str) -> Environment:
 
 # In the order of the documentation.
 ENVIRONMENTS = {
-    each.name: each
-    for each in (
+    environment.name: environment
+    for environment in (
         python("openai", "openai==3.57.0"),
         node("openai-node", "openai@7.59.0", "zod@4.6.7"),
         node("codex", "@openai/codex@0.171.0"),

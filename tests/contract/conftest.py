@@ -71,12 +71,12 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     take_at_worker = PlaneServer._on_message
 
     def at_caller(plane: PlaneClient, data: bytes, reply: str) -> None:
-        for each in network.to_caller(data):
-            take_at_caller(plane, each, reply)
+        for message in network.to_caller(data):
+            take_at_caller(plane, message, reply)
 
     def at_worker(serving: PlaneServer, data: bytes, reply: str) -> None:
-        for each in network.to_worker(data):
-            take_at_worker(serving, each, reply)
+        for message in network.to_worker(data):
+            take_at_worker(serving, message, reply)
 
     monkeypatch.setattr(PlaneClient, "_on_message", at_caller)
     monkeypatch.setattr(PlaneServer, "_on_message", at_worker)

@@ -97,21 +97,21 @@ async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_the
             for prompt in prompts
         ]
         asked.append(ask(prompts[-1], phase=phase))
-        *scored, plain = await asyncio.gather(*(collect(engine, each) for each in asked))
+        *scored, plain = await asyncio.gather(*(collect(engine, ids) for ids in asked))
         assert not any(chunk.prompt_logprobs for chunk in plain)
         for prompt, chunks in zip(prompts, scored, strict=True):
-            first, *rest = [each for chunk in chunks for each in chunk.prompt_logprobs]
+            first, *rest = [entry for chunk in chunks for entry in chunk.prompt_logprobs]
             assert (first.token_id, math.isnan(first.logprob), first.top) == (prompt[0], True, ())
-            assert [each.token_id for each in rest] == list(prompt[1:])
+            assert [entry.token_id for entry in rest] == list(prompt[1:])
             with torch.inference_mode():
                 wanted = reference(torch.tensor([list(prompt)])).logits[0].log_softmax(-1)
             own = [float(wanted[at, token]) for at, token in enumerate(prompt[1:])]
-            assert [each.logprob for each in rest] == pytest.approx(own, abs=1e-4)
+            assert [entry.logprob for entry in rest] == pytest.approx(own, abs=1e-4)
             likeliest = wanted[: len(rest)].topk(2)
             assert [
-                token for each in rest for token, _ in each.top
+                token for entry in rest for token, _ in entry.top
             ] == likeliest.indices.flatten().tolist()
-            assert [p for each in rest for _, p in each.top] == pytest.approx(
+            assert [p for entry in rest for _, p in entry.top] == pytest.approx(
                 likeliest.values.flatten().tolist(), abs=1e-4
             )
 

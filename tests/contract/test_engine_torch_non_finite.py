@@ -100,7 +100,7 @@ async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_o
         clean = await asyncio.gather(*(outcome(engine, length, 1) for length in lengths))
         spoil_outputs(monkeypatch, spoil)
         got = await asyncio.gather(
-            *(outcome(engine, *each) for each in zip(lengths, (1, victim, 1), strict=True))
+            *(outcome(engine, *call) for call in zip(lengths, (1, victim, 1), strict=True))
         )
         assert got == [clean[0], "non_finite", clean[2]]
         await check_nothing_left(engine)

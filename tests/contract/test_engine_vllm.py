@@ -120,9 +120,9 @@ async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(
     if chunks[-1].kv_params is not None:
         release(engine, chunks[-1].kv_params)
     assert [len(chunk.prompt_logprobs) for chunk in chunks][:3] == [1024, 476, 0]
-    first, *rest = [each for chunk in chunks for each in chunk.prompt_logprobs]
+    first, *rest = [entry for chunk in chunks for entry in chunk.prompt_logprobs]
     assert (first.token_id, math.isnan(first.logprob)) == (prompt[0], True)
-    assert [(each.token_id, each.logprob, len(each.top)) for each in rest] == [
+    assert [(entry.token_id, entry.logprob, len(entry.top)) for entry in rest] == [
         (token, -0.5, 1) for token in prompt[1:]
     ]
 

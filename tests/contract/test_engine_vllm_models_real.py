@@ -110,7 +110,9 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
 
     read, lost = VllmEventConverter.read, [True]  # one batch is lost on its way
     monkeypatch.setattr(
-        VllmEventConverter, "read", lambda *each: iter(()) if lost and lost.pop() else read(*each)
+        VllmEventConverter,
+        "read",
+        lambda *message: iter(()) if lost and lost.pop() else read(*message),
     )
     missed = prompt_of(100, 403)
     later = prompt_of(100, 404)

@@ -253,7 +253,7 @@ async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) 
             for prompt in prompts
         )
     )
-    assert [tokens(each) for each in answers] == alone
+    assert [tokens(chunks) for chunks in answers] == alone
     for engine in pair:
         await check_nothing_left(engine)
 

@@ -141,9 +141,9 @@ class Cluster:
         """What is still counted, for people."""
         stats = [engine.stats() for engine in self.engines]
         left = {
-            "running": sum(each.running + each.waiting for each in stats),
-            "kv blocks": sum(each.kv_blocks_used for each in stats),
-            "tickets": sum(each.tickets_held for each in stats),
+            "running": sum(engine_stats.running + engine_stats.waiting for engine_stats in stats),
+            "kv blocks": sum(engine_stats.kv_blocks_used for engine_stats in stats),
+            "tickets": sum(engine_stats.tickets_held for engine_stats in stats),
             "streams at workers": sum(serving.running for serving in self.plane._servers),
             "streams at the caller": len(self.plane.client._inbox),
             "peers": len(self.plane.client._running)

@@ -64,7 +64,11 @@ def frames(change: Callable[[Frame], list[Frame]]) -> Deliver:
             return [data]
         batch = decode(data, Batch)
         return [
-            encode(Batch([each for frame in batch.frames for each in change(frame)], batch.report))
+            encode(
+                Batch(
+                    [changed for frame in batch.frames for changed in change(frame)], batch.report
+                )
+            )
         ]
 
     return deliver

@@ -120,7 +120,7 @@ async def test_worker_when_its_caller_is_of_version_2_then_each_token_is_in_a_ch
     await until(lambda: len(caller.frames()) == 5)
     *tokens, last = [frame.chunk for frame in caller.frames()]
     assert tokens == [
-        each if wire >= 3 else Chunk(token_ids=token_ids([each])) for each in range(4)
+        number if wire >= 3 else Chunk(token_ids=token_ids([number])) for number in range(4)
     ]
     assert isinstance(last, Chunk)
 

@@ -65,8 +65,8 @@ class Events:
                     before = [*before, *block.token_ids]
                     self.prefixes[block.hash] = (event.cache_salt, before)
             elif isinstance(event, BlocksRemoved):
-                for each in event.hashes:
-                    del self.prefixes[each]
+                for name in event.hashes:
+                    del self.prefixes[name]
 
     def longest(self, salt: str | None = None) -> list[int]:
         return max(
@@ -227,9 +227,9 @@ async def test_answers_when_prompts_share_beginnings_then_equal_to_those_without
     plain = make("torch", folder, Role.AGGREGATED, enable_prefix_caching=False, **args)
     caches = caching("torch", folder, **args)
     async with started(plain, caches):
-        wanted = [await collect(plain, each) for each in asked]
+        wanted = [await collect(plain, call) for call in asked]
         for together in (False, True):
-            calls = [collect(caches, each) for each in asked]
+            calls = [collect(caches, call) for call in asked]
             got = await asyncio.gather(*calls) if together else [await call for call in calls]
             assert [tokens(chunks) for chunks in got] == [tokens(chunks) for chunks in wanted]
             assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-4)
@@ -243,7 +243,7 @@ async def test_answers_when_prompts_share_beginnings_then_equal_to_those_without
 
 
 def logprobs(answers: Sequence[Sequence[Chunk]]) -> list[float]:
-    return [each.logprob for chunks in answers for chunk in chunks for each in chunk.logprobs]
+    return [entry.logprob for chunks in answers for chunk in chunks for entry in chunk.logprobs]
 
 
 async def test_prompt_logprobs_when_the_prompt_is_cached_then_all_of_it_is_computed(

@@ -112,7 +112,7 @@ async def failed_reads(
         return wrong
 
     found = await asyncio.gather(*(read(n, prompt) for n, prompt in enumerate(prompts)))
-    return [each for wrong in found for each in wrong]
+    return [finding for wrong in found for finding in wrong]
 
 
 async def all_failed_reads(pair: Pair, count: int, how: str) -> list[str]:

@@ -32,7 +32,9 @@ def test_docs_when_a_browser_opens_it_then_every_endpoint_and_schema_is_laid_out
     done = subprocess.run([*argv, url], capture_output=True, text=True, timeout=40, check=True)
     with mock_cluster.client() as client:
         described = client.get("/openapi.json").json()
-    shown = {tuple(re.findall(r"<code[^>]*>(.*?)</code>", each)) for each in summaries(done.stdout)}
+    shown = {
+        tuple(re.findall(r"<code[^>]*>(.*?)</code>", summary)) for summary in summaries(done.stdout)
+    }
     operations = {
         (method.upper(), path) for path, methods in described["paths"].items() for method in methods
     }
@@ -44,5 +46,6 @@ def test_docs_when_a_browser_opens_it_then_every_endpoint_and_schema_is_laid_out
 
 def summaries(page: str) -> list[str]:
     return [
-        html.unescape(each) for each in re.findall(r"<summary>(.*?)</summary>", page, re.DOTALL)
+        html.unescape(summary)
+        for summary in re.findall(r"<summary>(.*?)</summary>", page, re.DOTALL)
     ]

@@ -326,7 +326,9 @@ def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_
     check_good(pair.cluster)
     with pair.cluster.client() as client:
         health = client.get("/health").json()
-    assert sorted(f"{each['instance_id']:x}" for each in health["instances"]) == sorted(before)
+    assert sorted(f"{instance['instance_id']:x}" for instance in health["instances"]) == sorted(
+        before
+    )
     for process in (pair.cluster.frontend, pair.prefill, pair.decode):
         assert not process.is_over
 

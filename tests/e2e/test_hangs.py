@@ -118,9 +118,9 @@ class Hanging:
             processes = Recordings.read(self.folder).processes
             entries = [
                 entry
-                for each in processes
-                if each.title.startswith(title)
-                for entry in each.entries
+                for process in processes
+                if process.title.startswith(title)
+                for entry in process.entries
             ]
             return sum(entry.event == event for entry in entries) >= count
 

@@ -131,7 +131,9 @@ def test_launch_when_all_is_well_then_it_serves_until_sigterm(
         assert json.load(reply) == {"status": "live"}
     (report,) = status()
     assert (report["namespace"], report["url"]) == (f"launch-{port}", f"http://localhost:{port}")
-    shown = {each["name"]: (each["role"], each["state"]) for each in report["processes"]}
+    shown = {
+        process["name"]: (process["role"], process["state"]) for process in report["processes"]
+    }
     assert shown == {
         name: (name, "ready") for name in ("etcd", "nats", "frontend", "prefill", "decode")
     }

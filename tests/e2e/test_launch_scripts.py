@@ -88,13 +88,13 @@ def test_help_when_asked_then_every_variable_of_the_deployment_with_its_default(
     (name,) = re.findall(r"launch (deploy/local/\S+\.yaml)", script.read_text())
     text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
     variables = set(re.findall(r"\$\{([A-Z_0-9]+:-[^}]*)\}", text))
-    assert {each.split(":-")[0] for each in variables} >= {
+    assert {variable.split(":-")[0] for variable in variables} >= {
         "MODEL_PATH",
         "SERVED_MODEL_NAME",
         "DYN_HTTP_PORT",
     }
     shown = re.findall(r"^  ([A-Z_0-9]+)=(.*)\n      \S", said, re.MULTILINE)
-    assert sorted(shown) == sorted(tuple(each.split(":-")) for each in variables)
+    assert sorted(shown) == sorted(tuple(variable.split(":-")) for variable in variables)
     assert name in said
 
 

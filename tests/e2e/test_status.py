@@ -92,10 +92,10 @@ def test_status_when_a_namespace_is_named_then_the_workers_in_etcd_or_the_namesp
     code, said, _ = show(*words)
     (report,) = json.loads(said)
     assert (code, report["namespace"]) == (0, namespace)
-    assert {each["instance_id"] for each in report["processes"]} >= {
+    assert {process["instance_id"] for process in report["processes"]} >= {
         worker.instance() for worker in mock_cluster.workers()
     }
-    assert {each["role"] for each in report["processes"]} == {"prefill", "decode"}
+    assert {process["role"] for process in report["processes"]} == {"prefill", "decode"}
     record(tmp_path, os.getpid(), "here", starts=free_ports())
     code, said, error = show(
         "--etcd-endpoints", mock_cluster.env["ETCD_ENDPOINTS"], "--namespace", "nope"
@@ -179,8 +179,8 @@ def loading(server: Server) -> int:
 def health(*ids: str, model: str = "m") -> str:
     """Return `/health` of a frontend that knows these workers."""
     instances = [
-        {"id": each, "namespace": "here", "role": "decode", "model": model, "engine": "mock"}
-        for each in ids
+        {"id": instance_id, "namespace": "here", "role": "decode", "model": model, "engine": "mock"}
+        for instance_id in ids
     ]
     return json.dumps({"status": "healthy", "instances": instances, "mismatched": []})
 

@@ -61,7 +61,7 @@ class Scene:
 
     def serving(self, role: Role) -> PlaneServer:
         servers = [server for plane in self.running_workers.planes for server in plane._servers]
-        (found,) = [each for each in servers if each.service.instance.role is role]  # type: ignore[attr-defined]
+        (found,) = [server for server in servers if server.service.instance.role is role]  # type: ignore[attr-defined]
         return found
 
     def admission(self, role: Role) -> WorkerAdmission:
@@ -95,7 +95,10 @@ class Scene:
         await self.running_workers.wait_idle()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
         await until(
-            lambda: all((each.active(), each.reserved_slots()) == (0, 0) for each in both), SOON_S
+            lambda: all(
+                (admission.active(), admission.reserved_slots()) == (0, 0) for admission in both
+            ),
+            SOON_S,
         )
 
 

@@ -478,5 +478,5 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
             }
             for key in (early, late):
                 await client.delete(key)
-            await follower.until(*(Rejected(each.key, None) for each in rejections))
+            await follower.until(*(Rejected(rejection.key, None) for rejection in rejections))
             assert Removed(1) not in follower.received

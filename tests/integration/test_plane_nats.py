@@ -325,7 +325,8 @@ async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time
     monkeypatch.setattr(client, "_flush_timeout", 0.1)
     await client._flush_pending()
     late, unwanted = [
-        asyncio.create_task(transport.request("s", b"", timeout_s=each)) for each in (0.01, 5)
+        asyncio.create_task(transport.request("s", b"", timeout_s=timeout_s))
+        for timeout_s in (0.01, 5)
     ]
     await asyncio.sleep(0.01)
     unwanted.cancel()

@@ -89,9 +89,9 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
         }
 
         (worker,) = [
-            each
-            for each in running_workers.workers
-            if each._config.disaggregation_mode is Role.DECODE
+            running
+            for running in running_workers.workers
+            if running._config.disaggregation_mode is Role.DECODE
         ]
         number = f"{worker.instance_id:x}"
         real_key, real = await intruder.get(number)

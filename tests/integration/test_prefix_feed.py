@@ -118,6 +118,6 @@ async def test_kv_routing_when_a_frontend_is_late_or_loses_an_update_then_both_c
         assert not first.known.loses
         assert b'kv_updates_total{outcome="gap"} 1.0' in first.metrics.render()
         assert first.known.num_blocks() == late.known.num_blocks()
-        assert {await each.ask(prompt) for each in (first, late) for prompt in (210, 220)} == {
+        assert {await reader.ask(prompt) for reader in (first, late) for prompt in (210, 220)} == {
             workers
         }

@@ -60,10 +60,10 @@ async def frontends(nats_server: str) -> AsyncIterator[tuple[Frontend, Frontend]
     namespace = f"n{secrets.token_hex(4)}"
     both = (await opened(nats_server, namespace), await opened(nats_server, namespace))
     yield both
-    for each in both:
-        await each.written()
-        await each.client.aclose()
-        await each.store.aclose()
+    for frontend in both:
+        await frontend.written()
+        await frontend.client.aclose()
+        await frontend.store.aclose()
 
 
 async def test_conversation_when_the_next_turn_goes_to_another_frontend_then_it_goes_on(
@@ -79,8 +79,8 @@ async def test_conversation_when_the_next_turn_goes_to_another_frontend_then_it_
     assert (shown[1].reasoning, shown[1].tool_calls[0].id) == ("why", call["call_id"])
     for response in (first, second):
         path = f"/v1/responses/{response['id']}"
-        for each in frontends:
-            assert (await each.client.get(path)).json() == response
+        for frontend in frontends:
+            assert (await frontend.client.get(path)).json() == response
     listed = (await here.client.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()[
         "data"
     ]

@@ -39,7 +39,7 @@ Processes, as a user starts them
     launcher_process: the launcher
     fake_children: a launcher whose child processes are fakes
     servers: etcd and nats-server
-    etcd_client: a client of etcd that writes any record
+    etcd_client: reads and writes keys of etcd as another program would
     hub_server: a Hugging Face Hub
     package_index: a package index for pip and uv
 

@@ -304,7 +304,7 @@ def run_in_one(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [Ended(*each) for each in json.loads(done.stdout)]
+    return [Ended(*result) for result in json.loads(done.stdout)]
 
 
 def write_yaml(folder: Path, text: str) -> str:

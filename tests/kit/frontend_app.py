@@ -250,12 +250,12 @@ def chunk(
     logprobs: bool = False,
 ) -> Chunk:
     all_ids = [*ids, *map(ord, text)]
-    each = (
+    entries = (
         tuple(TokenLogprob(i, -0.5, ((i, -0.5), (ord("z"), float("-inf")))) for i in all_ids)
         if logprobs
         else ()
     )
-    return Chunk(token_ids=token_ids(all_ids), finish_reason=finish, logprobs=each)
+    return Chunk(token_ids=token_ids(all_ids), finish_reason=finish, logprobs=entries)
 
 
 def prompt_logprobs(ids: Sequence[int], alternatives: int) -> list[TokenLogprob]:
@@ -264,8 +264,8 @@ def prompt_logprobs(ids: Sequence[int], alternatives: int) -> list[TokenLogprob]
     """
     first, *rest = ids
     scored = [
-        TokenLogprob(each, -1.0 - at, ((each, -1.0 - at),) * alternatives)
-        for at, each in enumerate(rest)
+        TokenLogprob(token, -1.0 - at, ((token, -1.0 - at),) * alternatives)
+        for at, token in enumerate(rest)
     ]
     return [TokenLogprob(first, math.nan), *scored]
 

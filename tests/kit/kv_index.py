@@ -31,7 +31,7 @@ class KvIndex:
                     parent = block.hash
             elif isinstance(event, BlocksRemoved):
                 self.removed += sum(
-                    self.blocks.pop(each, None) is not None for each in event.hashes
+                    self.blocks.pop(name, None) is not None for name in event.hashes
                 )
             else:
                 self.blocks.clear()

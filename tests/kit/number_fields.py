@@ -76,14 +76,17 @@ def _good(info: inspect.Type, depth: int = 0) -> Any:
         case inspect.ListType() | inspect.VarTupleType():
             return [_good(info.item_type, depth)]
         case inspect.TupleType():
-            return [_good(each, depth) for each in info.item_types]
+            return [_good(item_type, depth) for item_type in info.item_types]
         case inspect.DictType():
             return {_good(info.key_type, depth): _good(info.value_type, depth)}
         case inspect.UnionType():
-            has_none = any(isinstance(each, inspect.NoneType) for each in info.types)
+            has_none = any(isinstance(member, inspect.NoneType) for member in info.types)
             return None if has_none and depth > 1 else _good(info.types[0], depth)
         case inspect.StructType():
-            return _struct(info, {each.name: _good(each.type, depth + 1) for each in info.fields})
+            return _struct(
+                info,
+                {info_field.name: _good(info_field.type, depth + 1) for info_field in info.fields},
+            )
         case inspect.CustomType():
             return b""  # token ids
     raise TypeError(f"this function does not know {info}")
@@ -92,8 +95,8 @@ def _good(info: inspect.Type, depth: int = 0) -> Any:
 def _struct(info: inspect.StructType, values: dict[str, Any]) -> Any:
     tag = [] if info.tag is None else [info.tag]
     if info.array_like:
-        return [*tag, *(values[each.name] for each in info.fields)]
-    named = {each.encode_name: values[each.name] for each in info.fields}
+        return [*tag, *(values[info_field.name] for info_field in info.fields)]
+    named = {info_field.encode_name: values[info_field.name] for info_field in info.fields}
     return named if info.tag is None else {str(info.tag_field): info.tag} | named
 
 
@@ -114,20 +117,22 @@ def _with_bad_number(
         case inspect.TupleType():
             for at, item in enumerate(info.item_types):
                 for *found, bad in _with_bad_number(item, f"{path}[{at}]", within):
-                    items = [_good(each) for each in info.item_types]
+                    items = [_good(item_type) for item_type in info.item_types]
                     items[at] = bad
                     yield *found, items
         case inspect.DictType():
             for *found, bad in _with_bad_number(info.value_type, f"{path}[]", within):
                 yield *found, {"x": bad}
         case inspect.UnionType():
-            for each in info.types:
-                yield from _with_bad_number(each, path, within)
+            for member in info.types:
+                yield from _with_bad_number(member, path, within)
         case inspect.StructType() if info.cls not in within:
             for field in info.fields:
                 inner = _with_bad_number(
                     field.type, f"{path}.{info.cls.__name__}.{field.name}", (*within, info.cls)
                 )
                 for *found, bad in inner:
-                    values = {each.name: _good(each.type, 1) for each in info.fields}
+                    values = {
+                        info_field.name: _good(info_field.type, 1) for info_field in info.fields
+                    }
                     yield *found, _struct(info, values | {field.name: bad})

@@ -272,7 +272,7 @@ def messages(served: ServedModel, case: Case, steps: Sequence[int]) -> Result:
         whole.push(delta)
     message = json.loads(orjson.dumps(whole.body(state.usage(), {})))
     events = _merged_deltas(messages_client.parsed(data.decode()))
-    for block in (*message["content"], *(each.get("content_block", {}) for each in events)):
+    for block in (*message["content"], *(event.get("content_block", {}) for event in events)):
         if "id" in block:
             block["id"] = "toolu"
     return {"message": message, "events": events, "usage": state.usage()}

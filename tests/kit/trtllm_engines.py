@@ -52,8 +52,8 @@ async def check_engines_idle(package: Any) -> None:
     deadline = time.monotonic() + SOON_S
     while True:
         left = [
-            (each.running, each.waiting, each.kv_blocks_used)
-            for each in package.standin.core.live_stats()
+            (stats.running, stats.waiting, stats.kv_blocks_used)
+            for stats in package.standin.core.live_stats()
         ]
         if left == [(0, 0, 0)] * 3 or time.monotonic() > deadline:
             break

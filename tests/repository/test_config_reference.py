@@ -15,7 +15,7 @@ from scripts.config_reference import PAGE, PROGRAMS
 
 
 def models(of: type[Config]) -> set[type[Config]]:
-    return {of} | {each for sub in of.__subclasses__() for each in models(sub)}
+    return {of} | {model for sub in of.__subclasses__() for model in models(sub)}
 
 
 def test_page_when_written_again_then_as_committed() -> None:
@@ -29,8 +29,10 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
         table.model for table in config_reference.DEPLOYMENT
     }
     # a process that another one starts takes what its parent takes
-    inner = {each for each in models(FrontendConfig) if each is not FrontendConfig}
-    here = {each for each in models(Config) if each.__module__.startswith("dynamo_trtllm.config.")}
+    inner = {model for model in models(FrontendConfig) if model is not FrontendConfig}
+    here = {
+        model for model in models(Config) if model.__module__.startswith("dynamo_trtllm.config.")
+    }
     assert here - {Config, ConnectionConfig, ProcessConfig, Section} - inner == described
 
 

@@ -43,7 +43,7 @@ def excerpt(driver: str, name: str) -> str:
 BLOCKS = BLOCK.findall(PAGE)
 
 
-@pytest.mark.parametrize(("driver", "name", "block"), BLOCKS, ids=[each[1] for each in BLOCKS])
+@pytest.mark.parametrize(("driver", "name", "block"), BLOCKS, ids=[case[1] for case in BLOCKS])
 def test_lines_when_compared_with_the_driver_then_equal(driver: str, name: str, block: str) -> None:
     imports = [line for line in block.splitlines() if line.startswith(("import ", "from "))]
     source = (DRIVERS / driver).read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_lines_when_compared_with_the_driver_then_equal(driver: str, name: str, 
         assert options
         assert [option for option in options if f'"{option}"' not in excerpt(driver, name)] == []
         return
-    assert [each for each in imports if not has_import(source, each)] == []
+    assert [line for line in imports if not has_import(source, line)] == []
     rest = [line for line in block.strip().splitlines() if line not in imports]
     assert "\n".join(rest).strip() == excerpt(driver, name)
 
@@ -78,7 +78,9 @@ def test_page_when_compared_with_the_drivers_then_it_shows_every_marked_excerpt(
 
 
 def test_versions_when_compared_with_the_pins_then_they_are_the_same() -> None:
-    pins = {pin.replace("==", " ") for each in ENVIRONMENTS.values() for pin in each.pins}
+    pins = {
+        pin.replace("==", " ") for environment in ENVIRONMENTS.values() for pin in environment.pins
+    }
     pins = {re.sub(r"\[\w+\]", "", pin) for pin in pins}
     listed = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
     assert pins - {"zod@4.6.7"} == listed

@@ -70,7 +70,7 @@ def test_navigation_when_read_then_it_has_each_page_once() -> None:
 
 
 def codes(of: type[DynamoError] = DynamoError) -> set[str]:
-    return {of.code}.union(*(codes(each) for each in of.__subclasses__()))
+    return {of.code}.union(*(codes(error) for error in of.__subclasses__()))
 
 
 def test_troubleshooting_when_it_names_findings_and_codes_then_there_are_such() -> None:
@@ -120,10 +120,10 @@ def test_troubleshooting_when_compared_with_the_guides_then_each_of_their_rows_i
     texts = {title: text for title, _, text in (section.partition("\n") for section in sections)}
     assert list(texts) == list(GUIDES_ADVICE)
     assert [
-        each
+        line
         for title, advice in GUIDES_ADVICE.items()
-        for each in advice
-        if each not in texts[title]
+        for line in advice
+        if line not in texts[title]
     ] == []
 
 
@@ -146,7 +146,7 @@ def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_
             r"^\| `(\w+)` \| (\w+) \| (.*?)\| ", rows, re.MULTILINE
         ):
             listed.append((process, name, kind, tuple(re.findall(r"`(\w+)`", labels))))
-    known = [(each.process, PREFIX + each.name, each.kind, each.labels) for each in TABLE]
+    known = [(row.process, PREFIX + row.name, row.kind, row.labels) for row in TABLE]
     assert listed == known
 
 

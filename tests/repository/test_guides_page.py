@@ -77,7 +77,7 @@ ROWS = rows()
 
 
 def test_commands_when_counted_then_those_of_all_five_guides() -> None:
-    counted = [sum(guide == each for guide, _ in commands()) for each in GUIDES]
+    counted = [sum(guide == name for guide, _ in commands()) for name in GUIDES]
     assert counted == [27, 22, 23, 17, 7]
 
 
@@ -95,7 +95,9 @@ def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what
     row: Row,
 ) -> None:
     for guide in row.guides:
-        assert [each for each in commands() if each[0] == guide and row.tells_of(each[1])], guide
+        assert [
+            command for command in commands() if command[0] == guide and row.tells_of(command[1])
+        ], guide
     assert row.here
 
 
@@ -107,7 +109,7 @@ def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_
     for named in tests.values():
         if not (len(named) == 1 and re.match(r"not here: \w.{8,}", named[0])):
             assert named
-            for file, _, function in (each.partition("::") for each in named):
+            for file, _, function in (name.partition("::") for name in named):
                 assert re.search(
                     rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE
                 ), (
@@ -117,7 +119,7 @@ def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_
 
 
 def test_bodies_when_sent_by_curl_then_the_tests_send_the_same() -> None:
-    sent = [each["body"] for each in REQUESTS["requests"]]
+    sent = [request["body"] for request in REQUESTS["requests"]]
     curls = [
         shlex.split(command.replace("\\\n", " "))
         for _, command in commands()

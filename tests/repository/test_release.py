@@ -168,5 +168,5 @@ def test_issue_template_when_read_then_it_is_a_form(path: Path) -> None:
     form = yaml.safe_load(path.read_text())
     if path.stem != "config":
         assert {"name", "description", "body"} <= form.keys()
-        ids = [each["id"] for each in form["body"]]
+        ids = [part["id"] for part in form["body"]]
         assert len(ids) == len(set(ids))

@@ -26,8 +26,8 @@ def share(begun_s: float, ended_s: float, cpu_s: float) -> ShardResult:
 
 def test_part_when_it_does_not_divide_then_nothing_is_lost() -> None:
     parts = split_load(LOAD, 3)
-    assert [(each.concurrency, each.requests) for each in parts] == [(4, 4), (3, 4), (3, 3)]
-    assert len({each.seed for each in parts}) == 3
+    assert [(part.concurrency, part.requests) for part in parts] == [(4, 4), (3, 4), (3, 3)]
+    assert len({part.seed for part in parts}) == 3
 
 
 def test_part_when_more_processes_than_streams_then_one_each() -> None:
@@ -36,7 +36,7 @@ def test_part_when_more_processes_than_streams_then_one_each() -> None:
 
 def test_part_when_open_loop_then_the_rate_is_parted() -> None:
     parts = split_load(Load(url="http://h", model="m", rate=30.0, requests=9), 3)
-    assert [(each.rate, each.requests) for each in parts] == [(10.0, 3)] * 3
+    assert [(part.rate, part.requests) for part in parts] == [(10.0, 3)] * 3
 
 
 def test_metered_when_shares_overlap_then_the_whole_span_counts() -> None:

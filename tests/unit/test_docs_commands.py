@@ -57,8 +57,10 @@ def shown_outputs() -> list[tuple[str, str]]:
         for page in sorted(DOCS.glob("*.md"))
         for block in code_blocks(page.read_text(), "console")
     ]
-    commands = [each.replace("\\\n", " ") for block in blocks for each in block.split("$ ")[1:]]
-    return [(line, output) for line, _, output in (each.partition("\n") for each in commands)]
+    commands = [
+        command.replace("\\\n", " ") for block in blocks for command in block.split("$ ")[1:]
+    ]
+    return [(line, output) for line, _, output in (command.partition("\n") for command in commands)]
 
 
 @pytest.mark.parametrize(("line", "output"), shown_outputs())
@@ -77,7 +79,7 @@ def test_output_when_shown_below_a_command_then_the_command_prints_it(
     if isinstance(end.value, ConfigError):
         printed = f"dynamo-trtllm worker: {end.value.message}\n"
     pattern = re.compile(shlex.split(grep)[-1] if grep else "")
-    lines = [each for each in printed.splitlines() if bool(pattern.search(each)) != is_left_out]
+    lines = [shown for shown in printed.splitlines() if bool(pattern.search(shown)) != is_left_out]
     assert "\n".join(lines) == output.rstrip("\n")
 
 

@@ -108,7 +108,9 @@ def test_nixl_file_when_compared_with_the_ucx_one_then_only_the_transceiver_diff
 ) -> None:
     """And what 1.3 chooses itself: the kernels of experts."""
     sm = 90 if "hopper" in path.parts else 100
-    nixl, ucx = (args(each, "1.3.0rc29", sm).leaves for each in (path, path.parents[1] / path.name))
+    nixl, ucx = (
+        args(config, "1.3.0rc29", sm).leaves for config in (path, path.parents[1] / path.name)
+    )
     differing = {
         key for key in {*nixl, *ucx} if nixl.get(key, (None,))[0] != ucx.get(key, (None,))[0]
     }

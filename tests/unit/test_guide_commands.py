@@ -49,9 +49,9 @@ def commands() -> list[Command]:
 
 def of(module: str) -> list[Any]:
     return [
-        pytest.param(each, id=f"{each.guide}-{i}")
-        for i, each in enumerate(commands())
-        if each.module == module
+        pytest.param(command, id=f"{command.guide}-{i}")
+        for i, command in enumerate(commands())
+        if command.module == module
     ]
 
 
@@ -70,7 +70,7 @@ EXPECTED = {
 
 
 def test_commands_when_counted_then_those_of_all_guides() -> None:
-    assert [(each.guide, each.module.removeprefix("dynamo.")) for each in commands()] == [
+    assert [(command.guide, command.module.removeprefix("dynamo.")) for command in commands()] == [
         *[
             (guide, name)
             for guide in ("000", "001", "002")

@@ -35,7 +35,7 @@ def test_select_when_named_then_those_in_that_order() -> None:
 
 def test_select_when_quick_then_fewer_requests_but_every_stream_has_one() -> None:
     for point in select([], quick=True):
-        whole = next(each for each in POINTS if each.name == point.name)
+        whole = next(other for other in POINTS if other.name == point.name)
         assert point.streams <= point.requests <= whole.requests
         assert point.streams == whole.streams
 

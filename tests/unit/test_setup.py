@@ -46,8 +46,10 @@ def pins(name: str) -> dict[str, str]:
         line, *hashes = entry.replace("\\\n", "\n").splitlines()
         requirement = Requirement(line)
         assert hashes
-        assert all(re.fullmatch(r"\s*--hash=sha256:[0-9a-f]{64}\s*", each) for each in hashes)
-        (version,) = [each.version for each in requirement.specifier if each.operator == "=="]
+        assert all(re.fullmatch(r"\s*--hash=sha256:[0-9a-f]{64}\s*", digest) for digest in hashes)
+        (version,) = [
+            specifier.version for specifier in requirement.specifier if specifier.operator == "=="
+        ]
         assert found.setdefault(requirement.name, version) == version
     return found
 
@@ -84,7 +86,7 @@ def test_constraints_when_pyproject_changes_then_they_still_meet_it(
 ) -> None:
     wanted = [
         *(PROJECT["dependencies"] if extras else EXTRAS["smollm2"]),
-        *(each for key in extras for each in EXTRAS[key]),
+        *(needed for key in extras for needed in EXTRAS[key]),
     ]
     found = pins(name)
     for requirement in map(Requirement, wanted):

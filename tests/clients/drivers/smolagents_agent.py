@@ -34,7 +34,7 @@ def tools(base_url: str, model: str) -> str:
     agent = ToolCallingAgent(tools=[get_system_health], model=llm, max_steps=3, verbosity_level=0)
     text = agent.run(QUESTION)
     called = [getattr(step, "tool_calls", None) or [] for step in agent.memory.steps]
-    calls = [call.name for each in called for call in each]
+    calls = [call.name for calls_of_step in called for call in calls_of_step]
     check(calls == ["get_system_health", "final_answer"], calls, text)
     return text
 

@@ -25,7 +25,7 @@ def run(*steps: Callable[[str, str], object]) -> None:
     """Run the step that the command line names, and print what it returns as a line of JSON."""
     warnings.simplefilter("ignore")  # of the client's own packages
     base_url, model, name = sys.argv[1:]
-    (step,) = [each for each in steps if each.__name__ == name]
+    (step,) = [candidate for candidate in steps if candidate.__name__ == name]
     print(json.dumps({"step": name, "shown": str(step(base_url, model))[:200]}))
 
 

@@ -12,8 +12,8 @@ GUIDES: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "data" / "guide_requests.json").read_text()
 )
 REQUESTS: dict[str, dict[str, Any]] = {
-    " ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY}
-    for each in GUIDES["requests"]
+    " ".join([request["name"], *request["guides"]]): request["body"] | {"model": TINY}
+    for request in GUIDES["requests"]
 }
 FIRST = "first round 001"
 SECOND = "second round 001"

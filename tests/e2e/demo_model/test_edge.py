@@ -66,10 +66,10 @@ def test_best_of_then_the_answer_is_the_likeliest(tiny: httpx.Client) -> None:
     tried = tiny.post("/v1/completions", json=asked | {"n": 4}).json()["choices"]
     best = tiny.post("/v1/completions", json=asked | {"best_of": 4}).json()["choices"]
     means = [
-        sum(each["logprobs"]["token_logprobs"]) / len(each["logprobs"]["token_logprobs"])
-        for each in tried
+        sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["token_logprobs"])
+        for choice in tried
     ]
-    assert [each["text"] for each in best] == [tried[means.index(max(means))]["text"]]
+    assert [choice["text"] for choice in best] == [tried[means.index(max(means))]["text"]]
 
 
 def test_stats_when_several_choices_then_those_of_each(

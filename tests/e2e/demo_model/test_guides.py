@@ -77,10 +77,10 @@ def asked(torch_cluster: TorchCluster) -> Asked:
         responses = send("/v1/responses", REQUESTS[RESPONSES])
         return Asked(
             chats={
-                name: Answers(*(each.result() for each in futures))
+                name: Answers(*(future.result() for future in futures))
                 for name, futures in chats.items()
             },
-            efforts=[each.result() for each in efforts],
+            efforts=[future.result() for future in efforts],
             benchmark=benchmark.result(),
             responses=responses.result(),
         )
@@ -104,8 +104,8 @@ def check_shape(expected: Any, got: Any, where: str = "answer") -> None:
     elif isinstance(expected, list):
         assert isinstance(got, list), where
         assert got, where
-        for each in got:
-            check_shape(expected[0], each, f"{where}[]")
+        for answer in got:
+            check_shape(expected[0], answer, f"{where}[]")
     elif expected is not None:
         assert type(got) is type(expected), where
         assert got or not expected, where
@@ -250,7 +250,7 @@ def test_health_when_all_serve_then_both_guides_shapes(
         expected.replace("dynamo", namespace) for expected in GUIDES["health"][0]["endpoints"]
     }
     assert set(body["endpoints"]) == endpoints
-    by_id = {f"{each['instance_id']:x}": each for each in body["instances"]}
+    by_id = {f"{instance['instance_id']:x}": instance for instance in body["instances"]}
     workers = (torch_cluster.prefill, torch_cluster.decode, torch_cluster.aggregated)
     assert set(by_id) == {worker.instance() for worker in workers}
     assert by_id[torch_cluster.prefill.instance()]["component"] == "prefill"

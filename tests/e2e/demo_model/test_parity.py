@@ -57,7 +57,7 @@ def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
 
 
 @pytest.mark.parametrize(
-    "length", [*LENGTHS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_LENGTHS)]
+    "length", [*LENGTHS, *(pytest.param(tokens, marks=pytest.mark.long) for tokens in MORE_LENGTHS)]
 )
 def test_tokens_when_prefilled_by_another_worker_then_equal_to_one_process(
     tiny: httpx.Client, length: int

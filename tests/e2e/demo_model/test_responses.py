@@ -118,8 +118,8 @@ def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI) -> 
     asked: dict[str, Any] = GREEDY | {"tools": [HEALTH_TOOL]}
     rounds = at_once(
         *(
-            partial(sdk.responses.create, **asked, input=QUESTION, tool_choice=each)
-            for each in CHOICES
+            partial(sdk.responses.create, **asked, input=QUESTION, tool_choice=tool_choice)
+            for tool_choice in CHOICES
         )
     )
     seconds: list[Callable[[], Response]] = []

@@ -93,7 +93,7 @@ async def test_models_then_both_deployments_by_both_clients(
 
 def values(entry: Any) -> list[float] | None:
     """Return the log-probabilities of one token of vLLM's prompt_logprobs."""
-    return None if entry is None else [each["logprob"] for each in entry.values()]
+    return None if entry is None else [logprob["logprob"] for logprob in entry.values()]
 
 
 def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generated(
@@ -115,7 +115,7 @@ def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generate
         choice: Any = sdk.completions.create(**asked, extra_body={"prompt_logprobs": 0}).choices[0]
         echoed = choice.logprobs
         assert [
-            each and each[0] for each in map(values, choice.prompt_logprobs)
+            entry and entry[0] for entry in map(values, choice.prompt_logprobs)
         ] == echoed.token_logprobs
         assert echoed.token_logprobs[0] is None
         assert echoed.token_logprobs[2:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-3)

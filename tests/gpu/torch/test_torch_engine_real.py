@@ -47,7 +47,7 @@ async def check_nothing_staged(engine: Any) -> None:
             break
         await asyncio.sleep(0.01)
     assert buffer._used == sorted(
-        (allocation for allocation, _ in buffer._leaving), key=lambda each: each.begin
+        (allocation for allocation, _ in buffer._leaving), key=lambda allocation: allocation.begin
     )
 
 
@@ -89,7 +89,7 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
         answers = await asyncio.gather(
             *(prefill_then_decode(prefill, decode, prompt) for prompt in prompts)
         )
-        assert [tokens(each) for each in answers] == alone
+        assert [tokens(chunks) for chunks in answers] == alone
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)

@@ -56,9 +56,9 @@ def test_kv_when_200_requests_ran_and_some_were_cancelled_at_random_then_every_b
         for _ in range(REQUESTS)
     ]
     with ThreadPoolExecutor(12) as pool:
-        ended = list(pool.map(lambda each: _one(pair, *each), plan))
+        ended = list(pool.map(lambda request: _one(pair, *request), plan))
     wanted = [0 if is_cancelled else OUTPUT_TOKENS for _, is_cancelled, _ in plan]
-    assert [0 if each is None else each for each in ended] == wanted
+    assert [0 if count is None else count for count in ended] == wanted
     pair.check_idle()
     with pair.cluster.client(120.0) as client:
         assert greedy(client, PAIR, prompt_of(500)) == greedy(client, WHOLE, prompt_of(500))
@@ -111,7 +111,7 @@ def test_requests_when_a_worker_is_killed_then_the_other_frees_all_and_a_new_one
             pair.prefill.send(signal.SIGKILL)
             pair.start_prefill()
         pair.until_serving()
-        assert all(each.result(timeout=200) for each in running)
+        assert all(answer.result(timeout=200) for answer in running)
         assert greedy(client, PAIR, prompt_of(700)) == before
     pair.check_idle()
 

@@ -300,5 +300,5 @@ def run(
 if __name__ == "__main__":  # TensorRT-LLM starts the processes of its ranks from this module
     model, runtime = sys.argv[1:]
     found = run(importlib.import_module("tensorrt_llm"), model, runtime=runtime)
-    rows = [[each.question, each.assumed, each.found] for each in found]
+    rows = [[finding.question, finding.assumed, finding.found] for finding in found]
     os.write(1, f"\n{ANSWERS}{json.dumps(rows)}\n".encode())

@@ -48,9 +48,12 @@ _UNKNOWN = object()
 def _parameters(target: Any) -> dict[str, Any]:
     parameters = inspect.signature(target).parameters.values()
     return {
-        each.name: _UNKNOWN if each.default is inspect.Parameter.empty else each.default
-        for each in parameters
-        if each.name != "self" and not re.match(r"_(?!postproc_params|mpi_session)", each.name)
+        parameter.name: _UNKNOWN
+        if parameter.default is inspect.Parameter.empty
+        else parameter.default
+        for parameter in parameters
+        if parameter.name != "self"
+        and not re.match(r"_(?!postproc_params|mpi_session)", parameter.name)
     }
 
 

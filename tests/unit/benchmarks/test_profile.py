@@ -207,7 +207,7 @@ def test_summary_when_repeated_then_median_and_spread() -> None:
 def test_run_when_saved_then_read_back_the_same(tmp_path: Path) -> None:
     records = [record(0.0), RequestRecord(index=2, planned_s=1.0, error="timeout", end_s=2.0)]
     kept = run(10.0, records=records)
-    lines = [Line(concurrency=2, repetition=1, record=each) for each in records]
+    lines = [Line(concurrency=2, repetition=1, record=one_record) for one_record in records]
     save(kept, lines, tmp_path / "new")
     assert load_run(tmp_path / "new") == kept
     assert load_lines(tmp_path / "new") == lines

@@ -39,10 +39,10 @@ def test_trace_when_it_is_scaled_then_conversations_are_whole_and_the_rate_is_me
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
     trace = read_trace(path, 400, 10.0)
-    turns = [sum(each.blocks[1] == number for each in trace) for number in range(100, 300)]
+    turns = [sum(request.blocks[1] == number for request in trace) for number in range(100, 300)]
     assert set(turns) == {0, 4}
     assert trace[-1].at_s == len(trace) / 10.0
-    assert {each.output_tokens for each in trace} == {20}
+    assert {request.output_tokens for request in trace} == {20}
 
 
 def test_oracle_when_caches_are_smaller_then_it_finds_less_but_never_the_last_token() -> None:
@@ -58,7 +58,7 @@ def test_oracle_when_caches_are_smaller_then_it_finds_less_but_never_the_last_to
 
 def test_synthetic_trace_when_generated_then_a_third_of_its_blocks_repeat() -> None:
     trace = synthetic_trace(600, 16.0)
-    blocks = sum(len(each.blocks) for each in trace)
+    blocks = sum(len(request.blocks) for request in trace)
     repeated = oracle_hits(trace, 0, 1 << 20) / BLOCK_TOKENS
     assert 0.3 < repeated / blocks < 0.6
-    assert [each.at_s for each in trace] == sorted(each.at_s for each in trace)
+    assert [request.at_s for request in trace] == sorted(request.at_s for request in trace)

@@ -276,7 +276,7 @@ def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_on
     assert request.held_by == "prefill aaa"
     assert request.reason.startswith("it is frozen for 59 s")
     assert "; frontend 77: its date is 90 s ahead of" in request.reason
-    frozen = {each.title: each.reason for each in report.processes}["prefill aaa"]
+    frozen = {explained.title: explained.reason for explained in report.processes}["prefill aaa"]
     assert frozen.startswith("it is frozen for 59 s")
     assert "; its date is 90 s ahead of" in frozen
 
@@ -293,7 +293,7 @@ def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:
     )
     (request,) = json.loads(report.json())["requests"]
     assert (request["request"], request["held_by"]) == ("0123456789abcdef", "prefill aaa")
-    assert [each["event"] for each in request["last_events"]] == [
+    assert [event["event"] for event in request["last_events"]] == [
         "call sent: prefill at aaa",
         "call received: prefill of 100 prompt tokens",
     ]

@@ -54,12 +54,12 @@ def test_table_when_a_variable_has_no_reason_then_an_option_of_its_process_takes
     models = {FRONTEND: FrontendConfig, WORKER: WorkerConfig, VLLM: WorkerConfig}
     for name, variable in VARIABLES.items():
         if not variable.reason:
-            assert all(name in variables(models[each]) for each in variable.processes), name
+            assert all(name in variables(models[process]) for process in variable.processes), name
 
 
 def test_options_when_they_take_a_variable_of_dynamo_then_the_table_has_it() -> None:
-    models = [each for each in vars(commands).values() if isinstance(each, type)]
-    flags = [flag for each in models if issubclass(each, Config) for flag in flags_of(each)]
+    models = [value for value in vars(commands).values() if isinstance(value, type)]
+    flags = [flag for model in models if issubclass(model, Config) for flag in flags_of(model)]
     taken = {name for flag in flags for name in flag.env if name.startswith("DYN_")}
     assert taken <= set(VARIABLES)
 
@@ -197,7 +197,7 @@ def test_line_when_the_environment_is_of_several_processes_then_each_names_its_o
         "DYN_TLS_KEY_PATH (put a proxy that terminates TLS in front of the frontend); unset them"
     )
     line = ignored_variables(SHARED, worker())
-    assert all(each in line for each in (plane, unknown, kvbm, "DYN_SYSTEM_ENABLED", "CANARY"))
+    assert all(name in line for name in (plane, unknown, kvbm, "DYN_SYSTEM_ENABLED", "CANARY"))
     assert "TLS" not in line
     assert "hidden" not in line
     both = ignored_variables(SHARED, frontend(), worker())

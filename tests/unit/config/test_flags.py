@@ -59,8 +59,8 @@ def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_va
     model, field, name, other_name, value, other
 ):
     first, second = (
-        f"DYN_TRTLLM_{each.removeprefix('--').replace('-', '_').upper()}"
-        for each in (name, other_name)
+        f"DYN_TRTLLM_{flag.removeprefix('--').replace('-', '_').upper()}"
+        for flag in (name, other_name)
     )
 
     def loaded(environ, *argv):

@@ -58,9 +58,11 @@ def _apply(folder: Path, docs: list[Doc]) -> list[Doc]:
         _generate(folder, generated, docs)
     for patch in spec.get("patches", []):
         docs = _patched(folder, patch, docs)
-    for each in spec.get("replicas", []):
-        (doc,) = [d for d in docs if d["kind"] in _SCALED and d["metadata"]["name"] == each["name"]]
-        doc["spec"]["replicas"] = each["count"]
+    for replicas in spec.get("replicas", []):
+        (doc,) = [
+            d for d in docs if d["kind"] in _SCALED and d["metadata"]["name"] == replicas["name"]
+        ]
+        doc["spec"]["replicas"] = replicas["count"]
     for image in spec.get("images", []):
         _rename_image(docs, image)
     return docs
@@ -130,23 +132,23 @@ def _merged(base: Any, patch: Any) -> Any:
     if (
         isinstance(base, list)
         and isinstance(patch, list)
-        and all(isinstance(each, dict) for each in base + patch)
+        and all(isinstance(item, dict) for item in base + patch)
     ):
-        key = next((key for key in _MERGE_KEYS if all(key in each for each in base + patch)), None)
+        key = next((key for key in _MERGE_KEYS if all(key in item for item in base + patch)), None)
         if key is not None:
-            there = {each[key]: each for each in base}
-            new = [_merged(there.get(each[key]), each) for each in patch]
-            return new + [each for each in base if each[key] not in {n[key] for n in new}]
+            there = {item[key]: item for item in base}
+            new = [_merged(there.get(item[key]), item) for item in patch]
+            return new + [item for item in base if item[key] not in {n[key] for n in new}]
     return copy.deepcopy(patch)
 
 
 def _rename_image(node: Any, image: Doc) -> None:
     if isinstance(node, list):
-        for each in node:
-            _rename_image(each, image)
+        for item in node:
+            _rename_image(item, image)
     elif isinstance(node, dict):
         name, _, tag = str(node.get("image", "")).partition(":")
         if name == image["name"]:
             node["image"] = f"{image.get('newName', name)}:{image.get('newTag', tag)}"
-        for each in node.values():
-            _rename_image(each, image)
+        for item in node.values():
+            _rename_image(item, image)

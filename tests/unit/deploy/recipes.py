@@ -67,10 +67,13 @@ def pods(docs: list[Doc]) -> Iterator[Pod]:
         else:
             template = doc["spec"].get("template") if isinstance(doc.get("spec"), dict) else None
             templates = [template] if template else []
-        for each in templates:
-            metadata = each["metadata"]
+        for pod_template in templates:
+            metadata = pod_template["metadata"]
             yield Pod(
-                name_of(doc), metadata["labels"], metadata.get("annotations", {}), each["spec"]
+                name_of(doc),
+                metadata["labels"],
+                metadata.get("annotations", {}),
+                pod_template["spec"],
             )
 
 
@@ -90,7 +93,9 @@ def words(pod: Pod) -> list[str]:
 def environment(pod: Pod) -> dict[str, str]:
     """Without what comes from Secrets, but for the addresses that make_secrets puts there."""
     given = {
-        each["name"]: each["value"] for each in pod.container.get("env", []) if "value" in each
+        variable["name"]: variable["value"]
+        for variable in pod.container.get("env", [])
+        if "value" in variable
     }
     return given | {
         "ETCD_ENDPOINTS": "https://etcd:2379",

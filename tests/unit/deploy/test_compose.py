@@ -103,8 +103,8 @@ def test_nats_configuration_when_read_by_nats_server_then_valid(
         if folder == "compose"
         else [RECIPES / "base", RECIPES / "overlays/production"]
     )
-    for each in folders:
-        for path in each.glob("*.conf"):
+    for source in folders:
+        for path in source.glob("*.conf"):
             (tmp_path / path.name).write_text(path.read_text().replace("/data", str(tmp_path)))
     environ = {"NATS_PASSWORD": "p0", "POD_NAME": "nats-0"}
     environ |= {f"ROUTE_{i}": f"nats://route:p0@nats-{i}.nats-headless:6222" for i in range(3)}
@@ -131,7 +131,7 @@ def test_prometheus_when_it_scrapes_then_every_service_and_our_ports() -> None:
     assert targets == {"etcd:2381", "nats-exporter:7777", "dcgm-exporter:9401"}
     assert {target.partition(":")[0] for target in targets} <= set(SERVICES)
     ours = yaml.safe_load((DEPLOY / "compose/targets/local.yml").read_text())
-    assert {each["labels"]["process"] for each in ours} == {"frontend", "worker"}
+    assert {service["labels"]["process"] for service in ours} == {"frontend", "worker"}
     assert SERVICES["prometheus"]["extra_hosts"] == ["host.docker.internal:host-gateway"]
 
 
@@ -178,7 +178,7 @@ def test_dashboard_when_loaded_then_its_source_and_panels_are_whole() -> None:
     source = yaml.safe_load(
         (DEPLOY / "compose/grafana/provisioning/datasources/prometheus.yml").read_text()
     )
-    (uid,) = [each["uid"] for each in source["datasources"]]
+    (uid,) = [datasource["uid"] for datasource in source["datasources"]]
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
     for panel in DASHBOARD["panels"]:

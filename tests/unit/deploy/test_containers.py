@@ -66,7 +66,7 @@ def test_bases_when_read_then_the_images_that_the_guides_build_on() -> None:
     assert (
         ROOT / f"dynamo_trtllm/engines/trtllm/api_manifests/{of['trtllm']['BASE_IMAGE_TAG']}.json"
     ).is_file()
-    (vllm,) = [each for each in EXTRAS["vllm"] if each.startswith("vllm")]
+    (vllm,) = [requirement for requirement in EXTRAS["vllm"] if requirement.startswith("vllm")]
     low = re.search(r">=(\d+\.\d+)", vllm)
     assert low is not None
     assert of["vllm"]["BASE_IMAGE_TAG"].removeprefix("v").startswith(low[1])
@@ -91,10 +91,10 @@ def test_sources_when_copied_then_they_are_in_the_build_context(path: Path) -> N
     copied = [rest for word, rest in instructions(path) if word in ("COPY", "ADD")]
     assert copied
     for rest in copied:
-        flags = [each for each in rest.split() if each.startswith("--")]
+        flags = [word for word in rest.split() if word.startswith("--")]
         if any(flag.startswith("--from=") for flag in flags):
             continue
-        for source in [each for each in rest.split() if not each.startswith("--")][:-1]:
+        for source in [word for word in rest.split() if not word.startswith("--")][:-1]:
             assert (ROOT / source).exists()
             assert in_context(source), f"{source} is left out by .dockerignore"
     package = next(rest.split() for word, rest in instructions(path) if word == "COPY")
@@ -115,7 +115,7 @@ def in_context(path: str) -> bool:
             continue
         keeps = line.startswith("!")
         pattern = line.removeprefix("!").rstrip("/")
-        if any(_meets(each, pattern) for each in above):
+        if any(_meets(parent, pattern) for parent in above):
             taken = keeps
     return taken
 
@@ -233,7 +233,10 @@ def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in
 
 def test_frontend_image_when_installed_then_without_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [re.split(r"[\[<>= ]", each)[0] for each in project["dependencies"] + EXTRAS["bench"]]
+    needed = [
+        re.split(r"[\[<>= ]", requirement)[0]
+        for requirement in project["dependencies"] + EXTRAS["bench"]
+    ]
     assert not {"torch", "transformers", "vllm", "tensorrt-llm", "nixl"} & set(needed)
 
 

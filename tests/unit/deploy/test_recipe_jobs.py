@@ -62,8 +62,8 @@ def test_scaled_objects_when_they_query_then_metrics_and_labels_are_there() -> N
     (monitor,) = of_kind(docs, "PodMonitor")
     given = {
         row["targetLabel"]
-        for each in monitor["spec"]["podMetricsEndpoints"]
-        for row in each["relabelings"]
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+        for row in endpoint["relabelings"]
     }
     roles = {pod.labels["app.kubernetes.io/component"] for pod in pods(docs)}
     for doc in found:
@@ -79,7 +79,7 @@ def test_scaled_objects_when_they_query_then_metrics_and_labels_are_there() -> N
 def test_pod_monitor_when_it_names_ports_then_frontends_and_workers_have_them() -> None:
     docs = render(MODEL / "overlays/disagg-keda")
     (monitor,) = of_kind(docs, "PodMonitor")
-    ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     assert ports == {port["name"] for pod in pods(docs) for port in pod.container["ports"]}
 
 
@@ -108,12 +108,12 @@ def test_perf_job_when_parsed_then_the_guides_load_on_the_gpus_that_are_there(
         load[3],
     )
     docs = deployed(target)
-    assert args.gpus == sum(gpus(each) for each in workers(docs))
+    assert args.gpus == sum(gpus(worker) for worker in workers(docs))
     (service,) = of_kind(docs, "Service")
     assert args.url == f"http://{name_of(service)}:{service['spec']['ports'][0]['port']}"
     assert args.model == "openai/gpt-oss-120b"
     assert args.concurrency is None
-    assert not any("LIMIT" in each["name"] for each in pod.container["env"])
+    assert not any("LIMIT" in variable["name"] for variable in pod.container["env"])
     (script,) = [word for word in pod.spec["initContainers"][0]["args"] if "urlopen" in word]
     compile(script, "wait", "exec")
     asked = re.search(r'url = "(.+)"', script)
@@ -167,8 +167,8 @@ def test_download_when_it_chooses_files_then_safetensors_and_what_a_tokenizer_ne
     include = _values(pod, "include")
     exclude = _values(pod, "exclude")
     chosen = {
-        name: any(fnmatch.fnmatch(name, each) for each in include)
-        and not any(fnmatch.fnmatch(name, each) for each in exclude)
+        name: any(fnmatch.fnmatch(name, pattern) for pattern in include)
+        and not any(fnmatch.fnmatch(name, pattern) for pattern in exclude)
         for name in FILES
     }
     assert chosen == FILES
@@ -179,12 +179,12 @@ def test_download_when_it_names_a_revision_then_a_commit_and_workers_load_its_fo
     (revision,), (folder,) = _values(pod, "revision"), _values(pod, "local-dir")
     assert re.fullmatch(r"[0-9a-f]{40}", revision)
     for target in ("trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"):
-        for each in workers(deployed(target)):
-            assert f"--model-path={folder}" in each.args
+        for worker in workers(deployed(target)):
+            assert f"--model-path={folder}" in worker.args
             assert any(
-                mount["mountPath"] == "/opt/models" for mount in each.container["volumeMounts"]
+                mount["mountPath"] == "/opt/models" for mount in worker.container["volumeMounts"]
             )
-    (token,) = [each for each in pod.container["env"] if each["name"] == "HF_TOKEN"]
+    (token,) = [variable for variable in pod.container["env"] if variable["name"] == "HF_TOKEN"]
     assert token["valueFrom"]["secretKeyRef"] == {"name": "hf-token-secret", "key": "HF_TOKEN"}
 
 

@@ -132,7 +132,9 @@ EXPECTED = {  # TP, EP, batch, tokens a step, KV fraction, MoE kernels, graph ba
 
 
 @pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda r: r.name)
-@pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if not each.id.startswith("vllm")])
+@pytest.mark.parametrize(
+    "pod", [worker for worker in EVERY_WORKER if not worker.id.startswith("vllm")]
+)
 def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(
     pod: Pod, release: Any, tmp_path: Any
 ) -> None:
@@ -140,7 +142,7 @@ def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(
         pod.labels[key]
         for key in ("nvidia.com/dynamo-graph-deployment-name", "app.kubernetes.io/component")
     )
-    (target,) = [target for target, each in TARGETS.items() if each == name]
+    (target,) = [target for target, kind in TARGETS.items() if kind == name]
     (config_map,) = of_kind(deployed(target), "ConfigMap")
     for file, content in config_map["data"].items():
         (tmp_path / file).write_text(content)
@@ -162,7 +164,7 @@ def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(
     assert gpus(pod) == args.get("tensor_parallel_size")
 
 
-@pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if each.id.startswith("vllm")])
+@pytest.mark.parametrize("pod", [worker for worker in EVERY_WORKER if worker.id.startswith("vllm")])
 def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(
     pod: Pod, tmp_path: Path
 ) -> None:
@@ -179,14 +181,18 @@ def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(
     assert {key: found[key] for key in from_file} == from_file | {"tensor_parallel_size": gpus(pod)}
 
 
-@pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if each.id.startswith("vllm")])
+@pytest.mark.parametrize("pod", [worker for worker in EVERY_WORKER if worker.id.startswith("vllm")])
 def test_vllm_pod_when_its_container_starts_again_then_what_was_compiled_is_there(pod: Pod) -> None:
     image = (ROOT / "deploy/container/Containerfile.vllm").read_text()
     (home,) = re.findall(r"\bHOME=(\S+)", image)
     (mount,) = [
-        each for each in pod.container["volumeMounts"] if each["mountPath"] == f"{home}/.cache"
+        one_mount
+        for one_mount in pod.container["volumeMounts"]
+        if one_mount["mountPath"] == f"{home}/.cache"
     ]
-    (volume,) = [each for each in pod.spec["volumes"] if each["name"] == mount["name"]]
+    (volume,) = [
+        one_volume for one_volume in pod.spec["volumes"] if one_volume["name"] == mount["name"]
+    ]
     assert "medium" not in volume["emptyDir"]  # on disk, and as old as the pod
     assert worker_config(pod).compile_cache == Path(mount["mountPath"])
 
@@ -213,7 +219,7 @@ def test_probes_when_asked_then_our_processes_have_the_path_at_the_port(name: st
 
 
 def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
-    ports = {each["name"]: each["containerPort"] for each in pod.container["ports"]}
+    ports = {one_port["name"]: one_port["containerPort"] for one_port in pod.container["ports"]}
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         get = pod.container[kind]["httpGet"]
         assert get["path"] in paths
@@ -260,7 +266,7 @@ def test_frontends_when_compared_then_equal_but_for_names_and_number() -> None:
 
     all_of_them = [plain(target, name) for target, name in TARGETS.items()]
     assert len(all_of_them[0]) == 4  # Service, Deployment, disruption budget, network policy
-    assert all(each == all_of_them[0] for each in all_of_them)
+    assert all(doc == all_of_them[0] for doc in all_of_them)
 
 
 def test_images_when_listed_then_ours_in_this_version_or_pinned() -> None:
@@ -294,9 +300,9 @@ def test_pod_when_read_then_not_root_bounded_and_without_a_token(pod: Pod) -> No
 def test_variables_when_put_into_others_then_defined_before_them(pod: Pod) -> None:
     """Kubernetes leaves $(NAME) as it is when NAME comes later in the list."""
     known: list[str] = []
-    for each in pod.container.get("env", []):
-        assert set(re.findall(r"\$\((\w+)\)", each.get("value", ""))) <= set(known)
-        known.append(each["name"])
+    for variable in pod.container.get("env", []):
+        assert set(re.findall(r"\$\((\w+)\)", variable.get("value", ""))) <= set(known)
+        known.append(variable["name"])
     assert set(re.findall(r"\$\((\w+)\)", " ".join(pod.args))) <= set(known)
 
 
@@ -322,8 +328,8 @@ def test_references_when_followed_then_they_are_there(name: str) -> None:
 
 def _nodes(node: Any) -> list[Doc]:
     if isinstance(node, dict):
-        return [node] + [each for value in node.values() for each in _nodes(value)]
-    return [each for value in node for each in _nodes(value)] if isinstance(node, list) else []
+        return [node] + [below for value in node.values() for below in _nodes(value)]
+    return [below for value in node for below in _nodes(value)] if isinstance(node, list) else []
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -343,7 +349,9 @@ def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None
     for doc in of_kind(docs, "NetworkPolicy"):
         hit = [pod for pod in there if matches(doc["spec"]["podSelector"], pod.labels)]
         assert hit
-        named = {rule["port"] for each in doc["spec"]["ingress"] for rule in each.get("ports", [])}
+        named = {
+            rule["port"] for ingress in doc["spec"]["ingress"] for rule in ingress.get("ports", [])
+        }
         ports = [
             {value for p in pod.container["ports"] for value in (p["name"], p["containerPort"])}
             for pod in hit
@@ -374,7 +382,10 @@ def test_gpu_pods_when_placed_then_on_nodes_with_gpus_of_the_right_kind(name: st
         terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get(
             "nodeSelectorTerms", [{}]
         )
-        wanted = {each["key"]: each["values"] for each in terms[0].get("matchExpressions", [])}
+        wanted = {
+            expression["key"]: expression["values"]
+            for expression in terms[0].get("matchExpressions", [])
+        }
         if not gpus(pod):
             assert not wanted
             continue

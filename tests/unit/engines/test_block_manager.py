@@ -34,8 +34,8 @@ class Reader:
                     assert block.hash not in self.prefixes
                     self.prefixes[block.hash] = (event.cache_salt, before)
             elif isinstance(event, BlocksRemoved):
-                for each in event.hashes:
-                    del self.prefixes[each]
+                for name in event.hashes:
+                    del self.prefixes[name]
 
     def match(self, prompt: Sequence[int], salt: str | None) -> int:
         """Return how many blocks of a prompt the cache has."""

@@ -35,7 +35,8 @@ def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_wh
         create_engine(WorkerConfig(model_path="m"), instance_id=1)
     message = caught.value.message
     assert all(
-        each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock")
+        advice in message
+        for advice in ("pip install tensorrt-llm", "--engine torch", "--engine mock")
     )
     assert message.startswith(
         "--engine is not given and the default, TensorRT-LLM, is not installed. "

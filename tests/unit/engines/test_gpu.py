@@ -153,7 +153,7 @@ def test_list_gpus_when_nvidia_smi_answers_then_numbers_and_memory_of_the_visibl
         ],
         "",
     )
-    assert [each.number for each in list_gpus({})[0]] == [0, 1]
+    assert [gpu.number for gpu in list_gpus({})[0]] == [0, 1]
     assert list_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ([], "CUDA_VISIBLE_DEVICES hides all")
 
 

@@ -247,7 +247,7 @@ async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and
     # the same request, as a client or a frontend tries it again
     for _ in range(2 * MAX_FAILED_REQUESTS):
         events, call = await fail_one(runner, "poison")
-        assert [type(each) for each in events] == [EngineFailed]
+        assert [type(event) for event in events] == [EngineFailed]
         assert call.aborts == 1
     await runner.check()
     assert others == []

@@ -320,7 +320,9 @@ def test_probes_when_the_stand_in_is_asked_what_the_real_package_will_be_then_it
         answers = probes.run(package, str(tiny), runtime=runtime, kv_timeout_s=1.0)
     assert len(answers) > 10
     differing = [
-        each for each in answers if not each.is_as_assumed and each.question != "structural_tag"
+        answer
+        for answer in answers
+        if not answer.is_as_assumed and answer.question != "structural_tag"
     ]  # it has none
     assert differing == []
 

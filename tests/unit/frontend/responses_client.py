@@ -74,5 +74,5 @@ def check_unknown(value: Any) -> None:
         for name in type(value).model_fields:
             check_unknown(getattr(value, name))
     elif isinstance(value, list):
-        for each in value:
-            check_unknown(each)
+        for item in value:
+            check_unknown(item)

@@ -73,14 +73,14 @@ def answered(
     for delta in deltas:
         whole.push(delta)
     events = [
-        json.loads(each.removeprefix("data: ")) for each in data.decode().strip().split("\n\n")[:-1]
+        json.loads(line.removeprefix("data: ")) for line in data.decode().strip().split("\n\n")[:-1]
     ]
     answer = whole.body(state.usage(), {})
     ChatCompletion.model_validate_json(
         json.dumps(answer | {"object": "chat.completion"}), strict=True
     )
     return answer["choices"][0]["message"], [
-        choice["delta"] for each in events for choice in each["choices"]
+        choice["delta"] for event in events for choice in event["choices"]
     ]
 
 

@@ -35,29 +35,29 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
 
-class Each:
+class RouterOfChoices:
     """A router that plays another script for each choice."""
 
     placement = None  # it selects no workers
 
     def __init__(self, *scripts: list[Any]) -> None:
         self.start_windows = StartWindows(ClusterView())
-        self.each = [ScriptedRouter(script) for script in scripts]
+        self.routers = [ScriptedRouter(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
     def generate(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent
     ) -> StreamHandle:
         self.requests.append(request)
-        return self.each[len(self.requests) - 1].generate(request, trace, on_event)
+        return self.routers[len(self.requests) - 1].generate(request, trace, on_event)
 
     @property
     def running(self) -> int:
-        return sum(one.running for one in self.each)
+        return sum(router.running for router in self.routers)
 
 
-def each(*scripts: list[Any], **config: object) -> FakeFrontend:
-    return FakeFrontend(Each(*scripts), FrontendConfig.model_validate(config))  # type: ignore[arg-type]
+def with_scripts(*scripts: list[Any], **config: object) -> FakeFrontend:
+    return FakeFrontend(RouterOfChoices(*scripts), FrontendConfig.model_validate(config))  # type: ignore[arg-type]
 
 
 async def post(
@@ -80,7 +80,7 @@ def events(response: httpx.Response) -> list[Any]:
 def scored(text: str, logprob: float) -> Chunk:
     ids = [*map(ord, text)]
     return Chunk(
-        token_ids=token_ids(ids), logprobs=tuple(TokenLogprob(each, logprob) for each in ids)
+        token_ids=token_ids(ids), logprobs=tuple(TokenLogprob(token, logprob) for token in ids)
     )
 
 
@@ -88,7 +88,9 @@ def scored(text: str, logprob: float) -> Chunk:
 
 
 async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> None:
-    served = each([chunk("a"), stop()], [chunk("bb"), chunk("b", finish=FinishReason.LENGTH)])
+    served = with_scripts(
+        [chunk("a"), stop()], [chunk("bb"), chunk("b", finish=FinishReason.LENGTH)]
+    )
     response = await post(served, CHAT, n=2, seed=7)
     body = response.json()
     assert [
@@ -111,7 +113,7 @@ async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> 
 
 
 async def test_prompts_when_several_then_their_choices_in_order_and_all_prompts_counted() -> None:
-    served = each([stop("a")], [stop("b")], [stop("c")], [stop("d")])
+    served = with_scripts([stop("a")], [stop("b")], [stop("c")], [stop("d")])
     body = (await post(served, TEXT, prompt=["x", "yy"], n=2)).json()
     assert [choice["text"] for choice in body["choices"]] == ["a", "b", "c", "d"]
     assert [list(request.token_ids) for request in served.router.requests] == [[120]] * 2 + [
@@ -123,15 +125,15 @@ async def test_prompts_when_several_then_their_choices_in_order_and_all_prompts_
 
 async def test_choices_then_they_run_side_by_side() -> None:
     second_ran = asyncio.Event()
-    served = each([second_ran, stop("a")], [stop("b")])
+    served = with_scripts([second_ran, stop("a")], [stop("b")])
     asking = asyncio.create_task(post(served, TEXT, n=2))
-    await served.router.each[1].closed.wait()
+    await served.router.routers[1].closed.wait()
     second_ran.set()
     assert [choice["text"] for choice in (await asking).json()["choices"]] == ["a", "b"]
 
 
 async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tokens_count() -> None:
-    served = each(
+    served = with_scripts(
         [scored("unlikely", -2.0), stop()],
         [scored("a long but likely text", -0.2), stop()],
         [scored("meh", -1.0), stop()],
@@ -150,7 +152,7 @@ async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tok
 
 
 async def test_best_of_with_logprobs_then_those_of_the_kept_choice_are_shown() -> None:
-    served = each([scored("no", -2.0), stop()], [scored("yes", -0.5), stop()])
+    served = with_scripts([scored("no", -2.0), stop()], [scored("yes", -0.5), stop()])
     (choice,) = (await post(served, TEXT, best_of=2, logprobs=1)).json()["choices"]
     assert choice["text"] == "yes"
     assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3
@@ -158,7 +160,7 @@ async def test_best_of_with_logprobs_then_those_of_the_kept_choice_are_shown() -
 
 
 async def test_echo_then_each_choice_begins_with_its_own_prompt() -> None:
-    served = each([stop("1")], [stop("2")], [stop("3")], [stop("4")])
+    served = with_scripts([stop("1")], [stop("2")], [stop("3")], [stop("4")])
     body = (await post(served, TEXT, prompt=["ab", [99, 100]], n=2, echo=True)).json()
     assert [choice["text"] for choice in body["choices"]] == ["ab1", "ab2", "cd3", "cd4"]
 
@@ -169,15 +171,15 @@ async def test_echo_then_each_choice_begins_with_its_own_prompt() -> None:
 async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_finish() -> None:
     first = asyncio.Event()
     second = asyncio.Event()
-    served = each(
+    served = with_scripts(
         [chunk("a"), first, chunk("A"), stop()], [chunk("{", ids=[CALL]), second, stop("}")]
     )
     asking = asyncio.create_task(
         post(served, CHAT, n=2, stream=True, stream_options={"include_usage": True})
     )
-    await served.router.each[1].begun.wait()
+    await served.router.routers[1].begun.wait()
     second.set()
-    await served.router.each[1].closed.wait()
+    await served.router.routers[1].closed.wait()
     first.set()
     *parts, totals = events(await asking)
     assert {part["id"] for part in parts} == {totals["id"]}
@@ -200,7 +202,11 @@ async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_fini
 async def test_text_stream_with_echo_then_each_prompt_comes_first() -> None:
     got = events(
         await post(
-            each([stop("1")], [stop("2")]), TEXT, prompt=["ab", "cd"], echo=True, stream=True
+            with_scripts([stop("1")], [stop("2")]),
+            TEXT,
+            prompt=["ab", "cd"],
+            echo=True,
+            stream=True,
         )
     )
     texts = {
@@ -213,7 +219,9 @@ async def test_text_stream_with_echo_then_each_prompt_comes_first() -> None:
 
 
 async def test_text_stream_with_logprobs_then_offsets_count_in_each_choice() -> None:
-    served = each([scored("ab", -1.0), scored("c", -1.0), stop()], [scored("xyz", -1.0), stop()])
+    served = with_scripts(
+        [scored("ab", -1.0), scored("c", -1.0), stop()], [scored("xyz", -1.0), stop()]
+    )
     got = events(await post(served, TEXT, n=2, logprobs=0, stream=True))
     offsets: dict[int, list[int]] = {0: [], 1: []}
     for event in got:
@@ -223,13 +231,13 @@ async def test_text_stream_with_logprobs_then_offsets_count_in_each_choice() -> 
 
 
 async def test_best_of_when_streamed_then_refused_by_name() -> None:
-    response = await post(each(), TEXT, best_of=2, stream=True)
+    response = await post(with_scripts(), TEXT, best_of=2, stream=True)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "best_of"
 
 
 async def test_stats_when_several_choices_then_the_whole_and_each() -> None:
-    served = each([chunk("a"), stop("b")], [chunk("c"), stop("d")])
+    served = with_scripts([chunk("a"), stop("b")], [chunk("c"), stop("d")])
     stats = (await post(served, CHAT, {"x-dynamo-stats": "1"}, n=2)).json()["dynamo_trtllm"]
     assert (stats["prefill_instance"], stats["decode_instance"]) == ("ab", "cd")
     assert stats["kv_bytes"] == 2 * 4096
@@ -246,7 +254,7 @@ async def test_stats_when_several_choices_then_the_whole_and_each() -> None:
 async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_closed(
     stream: bool,
 ) -> None:
-    served = each([asyncio.Event()], [errors.EngineFailed("died")], [asyncio.Event()])
+    served = with_scripts([asyncio.Event()], [errors.EngineFailed("died")], [asyncio.Event()])
     response = await post(served, CHAT, n=3, stream=stream)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "engine_failed"
@@ -255,9 +263,9 @@ async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_cl
 
 async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> None:
     shown = asyncio.Event()
-    served = each([chunk("a"), asyncio.Event()], [shown, errors.Disconnected("lost")])
+    served = with_scripts([chunk("a"), asyncio.Event()], [shown, errors.Disconnected("lost")])
     asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
-    await served.router.each[0].begun.wait()
+    await served.router.routers[0].begun.wait()
     shown.set()
     got = events(await asking)
     assert got[-1]["error"]["code"] == "disconnected"
@@ -265,8 +273,10 @@ async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> No
 
 
 async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back() -> None:
-    served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2)
-    begun = [one.begun for one in served.router.each]
+    served = with_scripts(
+        [chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2
+    )
+    begun = [router.begun for router in served.router.routers]
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True}
     )
@@ -291,7 +301,7 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
     }
     await asgi(served.app)(scope, receive, send)
     assert served.router.running == 0
-    served.router.each += [ScriptedRouter([stop("a")]), ScriptedRouter([stop("b")])]
+    served.router.routers += [ScriptedRouter([stop("a")]), ScriptedRouter([stop("b")])]
     assert (await post(served, CHAT, n=2)).status_code == 200
 
 
@@ -352,9 +362,9 @@ async def test_clients_of_128_choices_when_they_leave_together_then_no_iteration
 
 async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
     held = asyncio.Event()
-    served = each([held, stop()], max_inflight=2, max_queued=0)
+    served = with_scripts([held, stop()], max_inflight=2, max_queued=0)
     first = asyncio.create_task(post(served, CHAT))
-    await served.router.each[0].begun.wait()
+    await served.router.routers[0].begun.wait()
     response = await post(served, CHAT, n=2)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
     assert response.headers["retry-after"]
@@ -364,13 +374,13 @@ async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
 
 
 async def test_choices_when_more_than_the_server_ever_runs_then_400_and_not_try_again() -> None:
-    response = await post(each(max_inflight=2), CHAT, n=3)
+    response = await post(with_scripts(max_inflight=2), CHAT, n=3)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
     assert "retry-after" not in response.headers
 
 
 async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_of_each() -> None:
-    served = each([chunk("ab"), stop("c")], [chunk("de"), stop("f")])
+    served = with_scripts([chunk("ab"), stop("c")], [chunk("de"), stop("f")])
     await post(served, CHAT, n=2)
     text = served.metrics.render().decode()
     assert f'dynamo_trtllm_ttft_seconds_count{{model="{MODEL}"}} 1.0' in text
@@ -401,7 +411,7 @@ def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> 
 
 async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() -> None:
     never = asyncio.Event()
-    served = each([chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), never])
+    served = with_scripts([chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), never])
     tools = [
         {
             "type": "function",

@@ -199,7 +199,7 @@ MISSPELLED = [
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "field", "meant"), MISSPELLED, ids=[each[2] for each in MISSPELLED]
+    ("path", "body", "field", "meant"), MISSPELLED, ids=[name[2] for name in MISSPELLED]
 )
 async def test_misspelled_field_by_default_then_rejected_with_the_name_that_is_meant(
     path: str, body: dict[str, Any], field: str, meant: str
@@ -423,7 +423,7 @@ async def test_return_token_ids_when_chat_then_ids_of_prompt_and_answer() -> Non
     )
     assert first["prompt_token_ids"] == [*b"hi"]
     assert [
-        each for event in rest for each in event["choices"][0].get("token_ids", ())
+        token for event in rest for token in event["choices"][0].get("token_ids", ())
     ] == generated
     assert not any("prompt_token_ids" in event for event in rest)
 
@@ -522,7 +522,7 @@ async def test_scheduling_fields_then_every_call_to_workers_has_them(path: str, 
         0,
         True,
     )
-    assert [each.conversation_id for each in (full, named, plain)] == ["c", "s", None]
+    assert [one.conversation_id for one in (full, named, plain)] == ["c", "s", None]
     assert (plain.priority, plain.dp_rank, plain.prefill_dp_rank, plain.relax_dp_rank) == (
         0,
         None,

@@ -67,7 +67,10 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
     guided = choice.request.sampling.guided
     assert guided is not None
     assert (guided.trigger, list(guided.trigger_ids)) == ("", [])
-    assert [(each.prefix, json.loads(each.json_schema)) for each in guided.alternatives] == [
+    assert [
+        (alternative.prefix, json.loads(alternative.json_schema))
+        for alternative in guided.alternatives
+    ] == [
         (f"get_weather{REST}", CITY),
         (f"get_time{REST}", {"type": "object"}),
     ]
@@ -140,7 +143,10 @@ def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_b
     assert natural is not None
     # or it would not be met in what a model writes
     assert natural[: len(guided.trigger_ids)] == guided.trigger_ids
-    assert [(each.prefix, json.loads(each.json_schema)) for each in guided.alternatives] == [
+    assert [
+        (alternative.prefix, json.loads(alternative.json_schema))
+        for alternative in guided.alternatives
+    ] == [
         (f".get_weather{REST}", CITY),
         (f".get_time{REST}", {}),
     ]
@@ -156,11 +162,14 @@ def test_strict_tool_beside_a_response_format_then_a_call_and_an_answer_have_a_f
     )
     assert guided is not None
     assert guided.trigger == HEADER.removesuffix(".")
-    assert [json.loads(each.json_schema) for each in guided.alternatives] == [CITY, {}]
+    assert [json.loads(alternative.json_schema) for alternative in guided.alternatives] == [
+        CITY,
+        {},
+    ]
     answer = guided.otherwise
     assert answer is not None
     assert answer.trigger == "<|channel|>final"
-    assert [json.loads(each.json_schema) for each in answer.alternatives] == [CITY]
+    assert [json.loads(alternative.json_schema) for alternative in answer.alternatives] == [CITY]
 
 
 @pytest.mark.parametrize("tools", [[], [STRICT], [TIME]])
@@ -281,7 +290,7 @@ def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(
         .request.sampling.guided
     )
     assert guided is not None
-    assert [each.prefix for each in guided.alternatives] == [
+    assert [alternative.prefix for alternative in guided.alternatives] == [
         opening,
         opening.replace("weather", "time"),
     ]

@@ -278,8 +278,8 @@ async def test_router_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_
     second = await cluster.add(2, Role.AGGREGATED, [FINISHED[2]])
     got: list[int] = []
 
-    def take(each: Chunk) -> bool:
-        got.extend(each.token_ids)
+    def take(received: Chunk) -> bool:
+        got.extend(received.token_ids)
         begun.set()
         return True
 
@@ -297,7 +297,7 @@ async def test_router_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_
     first = await cluster.add(1, Role.AGGREGATED, FINISHED)
     second = await cluster.add(2, Role.AGGREGATED, FINISHED)
 
-    def fail(each: Chunk) -> bool:
+    def fail(received: Chunk) -> bool:
         raise error
 
     with pytest.raises(type(error)):

@@ -61,7 +61,7 @@ def test_responses_when_reasoning_follows_a_preamble_then_items_are_in_that_orde
 ) -> None:
     middle = "<|channel|>analysis<|message|>Hm."
     result = responses(served, case(f"{PREAMBLE}{NEXT}{middle}{NEXT}{CALL}<|call|>"), steps)
-    assert [each[:2] for each in output(result)] == [
+    assert [part[:2] for part in output(result)] == [
         ("message", "commentary"),
         ("reasoning", None),
         ("function_call", "a"),
@@ -82,7 +82,7 @@ def test_responses_when_there_is_a_preamble_then_it_is_a_message_of_its_own(
     one_item += ["output_text.done", "content_part.done", "output_item.done"]
     assert names == ["created", "in_progress", *one_item, *one_item, "completed"]
     added = [
-        each["item"]["phase"] for each in result["events"] if each["type"].endswith("item.added")
+        event["item"]["phase"] for event in result["events"] if event["type"].endswith("item.added")
     ]
     assert added == ["commentary", "final_answer"]
 
@@ -96,7 +96,7 @@ def test_responses_when_messages_have_logprobs_then_each_has_its_own(
     )
     for item in result["events"][-1]["response"]["output"]:
         part = item["content"][0]
-        assert "".join(each["token"] for each in part["logprobs"]) == part["text"]
+        assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
 
 
 @STEPS
@@ -167,7 +167,7 @@ def test_chat_when_a_stop_string_ends_it_then_no_later_token_counts(
     assert result["token_ids"] == used
     assert result["usage"].completion_tokens == len(used)
     assert result["usage"].reasoning_tokens == 2
-    shown = "".join(each["token"] for each in result["logprobs"])
+    shown = "".join(entry["token"] for entry in result["logprobs"])
     assert shown == ("Done. STOP" if has_logprobs else "")
 
 

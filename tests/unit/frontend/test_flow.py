@@ -93,11 +93,11 @@ class Played:
 
 
 def phases(caused: Sequence[Any]) -> list[tuple[int, Phase]]:
-    return [(each[1].id, each[2].phase) for each in named("call_worker", caused)]
+    return [(action[1].id, action[2].phase) for action in named("call_worker", caused)]
 
 
 def named(name: str, caused: Sequence[Any]) -> list[Any]:
-    return [each for each in caused if isinstance(each, tuple) and each[0] == name]
+    return [action for action in caused if isinstance(action, tuple) and action[0] == name]
 
 
 TO_PREFILL = ((Signal.START, PAIR),)
@@ -198,7 +198,7 @@ def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_frees_a_slot_that_no_
     played = Played()
     played.play((Signal.START, WorkerSelection(KEEPING, SLOT_FIRST)), *events)
     caused = played.on(Signal.CANCEL)
-    assert [each[2] if each[0] == "send_control" else each[0] for each in caused] == freed
+    assert [action[2] if action[0] == "send_control" else action[0] for action in caused] == freed
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,9 @@ SCHEMAS: list[tuple[Callable[[int], Any], int, int, str]] = [
     ),
 ]
 CASES = [
-    *[("grammar", *each) for each in GRAMMARS],
-    *[("regex", *each) for each in REGEXES],
-    *[("schema", *each) for each in SCHEMAS],
+    *[("grammar", *grammar) for grammar in GRAMMARS],
+    *[("regex", *regex) for regex in REGEXES],
+    *[("schema", *schema) for schema in SCHEMAS],
 ]
 
 

@@ -29,7 +29,7 @@ def test_settle_then_what_exists_is_not_looked_through_again() -> None:
     loaded = [Link() for _ in range(100)]
     run_app.tune_gc()
     assert gc.get_freeze_count() > frozen + len(loaded)
-    assert not any(isinstance(each, Link) for each in gc.get_objects())
+    assert not any(isinstance(item, Link) for item in gc.get_objects())
 
 
 def test_settle_then_cycles_made_before_and_after_are_freed() -> None:
@@ -44,7 +44,7 @@ def test_settle_then_cycles_made_before_and_after_are_freed() -> None:
     gone.append(weakref.ref(after))
     del after
     gc.collect()
-    assert [each() for each in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_settle_then_collections_are_rare() -> None:

@@ -269,7 +269,7 @@ async def test_logprobs_of_text_then_offsets_count_characters() -> None:
     served = front(chunk("ab", logprobs=True), chunk("c", logprobs=True), stop())
     streamed = events(await post(served, TEXT, text(logprobs=1, stream=True)))
     offsets = [event["choices"][0]["logprobs"] for event in streamed]
-    assert [each["text_offset"] for each in offsets if each] == [[0, 1], [2]]
+    assert [offset["text_offset"] for offset in offsets if offset] == [[0, 1], [2]]
 
 
 # --- refusals -------------------------------------------------------------------------------------

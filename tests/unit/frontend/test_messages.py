@@ -77,10 +77,10 @@ async def test_text_when_streamed_then_the_literal_events() -> None:
             "cache_creation_input_tokens": 0,
         },
     }
-    text = [{"type": "text_delta", "text": each} for each in ("Hel", "lo")]
+    text = [{"type": "text_delta", "text": word} for word in ("Hel", "lo")]
     assert rest == [
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        *({"type": "content_block_delta", "index": 0, "delta": each} for each in text),
+        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in text),
         {"type": "content_block_stop", "index": 0},
         {
             "type": "message_delta",

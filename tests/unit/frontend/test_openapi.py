@@ -66,14 +66,14 @@ def schema(name: str) -> jsonschema_rs.Validator:
 
 def references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, member in value.items():
             if key == "$ref":
-                yield each
+                yield member
             else:
-                yield from references(each)
+                yield from references(member)
     elif isinstance(value, list):
-        for each in value:
-            yield from references(each)
+        for item in value:
+            yield from references(item)
 
 
 async def test_openapi_then_it_is_served_and_every_reference_leads_somewhere() -> None:
@@ -83,8 +83,8 @@ async def test_openapi_then_it_is_served_and_every_reference_leads_somewhere() -
     assert described["openapi"].startswith("3.1")
     names = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
     assert set(references(described)) <= names
-    for each in described["components"]["schemas"].values():
-        jsonschema_rs.meta.validate(each)
+    for schema in described["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(schema)
 
 
 def test_openapi_then_it_lists_exactly_the_routes_of_the_app() -> None:

@@ -295,7 +295,7 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
         said = [
             record for record in caplog.records if record.getMessage().startswith("probe raised")
         ]
-        assert [(each.levelno, each.exc_info is not None) for each in said] == [
+        assert [(record.levelno, record.exc_info is not None) for record in said] == [
             (logging.ERROR, True)
         ]
         # the same instance with a sound card

@@ -79,7 +79,7 @@ def answered(
         builder.start() + b"".join(map(builder.delta, deltas)) + builder.finish(state.usage(), {})
     )
     events = [
-        json.loads(each.partition("\ndata: ")[2]) for each in data.decode().strip().split("\n\n")
+        json.loads(line.partition("\ndata: ")[2]) for line in data.decode().strip().split("\n\n")
     ]
     for event in events:
         EVENT.validate_python(event)

@@ -40,9 +40,9 @@ def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
                     text=draw(st.sampled_from(["", words])),
                 ),
                 *(
-                    Delta(channel=channel, call_index=calls, text=each)
-                    for each in (words, more)
-                    if each
+                    Delta(channel=channel, call_index=calls, text=text)
+                    for text in (words, more)
+                    if text
                 ),
             ]
             calls += 1
@@ -61,16 +61,18 @@ def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
 
 
 def texts_of(script: list[ChoiceDelta], *channels: Channel) -> str:
-    return "".join(each.text for step in script for each in step.deltas if each.channel in channels)
+    return "".join(
+        delta.text for step in script for delta in step.deltas if delta.channel in channels
+    )
 
 
 def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     transcript = OutputBuilder(RESPONSE, CharacterRenderer())
-    events = [each for region in script for each in transcript.push(region)]
+    events = [event for region in script for event in transcript.push(region)]
     events += transcript.finish("completed")
     return [
-        each.template | {"delta": each.text} if isinstance(each, TextDelta) else each
-        for each in events
+        event.template | {"delta": event.text} if isinstance(event, TextDelta) else event
+        for event in events
     ], transcript.items("completed")
 
 
@@ -83,7 +85,7 @@ def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
     assert text_of(items, "reasoning") == texts_of(script, Channel.REASONING)
     assert text_of(items, "message") == texts_of(script, *TEXTS[1:])
-    deltas = [each for step in script for each in step.deltas if each.channel is Channel.CALL]
+    deltas = [delta for step in script for delta in step.deltas if delta.channel is Channel.CALL]
     calls = [item for item in items if item["type"] == "function_call"]
     assert len(calls) == sum(delta.name is not None for delta in deltas)
     for index, call in enumerate(calls):
@@ -101,9 +103,9 @@ def test_steps_then_items_are_in_the_order_of_generation(script: list[ChoiceDelt
     others = {"reasoning": Channel.REASONING, "function_call": Channel.CALL}
     found = [others.get(item["type"]) or kinds[item.get("phase")] for item in items]
     expected: list[Channel] = []
-    for each in (each for step in script for each in step.deltas if each.text or each.name):
-        if each.name is not None or not expected or expected[-1] is not each.channel:
-            expected.append(each.channel)
+    for delta in (delta for step in script for delta in step.deltas if delta.text or delta.name):
+        if delta.name is not None or not expected or expected[-1] is not delta.channel:
+            expected.append(delta.channel)
     assert found == expected
 
 

@@ -59,7 +59,7 @@ ANSWERS: dict[str, list[Chunk]] = {
     "nothing": [stop()],
     "cut": [chunk("Hel"), chunk("l", finish=FinishReason.LENGTH)],
     "a call that is cut": [chunk("{", ids=[CALL], finish=FinishReason.LENGTH)],
-    "with logprobs": [*(chunk(each, logprobs=True) for each in ("Hé", chr(HALF), "x")), stop()],
+    "with logprobs": [*(chunk(text, logprobs=True) for text in ("Hé", chr(HALF), "x")), stop()],
     "with logprobs before reasoning": [
         chunk("H", logprobs=True),
         chunk(chr(HALF), logprobs=True),
@@ -77,8 +77,8 @@ ANSWERS: dict[str, list[Chunk]] = {
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         volatile = ("id", "call_id", "item_id", "created_at", "completed_at")
-        return {name: without_ids(each) for name, each in value.items() if name not in volatile}
-    return [without_ids(each) for each in value] if isinstance(value, list) else value
+        return {name: without_ids(member) for name, member in value.items() if name not in volatile}
+    return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -227,12 +227,12 @@ async def test_logprobs_when_included_then_on_deltas_and_on_the_text() -> None:
     )
     found = await events(served, include=["message.output_text.logprobs"])
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
-    assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [
+    assert [[entry["token"] for entry in event["logprobs"]] for event in deltas] == [
         ["H", "é"],
         ["\ufffd", "x"],
     ]
     part = found[-1]["response"]["output"][0]["content"][0]
-    assert [each["token"] for each in part["logprobs"]] == ["H", "é", "\ufffd", "x"]
+    assert [entry["token"] for entry in part["logprobs"]] == ["H", "é", "\ufffd", "x"]
     assert part["logprobs"][1]["bytes"] == list("é".encode())
     assert part["logprobs"][2]["bytes"] == []  # half a character has none that are known
 

@@ -122,7 +122,7 @@ async def test_item_reference_then_the_item_of_a_kept_response() -> None:
     first = await made(served)
     listed = (await ask(served, "GET", f"{PATH}/{first['id']}/input_items")).json()["data"]
     references = [
-        {"type": "item_reference", "id": each["id"]} for each in (*listed, *first["output"])
+        {"type": "item_reference", "id": item["id"]} for item in (*listed, *first["output"])
     ]
     await made(served, input=[*references, {"role": "user", "content": "more"}])
     shown = [message.content for message in served.catalog.renderer.conversations[1].messages]

@@ -142,7 +142,9 @@ async def test_id_of_another_frontend_then_says_what_to_do(response_id: str, wor
 async def test_store_when_it_is_full_then_the_oldest_goes() -> None:
     served = front(stop("x"), response_store_entries=2)
     ids = [(await made(served))["id"] for _ in range(3)]
-    statuses = [(await ask(served, "GET", f"{PATH}/{each}")).status_code for each in ids]
+    statuses = [
+        (await ask(served, "GET", f"{PATH}/{response_id}")).status_code for response_id in ids
+    ]
     assert statuses == [404, 200, 200]
 
 

@@ -77,7 +77,7 @@ async def test_health_when_there_are_more_workers_than_the_limit_then_their_numb
     served.catalog.up = [make_instance(number) for number in range(1, 201)]
     body = (await ask(served, "GET", "/health")).json()
     assert body["num_instances"] == {"decode": 200}
-    assert [each["instance_id"] for each in body["instances"]] == [*range(1, 101)]
+    assert [instance["instance_id"] for instance in body["instances"]] == [*range(1, 101)]
     assert len((await ask(served, "GET", "/health?limit=200")).json()["instances"]) == 200
     assert (await ask(served, "GET", "/health?limit=0")).json()["error"]["param"] == "limit"
 

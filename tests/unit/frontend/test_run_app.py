@@ -121,8 +121,8 @@ async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_
     breakers = PairBreakers()
     router = RequestRouter(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
     tasks = {
-        name: asyncio.create_task(each)
-        for name, each in routing_work("ns", router, FrontendMetrics()).items()
+        name: asyncio.create_task(coroutine)
+        for name, coroutine in routing_work("ns", router, FrontendMetrics()).items()
     }
     assert set(tasks) == work
     router.view.add(make_instance(1))

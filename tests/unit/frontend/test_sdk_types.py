@@ -55,7 +55,7 @@ def answers() -> dict[str, list[Chunk]]:
         "two calls": [chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), stop()],
         "nothing": [stop()],
         "cut": [chunk("Hel"), chunk("l", finish=FinishReason.LENGTH)],
-        "with logprobs": [*(chunk(each, logprobs=True) for each in ("Hé", chr(HALF), "x")), stop()],
+        "with logprobs": [*(chunk(text, logprobs=True) for text in ("Hé", chr(HALF), "x")), stop()],
     }
 
 
@@ -137,7 +137,9 @@ async def test_calls_when_streamed_then_their_fields_come_in_the_sdks_order() ->
         json.loads(line)
         for line in lines(await ask(front(*answers()["two calls"]), "POST", CHAT, json=asked))
     ]
-    calls = [call for each in chunks for call in each["choices"][0]["delta"].get("tool_calls", [])]
+    calls = [
+        call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])
+    ]
     assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
     for index in (0, 1):
         first, *more = [call for call in calls if call["index"] == index]

@@ -148,7 +148,7 @@ def message(choose: Callable[[Sequence[str]], str]) -> str:
 
 MESSAGES = st.tuples(*map(st.sampled_from, (HEADERS, BODIES, BODIES, ENDS))).map("".join)
 TURNS = st.lists(MESSAGES, max_size=6).map("".join)
-SHORT = st.sampled_from([each for each in RECORDED if len(each) < LONGEST])
+SHORT = st.sampled_from([tokens for tokens in RECORDED if len(tokens) < LONGEST])
 WRITTEN = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
@@ -179,8 +179,8 @@ SEQUENCES = 200
 def sequences() -> list[tuple[tuple[str, str], str]]:
     """Return recorded and generated texts, each with the parsers that read it."""
     draw = random.Random(4)
-    recorded = [(HARMONY[0], each[:LONGEST]) for each in RECORDED]
-    recorded += [(parsers, each) for parsers in OTHERS for each in RECORDED_OTHERS]
+    recorded = [(HARMONY[0], tokens[:LONGEST]) for tokens in RECORDED]
+    recorded += [(parsers, tokens) for parsers in OTHERS for tokens in RECORDED_OTHERS]
     generated: list[tuple[tuple[str, str], str]] = []
     while len(recorded) + len(generated) < SEQUENCES:
         if len(generated) % 2:

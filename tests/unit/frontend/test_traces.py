@@ -137,7 +137,7 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
     )
     assert root["service"] == "dynamo_trtllm.frontend"
     assert "status" not in root
-    attributes = {each["key"]: each["value"] for each in root["attributes"]}
+    attributes = {attribute["key"]: attribute["value"] for attribute in root["attributes"]}
     assert attributes["gen_ai.request.model"] == {"stringValue": MODEL}
     assert attributes["http.response.status_code"] == {"intValue": "200"}
     assert attributes["gen_ai.response.id"] == {"stringValue": response.json()["id"]}

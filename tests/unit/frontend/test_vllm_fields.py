@@ -40,7 +40,7 @@ async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choic
     )
     *parts, last = events(await post(served, path, wanted))
     for index in range(2):
-        usages = [each["usage"] for each in parts if each["choices"][0]["index"] == index]
+        usages = [part["usage"] for part in parts if part["choices"][0]["index"] == index]
         assert usages[-3:] == [
             {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made}
             for made in (2, 16, 17)
@@ -48,7 +48,7 @@ async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choic
     if path == CHAT:
         assert parts[0]["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
     assert (
-        "".join(delta_text(each) for each in parts if each["choices"][0]["index"] == 0)
+        "".join(delta_text(part) for part in parts if part["choices"][0]["index"] == 0)
         == 'a\U0001d11eb"usage":null}'
     )
     assert last["usage"]["completion_tokens"] == 34
@@ -182,7 +182,7 @@ async def test_prompt_logprobs_beside_echo_then_each_has_its_number_of_alternati
     fields = {"prompt": "abc", "echo": True, "logprobs": 0, "prompt_logprobs": 1, "max_tokens": 0}
     (choice,) = (await post(served, TEXT, text(**fields))).json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [None, {}, {}]
-    assert [each and len(each) for each in choice["prompt_logprobs"]] == [None, 1, 1]
+    assert [entry and len(entry) for entry in choice["prompt_logprobs"]] == [None, 1, 1]
 
 
 @pytest.mark.parametrize(

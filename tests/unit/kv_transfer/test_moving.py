@@ -57,8 +57,8 @@ def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> Non
     late = [mover.submit(steps(name, seen, 1)) for name in "abc"]
     assert late[1].cancel()
     gate.set()
-    for each in (*first, late[0], late[2]):
-        each.result(WAIT_S)
+    for move in (*first, late[0], late[2]):
+        move.result(WAIT_S)
     assert seen == ["a", "c"]
     mover.shutdown()
 
@@ -74,10 +74,10 @@ def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_canc
     closing.start()
     with pytest.raises(CancelledError):
         waiting.result(WAIT_S)
-    assert not any(each.done() for each in moving)
+    assert not any(move.done() for move in moving)
     gate.set()
-    for each in moving:
-        each.result(WAIT_S)
+    for move in moving:
+        move.result(WAIT_S)
     closing.join(WAIT_S)
     assert not closing.is_alive()
 
@@ -118,8 +118,8 @@ def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> 
     late = [mover.submit(steps(name, seen, 1), step_now=True) for name in "abc"]
     assert not seen
     gate.set()
-    for each in (*first, *late):
-        each.result(WAIT_S)
+    for move in (*first, *late):
+        move.result(WAIT_S)
     assert seen == ["a", "b", "c"]
     mover.shutdown()
 
@@ -129,8 +129,8 @@ def test_mover_when_oldest_waits_for_long_then_all_others_are_moved() -> None:
     seen = list[str]()
     gate = threading.Event()
     gated = mover.submit(until(gate))
-    for each in [mover.submit(steps(name, seen, 50)) for name in "abcdef"]:
-        each.result(WAIT_S)
+    for move in [mover.submit(steps(name, seen, 50)) for name in "abcdef"]:
+        move.result(WAIT_S)
     assert sorted(seen) == sorted("abcdef" * 50)
     gate.set()
     gated.result(WAIT_S)

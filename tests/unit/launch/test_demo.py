@@ -170,7 +170,7 @@ async def test_run_when_a_variable_has_no_effect_then_only_the_launcher_names_it
     monkeypatch.setenv("DYN_KVBM_METRICS", "1")
     deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
     await main.run(deployment, log_format="text")
-    (line,) = [each for each in caplog.messages if "without effect" in each]
+    (line,) = [message for message in caplog.messages if "without effect" in message]
     assert "DYN_TLS_CERT_PATH" in line
     assert "DYN_KVBM_METRICS" in line
     caplog.clear()

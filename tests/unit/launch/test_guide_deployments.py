@@ -38,7 +38,7 @@ def worker(words: Any, engine: str) -> WorkerConfig:
 
 
 def of_guide(guide: str, module: str) -> list[Command]:
-    return [each for each in commands() if (each.guide, each.module) == (guide, module)]
+    return [command for command in commands() if (command.guide, command.module) == (guide, module)]
 
 
 def by_role(

@@ -41,9 +41,9 @@ def gpus(*free: float, total: float = 80) -> MachineFacts:
     """A machine with GPUs of `total` GiB, of which `free` are free."""
     cards = tuple(
         GpuMemory(
-            number=number, name="H100", total_bytes=int(total * GIB), free_bytes=int(each * GIB)
+            number=number, name="H100", total_bytes=int(total * GIB), free_bytes=int(free_gib * GIB)
         )
-        for number, each in enumerate(free)
+        for number, free_gib in enumerate(free)
     )
     return replace(LAPTOP, gpus=cards, no_gpu_reason="")
 

@@ -82,7 +82,7 @@ def test_prefix_hashes_when_a_prompt_continues_then_equal_those_of_the_whole_pro
 def test_prefix_hashes_when_salts_differ_then_no_block_is_equal() -> None:
     assert root_hash(None) == root_hash("") == 0
     salted = [prefix_hashes(PROMPT, 4, root_hash(salt)) for salt in ("a", "b", None)]
-    assert len({each for hashes in salted for each in hashes}) == 9
+    assert len({block_hash for hashes in salted for block_hash in hashes}) == 9
 
 
 def test_prefix_hashes_then_do_not_change_between_releases() -> None:
@@ -130,7 +130,7 @@ async def test_events_when_two_ranks_store_a_block_then_it_is_removed_after_both
         BlocksRemoved(hashes=(1,)), stored(1, 2), BlocksRemoved(hashes=(1,))
     ) == {B}
     assert await reader.blocks_after(BlocksRemoved(hashes=(7,), dp_rank=1)) == set()
-    assert [each.removed for each in reader.updates] == [b"", b"", pack_hashes([A])]
+    assert [update.removed for update in reader.updates] == [b"", b"", pack_hashes([A])]
 
 
 async def test_events_when_layers_have_windows_then_only_blocks_of_the_largest_are_published() -> (
@@ -246,8 +246,8 @@ async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(
     reader.publisher.on_events([BlocksRemoved(hashes=(3,))])
     await reader.until(5)
     rows = [
-        (each.number, each.cleared, each.snapshot, unpack_hashes(each.stored))
-        for each in reader.updates
+        (update.number, update.cleared, update.snapshot, unpack_hashes(update.stored))
+        for update in reader.updates
     ]
     assert rows == [
         (0, False, 0, [A, B]),
@@ -264,7 +264,7 @@ async def test_resync_when_asked_again_within_the_interval_then_the_next_snapsho
     assert (await reader.until(1))[0].snapshot == 1
     reader.publisher.resync()
     assert await reader.blocks_after(stored(1)) == {A}
-    assert [each.snapshot for each in reader.updates] == [1, 0]
+    assert [update.snapshot for update in reader.updates] == [1, 0]
 
 
 async def test_events_when_they_pause_then_an_empty_update_shows_the_last_number() -> None:

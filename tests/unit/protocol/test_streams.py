@@ -316,5 +316,7 @@ def test_chunk_of_a_token_when_it_is_asked_for_again_then_it_is_the_same_and_few
     monkeypatch.setattr(streams, "_KEPT_CHUNKS", 2)
     chunks = type(streams.TOKEN_CHUNKS)()
     assert chunks[7] is chunks[7]
-    assert [list(chunks[each].token_ids) for each in range(100)] == [[each] for each in range(100)]
+    assert [list(chunks[number].token_ids) for number in range(100)] == [
+        [number] for number in range(100)
+    ]
     assert len(chunks) <= 2

@@ -65,7 +65,7 @@ class EventBuffer:
                 first_parent = parent
             self._blocks[number] = None
             shown = [
-                {"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids
+                {"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in ids
             ]
             block: dict[str, Any] = {
                 "type": "stored_block",
@@ -82,13 +82,13 @@ class EventBuffer:
                 {"type": "stored", "parent_hash": before, "blocks": new}, rank, self._groups()
             )
         self._remove(
-            [each for each in self._second_group if each not in prompt], rank, self._groups()[1:]
+            [name for name in self._second_group if name not in prompt], rank, self._groups()[1:]
         )
         gone = list(self._blocks)[: max(0, len(self._blocks) - self._most_blocks)]
-        for each in gone:
-            del self._blocks[each]
+        for name in gone:
+            del self._blocks[name]
         self._remove(
-            [each for each in gone if each in self._second_group], rank, self._groups()[1:]
+            [name for name in gone if name in self._second_group], rank, self._groups()[1:]
         )
         self._remove(gone, rank, self._groups()[:1])
 
@@ -105,7 +105,7 @@ class EventBuffer:
     def _remove(self, numbers: Sequence[int], rank: int, groups: Sequence[int | None]) -> None:
         if numbers and groups:
             self._add(
-                {"type": "removed", "block_hashes": [self._name(each) for each in numbers]},
+                {"type": "removed", "block_hashes": [self._name(number) for number in numbers]},
                 rank,
                 groups,
             )

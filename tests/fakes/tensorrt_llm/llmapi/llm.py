@@ -95,8 +95,8 @@ class LLM:
 
     def generate_async(self, *args: Any, **kwargs: Any) -> RequestOutput:
         """Returns at once."""
-        for each in self._iterations.values():
-            each.is_done = False
+        for row in self._iterations.values():
+            row.is_done = False
         given = _GENERATE_ASYNC.bind(self, *args, **kwargs)
         given.apply_defaults()
         call = given.arguments

@@ -91,7 +91,7 @@ class Core:
         self.scheduler.requests[job.id] = job
         job.metrics.queued_ts = time.monotonic()
         if self.config.scheduler_config.policy == "priority":
-            insort(self.waiting, job, key=lambda each: each.priority)
+            insort(self.waiting, job, key=lambda job: job.priority)
         else:
             self.waiting.append(job)
         self.wake.set()
@@ -152,7 +152,7 @@ class Core:
             None, SimpleNamespace(kv_connector_output=report)
         )
         self._free_leases()
-        for output in [each for client in outputs.values() for each in client.outputs]:
+        for output in [pending for client in outputs.values() for pending in client.outputs]:
             _send(jobs[output.request_id], self._output([], None, output.finish_reason, None))
 
     def _free_leases(self) -> None:
@@ -272,7 +272,10 @@ class Core:
         if len(job.output) == 1 and sampling.prompt_logprobs is not None:
             output.prompt_logprobs = [
                 None,
-                *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:]),
+                *(
+                    logprobs(prompt_token, sampling.prompt_logprobs)
+                    for prompt_token in job.prompt[1:]
+                ),
             ]
         _send(job, output)
         if finish:

@@ -105,8 +105,8 @@ ODD_KEY = "v1/instances/dynamo/a/b/1"
 
 def reasons(events: list[Added | Removed | Rejected]) -> list[tuple[str, str | None]]:
     """Of what was rejected, and nothing else."""
-    assert all(isinstance(each, Rejected) for each in events)
-    return [(each.key, each.reason) for each in events if isinstance(each, Rejected)]
+    assert all(isinstance(event, Rejected) for event in events)
+    return [(event.key, event.reason) for event in events if isinstance(event, Rejected)]
 
 
 def test_put_when_unreadable_then_rejected_once_with_one_warning(

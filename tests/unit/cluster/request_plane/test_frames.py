@@ -259,7 +259,7 @@ async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_othe
     streams = [opened(inbox)[1] for _ in range(3)]
     prompts = [Prompt() for _ in streams]
     gone = [weakref.ref(prompt) for prompt in prompts]
-    readers = [asyncio.create_task(read(*each)) for each in zip(streams, prompts, strict=True)]
+    readers = [asyncio.create_task(read(*stream)) for stream in zip(streams, prompts, strict=True)]
     prompts.clear()
     await asyncio.sleep(0)
     inbox.fail_all(Disconnected("lost", field="x"))

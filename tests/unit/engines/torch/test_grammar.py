@@ -175,7 +175,7 @@ def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts
         matcher = matcher_of(compiler, formatted(prefix, **content), STOPS)
         *output, _ = write(matcher, seed)
         found.add(spell(output))
-    assert found == {prefix + each for each in texts}
+    assert found == {prefix + text for text in texts}
 
 
 @pytest.mark.parametrize(
@@ -317,8 +317,8 @@ def test_schema_when_it_names_properties_then_objects_have_no_others(
 ) -> None:
     assert (closed(schema).get("additionalProperties") is False) == is_closed
     inner = closed({"items": schema, "anyOf": [schema], "$defs": {"x": schema}})
-    for each in (inner["items"], inner["anyOf"][0], inner["$defs"]["x"]):
-        assert (each.get("additionalProperties") is False) == is_closed
+    for place in (inner["items"], inner["anyOf"][0], inner["$defs"]["x"]):
+        assert (place.get("additionalProperties") is False) == is_closed
 
 
 @pytest.mark.parametrize("seed", range(10))

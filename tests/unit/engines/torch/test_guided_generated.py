@@ -61,7 +61,7 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
     if "anyOf" in schema:
         return any(is_valid(value, form) for form in schema["anyOf"])
     if "enum" in schema:
-        return any(value == each and type(value) is type(each) for each in schema["enum"])
+        return any(value == allowed and type(value) is type(allowed) for allowed in schema["enum"])
     match schema["type"]:
         case "string":
             return isinstance(value, str) and len(value) <= schema["maxLength"]
@@ -75,7 +75,7 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
             fits = (
                 isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
             )
-            return fits and all(is_valid(each, schema["items"]) for each in value)
+            return fits and all(is_valid(item, schema["items"]) for item in value)
         case _:
             fits = isinstance(value, dict) and set(value) == set(schema["properties"])
             return fits and all(

@@ -27,7 +27,7 @@ def test_line_when_pre_release_then_it_stands_for_itself(version: str, line: str
 
 @pytest.mark.parametrize("owner", sorted(LIBRARY.needed))
 def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner: str) -> None:
-    has = {each: frozenset(names) for each, names in LIBRARY.needed.items()}
+    has = {class_name: frozenset(names) for class_name, names in LIBRARY.needed.items()}
     check_needed(has, "1.2.1")
     gone = LIBRARY.needed[owner][0]
     with pytest.raises(ConfigError, match=f"{owner}.{gone}"):

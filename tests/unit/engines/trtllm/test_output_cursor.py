@@ -57,7 +57,7 @@ def entry(**values: float) -> dict[int, Any]:
 
 def all_ids(*outputs: Any) -> list[int]:
     read = reader()
-    return [token for each in outputs for token in read.read(each).token_ids]
+    return [token for output in outputs for token in read.read(output).token_ids]
 
 
 def test_read_when_ids_are_cumulative_then_each_is_given_once() -> None:

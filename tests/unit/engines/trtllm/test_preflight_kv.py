@@ -25,7 +25,7 @@ PLAIN, FP8, NVFP4 = (replace(LLAMA, kv_quantization=kind) for kind in (None, "fp
 
 
 def rules(role: Role, changes: dict[str, Any], **known: Any) -> dict[str, str]:
-    return {each.rule: each.severity for each in check_role(facts(role, changes, **known))}
+    return {finding.rule: finding.severity for finding in check_role(facts(role, changes, **known))}
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_layout_when_the_type_is_auto_then_that_of_the_checkpoints_kv_else_of_it
 def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal() -> None:
     prefill = facts(P, {DTYPE: "auto"}, model=FP8)
     decode = facts(D, {DTYPE: "fp8"}, model=FP8)
-    assert "kv-dtype-equal" not in {each.rule for each in check_pair(prefill, decode)}
+    assert "kv-dtype-equal" not in {finding.rule for finding in check_pair(prefill, decode)}
     other = facts(D, {DTYPE: "fp8"}, model=PLAIN)
     assert "kv-dtype-equal" in {
-        each.rule for each in check_pair(facts(P, {DTYPE: "auto"}, model=PLAIN), other)
+        finding.rule for finding in check_pair(facts(P, {DTYPE: "auto"}, model=PLAIN), other)
     }
 
 
@@ -104,9 +104,9 @@ def test_cache_manager_v2_when_something_does_not_support_it_then_its_rule_says_
     changes: dict[str, Any], release: str, rule: str, severity: str
 ) -> None:
     found = rules(P, {MANAGER: True, **changes}, release=release)
-    assert {name: each for name, each in found.items() if name.startswith("cache-manager")}.get(
-        rule, ""
-    ) == severity
+    assert {
+        name: finding for name, finding in found.items() if name.startswith("cache-manager")
+    }.get(rule, "") == severity
     off = rules(P, {MANAGER: False, **changes}, release=release)
     assert not any(name.startswith("cache-manager") for name in off)
 
@@ -117,5 +117,5 @@ def test_cache_managers_when_the_two_sides_differ_then_warning() -> None:
             facts(role, {MANAGER: value, **PYTHON}, release="1.3.0rc29")
             for role, value in ((P, True), (D, setting))
         ]
-        found = {each.rule: each.severity for each in check_pair(*pair)}
+        found = {finding.rule: finding.severity for finding in check_pair(*pair)}
         assert found.get("cache-manager-equal") == ("warning" if is_found else None)

@@ -20,9 +20,9 @@ def found(
     """Return the values of the findings about the environment, by rule."""
     rules = ("nvlink-domains", "infiniband-loopback", "roce-local-subnet", "foreign-nixl")
     return {
-        each.rule: each.value
-        for each in check_role(facts(role, changes, **known))
-        if each.rule in rules
+        finding.rule: finding.value
+        for finding in check_role(facts(role, changes, **known))
+        if finding.rule in rules
     }
 
 

@@ -319,7 +319,7 @@ def test_guided_when_several_forms_then_one_of_them() -> None:
     )
     found = json.loads(guided(*forms)["structural_tag"])["format"]
     assert found["type"] == "or"
-    assert [each["elements"][0]["value"] for each in found["elements"]] == ["a ", "b "]
+    assert [element["elements"][0]["value"] for element in found["elements"]] == ["a ", "b "]
 
 
 def test_guided_when_backend_takes_no_tags_then_refused_with_the_cure() -> None:
@@ -349,14 +349,14 @@ def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_diff
     limits = rules(supported_features=("priority",))
     values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
     found = [
-        TrtllmRequest(msgspec.structs.replace(ask(), priority=each), limits).keywords.get(
+        TrtllmRequest(msgspec.structs.replace(ask(), priority=value), limits).keywords.get(
             "priority"
         )
-        for each in values
+        for value in values
     ]
     assert found[0] == found[1] == 1.0
     assert found[-1] == found[-2] == 0.0
-    singles = array("f", [each or 0.0 for each in found[1:-1]]).tolist()
+    singles = array("f", [priority or 0.0 for priority in found[1:-1]]).tolist()
     assert singles == sorted(set(singles), reverse=True)
 
 
@@ -366,7 +366,7 @@ def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_e
     at = dict(
         zip(
             TIMES,
-            (timedelta(seconds=each) for each in (10.0, 10.5, 10.5, 10.75, 11.0)),
+            (timedelta(seconds=time_s) for time_s in (10.0, 10.5, 10.5, 10.75, 11.0)),
             strict=True,
         )
     )
@@ -378,7 +378,7 @@ def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_e
 
 @pytest.mark.parametrize("name", TIMES)
 def test_phases_when_a_time_is_missing_then_none_is_reported(name: str) -> None:
-    at = {each: timedelta(seconds=1) for each in TIMES}
+    at = {time_s: timedelta(seconds=1) for time_s in TIMES}
     for times in (
         SimpleNamespace(**at | {name: timedelta()}),
         SimpleNamespace(**at | {name: None}),

@@ -70,7 +70,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.waiting = deque(sorted(self.requests, key=lambda each: each.arrives))
+        self.waiting = deque(sorted(self.requests, key=lambda request: request.arrives))
 
     def run(self) -> list[dict[str, Any]]:
         """Return the rows."""
@@ -107,20 +107,20 @@ class Executor:
         self.number += 1
 
     def _schedule(self, num_new: int) -> Batch:
-        decodes = [each for each in self.active if each.computed == each.prompt]
+        decodes = [request for request in self.active if request.computed == request.prompt]
         left = _MOST_TOKENS - len(decodes)
         prompts = list[tuple[Request, bool]]()
         pairs = 0.0
         cached = 0
-        for each in self.active:
-            if each.computed < each.prompt and left:
-                chunk = min(left, each.prompt - each.computed)
-                pairs += chunk * (each.computed + chunk / 2)
-                cached = cached + each.computed
+        for request in self.active:
+            if request.computed < request.prompt and left:
+                chunk = min(left, request.prompt - request.computed)
+                pairs += chunk * (request.computed + chunk / 2)
+                cached = cached + request.computed
                 left = left - chunk
-                each.computed += chunk
-                prompts.append((each, each.computed == each.prompt))
-        context = sum(each.prompt + each.generated for each in decodes)
+                request.computed += chunk
+                prompts.append((request, request.computed == request.prompt))
+        context = sum(request.prompt + request.generated for request in decodes)
         step = StepSample(0.0, len(decodes), context, _MOST_TOKENS - len(decodes) - left, pairs)
         step = step._replace(seconds=gpu_s(step) * self.random.uniform(0.97, 1.03))
         counts = {
@@ -148,9 +148,12 @@ class Executor:
 
     def _read(self, batch: Batch) -> None:
         self.now = max(self.now, batch.ended) + 0.0002
-        for each in [*batch.decodes, *(request for request, is_whole in batch.prompts if is_whole)]:
-            each.generated += 1
-        self.active = [each for each in self.active if each.generated < each.output]
+        for ready in [
+            *batch.decodes,
+            *(request for request, is_whole in batch.prompts if is_whole),
+        ]:
+            ready.generated += 1
+        self.active = [request for request in self.active if request.generated < request.output]
         row = batch.row | {"iterLatencyMS": (self.now - batch.begun) * 1000}
         if self.is_new:
             row["gpuForwardTimeMS"] = batch.step.seconds * 900  # without sampling
@@ -191,7 +194,7 @@ def read(executor: Executor, *, rows_per_poll: int = 60) -> list[StepSample]:
             if step.decode_requests
         ]
         context = decodes[-1].context_tokens / decodes[-1].decode_requests if decodes else 0.0
-        return context, max(each.prompt for each in executor.requests)
+        return context, max(request.prompt for request in executor.requests)
 
     reader = StepReader(steps, running, full_step=lambda: _MOST_TOKENS)
     for position in range(0, len(rows), rows_per_poll):
@@ -273,7 +276,7 @@ def test_chunks_when_rows_do_not_tell_their_place_then_it_comes_from_the_rows_be
     executor = Executor([Request(0.5, prompt, 1) for _ in range(12)], overlaps=False)
     steps = read(executor, rows_per_poll=3)
     assert {step.attention_pairs for step in steps} == {
-        _MOST_TOKENS * (each + _MOST_TOKENS / 2) for each in before
+        _MOST_TOKENS * (step + _MOST_TOKENS / 2) for step in before
     }
 
 

@@ -175,7 +175,7 @@ def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits(
     calls = [(instance_id, number) for instance_id in (1, 2, (1 << 63) - 1) for number in numbers]
     ids = [wire.context_params(*call, known=NEW)["disagg_request_id"] for call in calls]
     assert len(set(ids)) == len(ids)
-    assert all(1 << 42 <= each < 1 << 63 for each in ids)
+    assert all(1 << 42 <= request_id < 1 << 63 for request_id in ids)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes"])

@@ -99,8 +99,8 @@ def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> Non
 def test_flags_when_looked_up_then_each_sets_an_argument_that_every_release_has() -> None:
     assert LIBRARY.flags["expert_parallel_size"] == "moe_expert_parallel_size"
     assert LIBRARY.flags["kv_block_size"] == "kv_cache_config.tokens_per_block"
-    for each in LIBRARY.releases:
-        assert {schema.find(each, key).presence for key in LIBRARY.flags.values()} == {
+    for release in LIBRARY.releases:
+        assert {schema.find(release, key).presence for key in LIBRARY.flags.values()} == {
             Presence.PRESENT
         }
 

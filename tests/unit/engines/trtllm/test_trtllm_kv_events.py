@@ -32,7 +32,7 @@ LARGE = (1 << 64) - 1
 
 
 def block(number: int | str, *ids: int, **fields: Any) -> dict[str, Any]:
-    tokens = [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
+    tokens = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in ids]
     return {
         "type": "stored_block",
         "block_hash": number,
@@ -95,7 +95,7 @@ def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
     found = reader.convert(
         [event(gone, number, attention_dp_rank=rank) for number, rank in numbers]
     )
-    assert [isinstance(each, BlocksCleared) for each in found] == [
+    assert [isinstance(kv_event, BlocksCleared) for kv_event in found] == [
         False,
         False,
         False,

@@ -24,7 +24,7 @@ def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_
 ):
     folders = cache_folders(Path("/c"), {"TRITON_CACHE_DIR": "/t"})
     assert folders["VLLM_CACHE_ROOT"] == "/c/vllm"
-    assert set(map(str, (Path(each).parent for each in folders.values()))) == {"/c"}
+    assert set(map(str, (Path(folder).parent for folder in folders.values()))) == {"/c"}
     assert cache_folders(None, {"TRITON_CACHE_DIR": "/t"}) == {}
     assert cache_folders(None, {"VLLM_CACHE_ROOT": "/v"}) == {"TRITON_CACHE_DIR": "/v/triton"}
 

@@ -27,7 +27,7 @@ def test_fill_dummy_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_t
     embedding = filled("embedding", 256, 400)
     router = filled("router", 128, 400)
     queries = filled("qkv_proj", 128, 400)
-    deviations = [float(each.std()) for each in (embedding, router, queries)]
+    deviations = [float(weights.std()) for weights in (embedding, router, queries)]
     assert deviations == pytest.approx([1.0, 1 / 20, 1.7 / 20], rel=0.02)
 
 

@@ -66,7 +66,7 @@ def stored(*hashes: int, parent: int | None = None, **fields: Any) -> dict[str, 
         "lora_id": None,
     }
     event |= {
-        "token_ids": [each for one in hashes for each in (one, one)],
+        "token_ids": [token for one in hashes for token in (one, one)],
         "block_size": 2,
         "medium": "GPU",
     }
@@ -84,7 +84,7 @@ def removed(*hashes: int, **fields: Any) -> dict[str, Any]:
 
 
 def kv(*hashes: int) -> tuple[KvBlock, ...]:
-    return tuple(KvBlock(each, token_ids([each, each])) for each in hashes)
+    return tuple(KvBlock(name, token_ids([name, name])) for name in hashes)
 
 
 def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt_until_the_reset() -> (
@@ -121,7 +121,7 @@ def test_recorded_decode_when_a_block_was_computed_twice_then_it_is_gone_with_it
     None
 ):
     reader = Reader(block_tokens=BLOCK)
-    (fetched,), (filled,), (again,) = (reader.read(*each) for each in RECORDED["decode"])
+    (fetched,), (filled,), (again,) = (reader.read(*message) for message in RECORDED["decode"])
     assert isinstance(fetched, BlocksStored)
     assert isinstance(filled, BlocksStored)
     assert len(fetched.blocks) == 9

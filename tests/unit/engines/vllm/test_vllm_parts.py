@@ -189,8 +189,8 @@ def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None
 def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
     host, port = transfers.choose_side_channel("127.0.0.1", 2, {}).values()
     assert host == "127.0.0.1"
-    for each in (port, port + 1):
-        socket.create_server((host, each)).close()
+    for number in (port, port + 1):
+        socket.create_server((host, number)).close()
     theirs = {transfers.HOST: "10.1.2.3", transfers.PORT: "65534"}
     chosen = transfers.choose_side_channel("127.0.0.1", 2, theirs)
     assert chosen == {"side_channel_host": "10.1.2.3", "side_channel_port": 65534}
@@ -404,7 +404,7 @@ def test_preflight_when_blocks_span_layers_then_refused_where_half_of_the_kv_is_
     vllm: str, rules: list[str], role: Role, word: object
 ) -> None:
     found = findings(facts(role, vllm=vllm, **dict.fromkeys(CROSS_LAYERS, word)), [])
-    assert [each.rule for each in found] == rules
+    assert [finding.rule for finding in found] == rules
     off = findings(facts(role, vllm=vllm, **dict.fromkeys(CROSS_LAYERS, False)), [])
     assert off == []
 
@@ -561,4 +561,4 @@ def test_preflight_when_a_model_has_one_kind_of_layers_then_blocks_may_span_them
     uniform = replace(
         facts(vllm="0.24.0", **CROSS_LAYERS), model=replace(MODEL, num_sliding_layers=0)
     )
-    assert [each.rule for each in findings(uniform, [])] == []
+    assert [finding.rule for finding in findings(uniform, [])] == []

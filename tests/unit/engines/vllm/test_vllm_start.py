@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -81,12 +82,13 @@ def test_first_pass_when_another_engine_compiles_then_let_go_with_its_end(folder
     first = worker_class(begins, goes_on)
     second = worker_class(threading.Event(), passed(threading.Event()))
     done: list[int] = []
-    for each in (first, second):
-        lock_first_pass(each)
-    threads = [
-        threading.Thread(target=lambda each=each: done.append(each().determine_available_memory()))
-        for each in (first, second)
-    ]  # type: ignore[misc]
+
+    def measure(worker: Any) -> None:
+        done.append(worker().determine_available_memory())
+
+    for worker in (first, second):
+        lock_first_pass(worker)
+    threads = [threading.Thread(target=partial(measure, worker)) for worker in (first, second)]
     threads[0].start()
     assert begins.wait(SOON_S)
     threads[1].start()

@@ -88,16 +88,16 @@ def beyond(schema: Any) -> Iterator[Any]:
             yield [WRONG] * MANY
             if schema["maxItems"] <= MAX_ITEMS:
                 yield [least(schema["items"])] * (schema["maxItems"] + 1)
-            yield from ([each] for each in beyond(schema["items"]))
+            yield from ([value] for value in beyond(schema["items"]))
         case "object":
             around = least(schema)
             for name, field in schema.get("properties", {}).items():
-                yield from (around | {name: each} for each in beyond(field))
+                yield from (around | {name: value} for value in beyond(field))
             values = schema.get("additionalProperties")
             if isinstance(values, dict):
                 yield {str(key): WRONG for key in range(MANY)}
                 yield {str(key): least(values) for key in range(schema["maxProperties"] + 1)}
-                yield from ({"1": each} for each in beyond(values))
+                yield from ({"1": value} for value in beyond(values))
 
 
 def nodes(schema: Any) -> Iterator[dict[str, Any]]:

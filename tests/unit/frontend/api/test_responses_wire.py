@@ -130,7 +130,7 @@ def test_field_we_do_not_honour_then_refused_by_its_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     "wanted",
-    [each for each in ResponseIncludable.__args__ if each not in (LOGPROBS, ENCRYPTED_REASONING)],
+    [name for name in ResponseIncludable.__args__ if name not in (LOGPROBS, ENCRYPTED_REASONING)],
 )  # type: ignore[attr-defined]
 def test_include_of_what_there_is_not_then_refused_with_its_name(wanted: str) -> None:
     assert wanted in check_refused("include", include=[wanted])

@@ -171,8 +171,8 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     assert prefill.requests == 1
     first_placed.sent(1004, Phase.DECODE, 10.3)
     assert prefill.requests == 0
-    for _, each in placed:
-        each.end()
+    for _, chosen in placed:
+        chosen.end()
     for instance in (*view.prefill, *view.decode):
         load = placement.loads.of(instance.id)
         unseen = load.unseen_requests, load.unseen_prefill_tokens, load.unseen_kv_tokens

@@ -107,9 +107,9 @@ class NaiveCache:
             self._prefixes.clear()
             return BlocksCleared()
         ends = [
-            each
-            for each in self._prefixes
-            if not any(other[:-1] == each for other in self._prefixes)
+            prefix
+            for prefix in self._prefixes
+            if not any(other[:-1] == prefix for other in self._prefixes)
         ]
         if kind < 0.4 and ends:
             end = self._rnd.choice(sorted(ends))
@@ -122,7 +122,7 @@ class NaiveCache:
         self._prefixes.update(new)
         if not new:
             return None
-        stored = tuple(KvBlock(self._name(each), token_ids([each[-1]] * BLOCK)) for each in new)
+        stored = tuple(KvBlock(self._name(block), token_ids([block[-1]] * BLOCK)) for block in new)
         parent = new[0][:-1]
         return BlocksStored(blocks=stored, parent=self._name(parent) if parent else None)
 
@@ -173,7 +173,7 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
         await asyncio.sleep(0.0)
 
     async def resync() -> None:
-        for instance_id in {each for reader in readers for each in reader.unsynced}:
+        for instance_id in {unsynced for reader in readers for unsynced in reader.unsynced}:
             publishers[instance_id].resync()
         for _ in range(3):
             await asyncio.sleep(0.0)
@@ -193,7 +193,7 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
         await resync()
     asked = [random_blocks(rnd) for _ in range(50)]
     naive = [
-        {name: found for name, each in engines.items() if (found := each.overlap(blocks))}
+        {name: found for name, engine in engines.items() if (found := engine.overlap(blocks))}
         for blocks in asked
     ]
     for reader in readers:
@@ -279,9 +279,9 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
         known.add_instance(instance(name))
         known.on_update(snapshot(name, [1, 2] if name == 5 else [1]))
     found = [known.overlaps(prompt([1, 2, 3]), 0.0).deepest(Role.DECODE, 3) for _ in range(8)]
-    assert {each[0] for each in found} == {5}
-    assert {name for each in found for name in each[1:]} == {1, 2, 3, 4, 6, 7, 8}
-    assert all(len(each) == 3 for each in found)
+    assert {match[0] for match in found} == {5}
+    assert {name for match in found for name in match[1:]} == {1, 2, 3, 4, 6, 7, 8}
+    assert all(len(match) == 3 for match in found)
     assert len(overlaps(known, [1])) == 8
 
 
@@ -358,9 +358,9 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
     sent = [known.record_sent(prompt([1, 2, 3]), name, now=0) for name in (1, 2)]
     assert known.unsynced == {2}
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK}
-    for each in sent:
-        each.is_computed = True
-        each.end()
+    for update in sent:
+        update.is_computed = True
+        update.end()
     known.record_sent(prompt([1, 2]), 1, now=5)
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK}
     known.record_sent(prompt([8]), 1, now=10)
@@ -409,7 +409,7 @@ def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_b
         known.record_sent(prompt(blocks), 1, now=0.0 if number < 200 else 1.5 * number)
     found = [overlaps(known, blocks) for blocks in sent]
     assert found[-1] == {1: 100 * BLOCK}
-    assert sum(len(blocks) for blocks, each in zip(sent, found, strict=True) if each) <= 200
+    assert sum(len(blocks) for blocks, match in zip(sent, found, strict=True) if match) <= 200
 
 
 def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(

@@ -41,7 +41,7 @@ def test_pairs_when_there_are_very_many_then_each_instance_has_a_few() -> None:
     view = cluster_of(*prefills, *decodes).model("tiny")
     pairs = pairs_of(view)
     assert len(pairs) == len(set(pairs)) <= 4 * 300 + 4 * 50 < 300 * 50
-    of_instance = Counter(each for pair in pairs for each in pair)
+    of_instance = Counter(instance_id for pair in pairs for instance_id in pair)
     assert min(of_instance.values()) >= 4
     assert max(of_instance[prefill.id] for prefill in prefills) <= 12
     assert all(is_probed(view, pair, ()) for pair in pairs)
@@ -73,7 +73,9 @@ def test_new_pairs_when_workers_come_and_go_then_they_are_those_that_pairs_of_ga
         else:
             view.remove(present.pop(dice.randrange(len(present))).id)
         pairs = set(pairs_of(view.model("tiny")))
-        assert pairs == {pair for each in present for pair in pairs_with(view.model("tiny"), each)}
+        assert pairs == {
+            pair for instance_id in present for pair in pairs_with(view.model("tiny"), instance_id)
+        }
         found = set(new_pairs(view.model("tiny"), changes.popleft()))
         assert pairs - before <= found <= pairs
         assert not changes

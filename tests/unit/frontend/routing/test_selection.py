@@ -174,7 +174,7 @@ def reference(
     view: ModelView, index: int, breakers: PairBreakers, avoid: int | None
 ) -> tuple[int, int] | None:
     """Select as `select` does, but look at every instance. None: it raises an error."""
-    keys = {each.id: pairing_key(each) for each in (*view.prefill, *view.decode)}
+    keys = {member.id: pairing_key(member) for member in (*view.prefill, *view.decode)}
 
     def closed(decode: Instance) -> list[int]:
         partners = [p.id for p in view.prefill if keys[p.id] == keys[decode.id]]

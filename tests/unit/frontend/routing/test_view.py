@@ -96,12 +96,14 @@ Instances = tuple[Instance, ...]
 
 def grouped(prefill: Instances, decode: Instances) -> tuple[dict[int, str], dict[str, PairGroup]]:
     """Return the keys and groups of a view, from all of its instances."""
-    keys = {each.id: pairing_key(each) for each in (*prefill, *decode)}
+    keys = {member.id: pairing_key(member) for member in (*prefill, *decode)}
     members = {
-        key: [tuple(each for each in role if keys[each.id] == key) for role in (prefill, decode)]
+        key: [
+            tuple(member for member in role if keys[member.id] == key) for role in (prefill, decode)
+        ]
         for key in keys.values()
     }
-    return keys, {key: PairGroup(*each) for key, each in members.items()}
+    return keys, {key: PairGroup(*roles) for key, roles in members.items()}
 
 
 def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_once() -> None:
@@ -122,14 +124,14 @@ def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_onc
         model = view.model("tiny")
         instances = sorted(present.values(), key=lambda instance: instance.id)
         roles = [
-            tuple(each for each in instances if each.role is role)
+            tuple(member for member in instances if member.role is role)
             for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
         ]
         built = ModelView(roles[0], roles[1], roles[2], *grouped(roles[0], roles[1]))
         assert (model, model.paired) == (built, built.paired)
         gone = frozenset(dice.sample(range(30), 10))
         left = [
-            tuple(each for each in role if each.id not in gone)
+            tuple(member for member in role if member.id not in gone)
             for role in (model.prefill, model.decode)
         ]
         reduced = model.excluding(gone)

@@ -56,8 +56,8 @@ def _for_library(message: HarmonyMessage) -> oh.Message:
         content = oh.DeveloperContent.new()
         content = content.with_instructions(message.text) if message.text else content
         tools = [
-            oh.ToolDescription.new(each.name, each.description, each.parameters or None)
-            for each in message.tools
+            oh.ToolDescription.new(tool.name, tool.description, tool.parameters or None)
+            for tool in message.tools
         ]
         content = content.with_function_tools(tools) if tools else content
     made = oh.Message.from_author_and_content(

@@ -379,8 +379,8 @@ def test_text_parser_when_only_some_tokens_are_hidden_then_other_special_ones_ar
 ) -> None:
     parser = renderer.text_parser(frozenset({200002}))
     pieces = [
-        content_of(parser.push(token_ids([each])))
-        for each in (*renderer.encode("a"), 200007, 200002, 300000)
+        content_of(parser.push(token_ids([token])))
+        for token in (*renderer.encode("a"), 200007, 200002, 300000)
     ]
     assert pieces == ["a", "<|end|>", "", ""]
 

@@ -105,7 +105,7 @@ def test_calls_when_written_then_the_first_arguments_leave_before_the_call_is_co
     for calls, text in (("hermes", f"<tool_call>{whole}</tool_call>"), ("json", whole)):
         parser = make("none", calls)
         early = parser.push(token_ids(map(ord, text[: text.index(raw) + 1])))
-        assert [(each.name, each.text) for each in calls_of(early)] == [(call[0], "{")]
+        assert [(delta.name, delta.text) for delta in calls_of(early)] == [(call[0], "{")]
 
 
 @pytest.mark.parametrize("calls", READERS)

@@ -278,7 +278,7 @@ def test_token_texts_then_they_are_those_of_the_vocabulary(kind: str) -> None:
     made = renderer(files(kind))
     ids = made.encode("the fox 日")
     library = tokenizers.Tokenizer.from_str(KINDS[kind]().decode())
-    assert made.token_texts(ids) == [library.id_to_token(each) for each in ids]
+    assert made.token_texts(ids) == [library.id_to_token(token) for token in ids]
 
 
 def test_render_when_the_answer_is_not_opened_then_the_prompt_ends_with_the_messages() -> None:

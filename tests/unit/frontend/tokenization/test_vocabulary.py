@@ -92,4 +92,4 @@ def test_load_when_called_in_both_ways_then_loads_once() -> None:
 def test_load_when_several_threads_ask_at_once_then_all_share_one_copy(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         loaded = list(pool.map(o200k_tokenizer.load_tokenizer, [tmp_path] * 3))
-    assert len({id(each) for each in loaded}) == 1
+    assert len({id(loaded_ranks) for loaded_ranks in loaded}) == 1

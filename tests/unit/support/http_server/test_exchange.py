@@ -57,7 +57,7 @@ async def test_send_events_when_much_comes_in_a_turn_then_it_leaves_before_the_t
     response = Sent().started_events()
     for _ in range(4):
         await response.send_events(b"y" * 10_000)
-    assert [len(each) > 30_000 for each in response.transport.sent] == [True]
+    assert [len(data) > 30_000 for data in response.transport.sent] == [True]
 
 
 async def test_head_when_nothing_follows_in_this_turn_then_it_leaves_alone() -> None:
@@ -127,7 +127,7 @@ async def test_write_when_a_connection_closes_then_the_other_responses_are_still
     closing.transport.set_protocol(asyncio.Protocol())
     closing.transport.close()
     await asyncio.sleep(0)
-    assert [len(each.transport.sent) for each in (gone, closing, there)] == [0, 0, 1]
+    assert [len(answer.transport.sent) for answer in (gone, closing, there)] == [0, 0, 1]
 
 
 async def test_is_writable_when_the_client_does_not_read_or_is_gone_then_not() -> None:
