@@ -34,7 +34,8 @@ from tests.kit.generator_streams import PlayedRouter
 MODEL = "scripted-stand-in"
 STEP_TOKENS = 4
 START_S = 60.0
-RETURN, CALL = 200002, 200012  # end an answer and a call
+RETURN = 200002  # ends an answer
+CALL = 200012  # ends a call
 CARD = ModelDeploymentCard(
     name=MODEL,
     context_length=1 << 17,

@@ -223,10 +223,8 @@ class Poison:
         assert engine._scheduler is not None
         numbers = engine._scheduler.blocks.manager._free
         free = torch.tensor(self._random.sample(numbers, min(4, len(numbers))), dtype=torch.long)
-        pool.keys[:, free], pool.values[:, free] = (
-            self._random.choice(BAD),
-            self._random.choice(BAD),
-        )
+        pool.keys[:, free] = self._random.choice(BAD)
+        pool.values[:, free] = self._random.choice(BAD)
         step()
 
     def _in_kv(self, engine: TorchEngine, rows: torch.Tensor) -> None:

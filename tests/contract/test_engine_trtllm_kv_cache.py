@@ -156,7 +156,8 @@ async def test_check_when_the_size_is_first_reported_after_the_start_and_differs
 async def test_events_when_the_model_chooses_the_block_size_then_a_reader_knows_the_prefixes(
     gpt_oss: Path,
 ) -> None:
-    index, prompt = KvIndex(block_tokens=64), prompt_of(170)  # of its last block, 42 tokens
+    index = KvIndex(block_tokens=64)
+    prompt = prompt_of(170)  # of its last block, 42 tokens
     with fake_tensorrt_llm("1.3.0rc29") as package, package.standin.traps.turned("model_defaults"):
         engine = make(
             "trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64}

@@ -108,7 +108,8 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
     # what it read, and a block that it filled
     await fetched.until(first + token_ids(answered), 160)
 
-    read, lost = VllmEventConverter.read, [True]  # one batch is lost on its way
+    read = VllmEventConverter.read
+    lost = [True]  # one batch is lost on its way
     monkeypatch.setattr(
         VllmEventConverter,
         "read",

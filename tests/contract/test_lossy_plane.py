@@ -54,7 +54,10 @@ HUNG_S = 60.0  # a request of this test takes milliseconds, or a few pings where
 AT_ONCE = 200
 TICKET_TTL_S = 5.0
 OPENING = (200005, 17196, 200008)  # of every answer of the mock engine
-LOST, REPEATED, REORDERED = 0.002, 0.004, 0.006  # upper bounds of one random number
+# Upper bounds of one random number.
+LOST = 0.002
+REPEATED = 0.004
+REORDERED = 0.006
 
 
 @dataclass(kw_only=True)

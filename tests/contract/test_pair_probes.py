@@ -110,7 +110,8 @@ class Deployment:
 
     def __init__(self, kind: str, damage: Damage) -> None:
         self._kind = kind
-        self.plane, self.view = InprocPlane(), ClusterView()
+        self.plane = InprocPlane()
+        self.view = ClusterView()
         self.codes: Counter[str] = Counter()
         self._damage = damage
         self._reader: Any = None  # the last engine

@@ -34,7 +34,8 @@ class JudgingEngine(MockEngine):
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         super().__init__(config, instance_id=instance_id)
         self.peers: Sequence[Instance] | None = None
-        self.loading, self.loaded = asyncio.Event(), asyncio.Event()
+        self.loading = asyncio.Event()
+        self.loaded = asyncio.Event()
 
     def preflight(self, peers: Sequence[Instance]) -> list[Finding]:
         self.peers = peers

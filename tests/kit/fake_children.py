@@ -45,7 +45,10 @@ class FakeChild:
     def __init__(
         self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]
     ) -> None:
-        self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
+        self.spec = spec
+        self.port = port
+        self.say = on_line
+        self._serves = asyncio.Event()
         self.record = ProcessRecord(
             name=spec.name, role=str(spec.role or spec.name), host=spec.host, port=port, pid=1
         )

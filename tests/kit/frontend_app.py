@@ -212,10 +212,8 @@ class ScriptedRouter(PlayedRouter):
         self.running += 1
         self.begun.set()
         try:
-            trace.prefill_instance, trace.prefill_stats = (
-                0xAB,
-                PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2),
-            )
+            trace.prefill_instance = 0xAB
+            trace.prefill_stats = PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2)
             trace.decode_instance = 0xCD
             trace.spans += [
                 Span("prefill", time.monotonic(), Role.PREFILL),

@@ -74,7 +74,8 @@ class Talk:
     """A chat whose both outputs are kept."""
 
     def __init__(self, server: Server, *, has_colors: bool = False, **config: Any) -> None:
-        self.out, self.notes = io.StringIO(), io.StringIO()
+        self.out = io.StringIO()
+        self.notes = io.StringIO()
         self.chat = Chat(
             ChatConfig(model="m", **config),
             server,

@@ -176,7 +176,8 @@ def test_download_when_it_chooses_files_then_safetensors_and_what_a_tokenizer_ne
 
 def test_download_when_it_names_a_revision_then_a_commit_and_workers_load_its_folder() -> None:
     pod = _download()
-    (revision,), (folder,) = _values(pod, "revision"), _values(pod, "local-dir")
+    (revision,) = _values(pod, "revision")
+    (folder,) = _values(pod, "local-dir")
     assert re.fullmatch(r"[0-9a-f]{40}", revision)
     for target in ("trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"):
         for worker in workers(deployed(target)):

@@ -111,7 +111,8 @@ class Bench:
         interval_s: float = 60.0,
         limits: BreakerLimits | None = None,
     ) -> None:
-        self.plane, self.view = InprocPlane(), ClusterView()
+        self.plane = InprocPlane()
+        self.view = ClusterView()
         self.breakers = PairBreakers(limits)
         self.router = RequestRouter(self.view, self.plane, breakers=self.breakers)
         self.canaries = PairProbes(

@@ -210,7 +210,8 @@ class GenerationResult:
         if traps.is_on("new_outputs"):
             self.outputs = [copy.deepcopy(self.outputs[0])]
         output = self.outputs[0]
-        output._last_token_ids_len, output._last_logprobs_len = output.length, len(output.logprobs)
+        output._last_token_ids_len = output.length
+        output._last_logprobs_len = len(output.logprobs)
         output.token_ids = [*(output.token_ids or ()), *response.token_ids]
         output.logprobs = [*output.logprobs, *response.logprobs]
         if response.cut:

@@ -83,7 +83,8 @@ def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_c
     None
 ):
     awaiting = AwaitingFetch()
-    (first, second) = (sequence(), sequence())
+    first = sequence()
+    second = sequence()
     first.block_table.numbers = [1, 2, 3]
     second.block_table.numbers = [1, 2, 4]
     counts = []

@@ -35,7 +35,8 @@ class Conversion:
 
     def __init__(self) -> None:
         self.targets: list[Path] = []
-        self.began, self.go_on = threading.Event(), threading.Event()
+        self.began = threading.Event()
+        self.go_on = threading.Event()
 
     def __call__(self, _gguf: Path, target: Path) -> None:
         self.targets.append(target)

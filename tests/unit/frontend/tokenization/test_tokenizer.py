@@ -470,9 +470,10 @@ def test_json_tokenizer_when_a_conversation_goes_on_then_only_its_new_turn_is_en
     class Noting:
         def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
             encoded.extend(texts)
-            return library_.encode_batch_fast(texts, **options)
+            return inner.encode_batch_fast(texts, **options)
 
-    library_, made._library = made._library, Noting()  # type: ignore[assignment]
+    inner = made._library
+    made._library = Noting()  # type: ignore[assignment]
     first = "[A]system" + "[A]user" + "one two " * 50 + "[A]assistant"
     made.encode(first)
     encoded.clear()
