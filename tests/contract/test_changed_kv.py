@@ -28,7 +28,7 @@ _PROMPTS = 35
 
 
 class ChangingCarrier(LoopbackBackend):
-    """Changes one bit of a share of its offers, and withdraws some others."""
+    """A KV transfer backend that changes one bit of some offers, and withdraws others."""
 
     def __init__(self) -> None:
         super().__init__()

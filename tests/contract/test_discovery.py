@@ -41,9 +41,10 @@ asyncio.run(main())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One store: `join` makes another participant, `lose` registers one whose owner then dies,
-    `write` puts or deletes
-    a record past all checks.
+    """One store of instance records.
+
+    `join` adds a participant, `lose` registers an instance whose owner then dies, and `write` puts or
+    deletes a record without the checks of discovery.
     """
 
     namespace: str

@@ -335,7 +335,7 @@ async def test_decode_when_layout_differs_then_refused_by_name(pool: EnginePool)
 
 
 class Overwriting(LoopbackBackend):
-    """Changes a bit of the first KV that it offers."""
+    """A KV transfer backend that changes a bit of the first KV that it offers."""
 
     is_done = False
 

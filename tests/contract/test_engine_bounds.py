@@ -33,7 +33,7 @@ PROMPT = prompt_of(100)  # 4 blocks of 32
 
 
 class Stuck(LoopbackBackend):
-    """Nothing ever comes."""
+    """A KV transfer backend whose fetches never end."""
 
     async def read(
         self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float

@@ -212,7 +212,7 @@ async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kin
 
 
 class Holder:
-    """The other process."""
+    """The other process, which offers KV."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process

@@ -62,7 +62,7 @@ REORDERED = 0.006
 
 @dataclass(kw_only=True)
 class LossyNetwork:
-    """Does to frames, and to whole messages, what a bad network does. Off until `rng` is set."""
+    """A network that loses, repeats and reorders frames and messages while `rng` is set."""
 
     rng: random.Random | None = None
     # by receiver: overtaken by the next one

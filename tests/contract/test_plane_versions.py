@@ -76,9 +76,7 @@ async def listen(transport: Transport, take: Receive) -> Unsubscribe:
 
 
 class Caller:
-    """A caller of another version: sends what the test gives it, records what arrives, and answers
-    as the test says.
-    """
+    """A caller with another wire version, which sends and answers what the test passes in."""
 
     def __init__(self, transport: Transport, answers: Callable[[bytes], bool]) -> None:
         self.transport = transport

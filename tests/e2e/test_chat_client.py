@@ -30,7 +30,7 @@ def _hear_interrupts() -> None:
 
 
 class Terminal:
-    """The client with a person in front of it."""
+    """The chat client in a terminal, into which the test types."""
 
     def __init__(self, cluster: Cluster, *argv: str) -> None:
         self._mine, theirs = pty.openpty()

@@ -35,7 +35,7 @@ PATIENT = ("--stall-timeout-s", "100")  # so that no side gives up
 
 
 class Hanging:
-    """A cluster whose processes are patient and record into one folder."""
+    """A cluster with long timeouts, whose processes record into one folder."""
 
     def __init__(self, etcd: str, nats: str, folder: Path) -> None:
         self.folder = folder

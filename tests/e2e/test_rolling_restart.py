@@ -33,7 +33,7 @@ Make = Callable[..., Cluster]
 
 
 class Load:
-    """Streams at once, each asked again when it has ended.
+    """Concurrent streams. When one has ended, the next one starts.
 
     `faults`: all that was not a whole, right answer.
     """

@@ -131,7 +131,7 @@ def test_status_when_a_server_does_not_answer_then_it_waits_no_longer_than_asked
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers each path with its status and body."""
+    """An HTTP handler with one status and body for each path."""
 
     bodies: ClassVar[Mapping[str, tuple[int, str]]] = {}
     together: threading.Barrier | None = None  # answers wait until so many requests are there

@@ -51,7 +51,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class GatedService(ChunkSource):
-    """One chunk at once, the terminal one when the gate opens."""
+    """A service that sends one chunk at once, and the last one when the gate opens."""
 
     def __init__(self, tokens: int = 1) -> None:
         self.tokens = tokens

@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
 
 
 class Intruder:
-    """Writes what it likes under the keys of one namespace."""
+    """A client of etcd that writes invalid records under the keys of one namespace."""
 
     def __init__(self, etcd: str, namespace: str) -> None:
         self._etcd = EtcdClient(etcd)

@@ -35,7 +35,7 @@ BLOCK = 32  # tokens, of the mock engine
 
 
 class LossyPrefixes(KnownPrefixes):
-    """Loses the next update with blocks if `loses` is set."""
+    """A prefix index that loses the next update with blocks if `loses` is set."""
 
     loses = False
 

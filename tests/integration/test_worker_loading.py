@@ -27,9 +27,7 @@ from tests.kit.waiting import SOON_S
 
 
 class JudgingEngine(MockEngine):
-    """Refuses to start beside a decode worker with blocks of 16 tokens, and tells what loading
-    does.
-    """
+    """An engine that does not start beside a decode worker with blocks of 16 tokens."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         super().__init__(config, instance_id=instance_id)

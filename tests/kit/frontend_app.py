@@ -196,7 +196,7 @@ class Catalog:
 
 @dataclass
 class ScriptedRouter(PlayedRouter):
-    """Plays `script`: chunks are yielded, errors raised, an Event is waited for."""
+    """A router that plays `script`: it yields chunks, raises errors, and waits for events."""
 
     script: list[Chunk | BaseException | asyncio.Event]
     requests: list[GenerateRequest] = field(default_factory=list)

@@ -31,7 +31,7 @@ NO_PIP_CONFIGURATION = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_
 
 
 class NoSolution(Exception):
-    """The message is that of the resolver."""
+    """No set of packages fits. The message is that of the resolver."""
 
 
 def project() -> dict[str, Any]:

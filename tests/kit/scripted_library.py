@@ -90,7 +90,7 @@ class Call:
 
 
 class Scripted:
-    """The library."""
+    """A library that creates a `Call` for each request."""
 
     name = "Scripted"
     transfer_hint = "; look there"

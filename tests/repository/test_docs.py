@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads(HTMLParser):
-    """What a browser fetches by itself for a page."""
+    """An HTML parser that collects what a browser loads for a page."""
 
     def __init__(self) -> None:
         super().__init__()

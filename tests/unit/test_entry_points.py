@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Interrupts(MetaPathFinder):
-    """Ctrl-C as soon as this module is looked for."""
+    """An importer that sends Ctrl-C when a module is imported."""
 
     def __init__(self, name: str) -> None:
         self._name = name

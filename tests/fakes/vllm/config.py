@@ -24,4 +24,4 @@ for _name in LIBRARY.newest.owners:
 
 
 class VllmConfig(SimpleNamespace):
-    """What AsyncEngineArgs makes of itself."""
+    """The configuration that AsyncEngineArgs creates."""

@@ -52,7 +52,7 @@ ENDING = [chunk("stop"), usage(4)]
 
 
 class Server:
-    """Answers each request with the next script, and keeps the requests."""
+    """A server that answers each request with the next script, and stores the requests."""
 
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts = list(scripts)
@@ -71,7 +71,7 @@ class Server:
 
 
 class Talk:
-    """A chat whose both outputs are kept."""
+    """A chat whose output and notes are stored."""
 
     def __init__(self, server: Server, *, has_colors: bool = False, **config: Any) -> None:
         self.out = io.StringIO()
@@ -307,7 +307,7 @@ def test_url_when_it_is_the_base_of_an_sdk_then_it_is_taken_too(url: str) -> Non
 
 
 class Refuses(BaseHTTPRequestHandler):
-    """Answers the first request with an error that has control characters, and keeps its header."""
+    """A handler that rejects the first request with control characters in the error."""
 
     credentials = ""
 

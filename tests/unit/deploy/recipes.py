@@ -42,7 +42,7 @@ def name_of(doc: Doc) -> str:
 
 
 class Pod(NamedTuple):
-    """A pod template: of what, its labels, its spec."""
+    """A pod template: the name of its owner, its labels, annotations and spec."""
 
     owner: str
     labels: dict[str, str]

@@ -17,9 +17,7 @@ SIZE = 4
 
 
 class Reader:
-    """What a router knows of the blocks from their events: the tokens up to the end of each block,
-    with the salt.
-    """
+    """A reader of KV events. It knows the tokens up to the end of each block, with the salt."""
 
     def __init__(self, manager: BlockManager) -> None:
         self.prefixes: dict[int, tuple[str | None, tuple[int, ...]]] = {}
@@ -49,7 +47,7 @@ class Reader:
 
 
 class Pool:
-    """Blocks of an engine, as an engine uses its manager."""
+    """The blocks of an engine, which uses its manager."""
 
     def __init__(self, num_blocks: int) -> None:
         self.manager = BlockManager(num_blocks, SIZE, has_prefix_cache=True)

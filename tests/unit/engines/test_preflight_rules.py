@@ -16,7 +16,7 @@ from dynamo_trtllm.protocol.messages import Role
 
 @dataclass(frozen=True)
 class Batch:
-    """Facts of these tests."""
+    """The facts that the rules of these tests check."""
 
     size: int = 64
     role: Role = Role.PREFILL

@@ -356,7 +356,7 @@ async def test_choice_turns_when_a_request_has_one_choice_then_it_waits_for_no_t
 
 
 class Arrivals:
-    """Bodies of which a part has arrived, and that wait for the rest."""
+    """Bodies that have arrived in part."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget

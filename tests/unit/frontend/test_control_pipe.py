@@ -16,7 +16,7 @@ NUMBERS = b'requests_total{model="m"} 3.0\n'
 
 
 class End:
-    """One end, and what happened there."""
+    """One end of a control pipe, and the events that happened there."""
 
     def __init__(self) -> None:
         self.numbers: bytes = b""

@@ -54,7 +54,7 @@ SCRIPT = [
 
 
 class Wire(HttpResponse):
-    """A response whose client keeps up every `every`-th time; 0: never."""
+    """A response whose client keeps up at each `every`-th event; 0: never."""
 
     def __init__(self, every: int) -> None:
         self.transport = MemoryTransport()
@@ -176,7 +176,7 @@ async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_even
 
 
 class AtOnce(ScriptedRouter):
-    """Passes on the chunks between two events of its script in one step."""
+    """A router that sends the chunks between two events of its script in one step."""
 
     async def play(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
@@ -190,7 +190,7 @@ class AtOnce(ScriptedRouter):
 
 
 class OneFails(ScriptedRouter):
-    """The first choice fails, and the second one has its first token in the same step."""
+    """A router whose first choice fails in the step in which the second one has its first token."""
 
     async def play(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk
@@ -202,7 +202,7 @@ class OneFails(ScriptedRouter):
 
 
 class Gated(Wire):
-    """Its coroutines wait for `gate`."""
+    """A response whose coroutines wait for `gate`."""
 
     def __init__(self, every: int = 1) -> None:
         super().__init__(every)
@@ -306,9 +306,7 @@ async def test_router_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_
 
 
 class Clocked(CharacterRenderer):
-    """Renders for as long as one iteration of the event loop may plan, and notes in which iteration
-    it does.
-    """
+    """A renderer that uses up the time for planning in an iteration, and records the iteration."""
 
     def __init__(self) -> None:
         super().__init__()

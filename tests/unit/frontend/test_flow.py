@@ -55,9 +55,7 @@ NO_OTHER = None  # no other decode instance
 
 
 class Played:
-    """A flow with a driver that records what is called, and that answers selections with prepared
-    results.
-    """
+    """A flow whose driver records what is called, and answers selections with prepared results."""
 
     def __init__(self, selection: WorkerSelection | None = None, **options: Any) -> None:
         self._calls: list[tuple[Any, ...]] = []

@@ -19,7 +19,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 class Link:
-    """Refers to itself when it is closed into a ring."""
+    """An object that refers to itself when it is closed into a ring."""
 
     ring: Link
 

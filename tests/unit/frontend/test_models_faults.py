@@ -115,7 +115,7 @@ async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_ser
 
 
 class Panic(BaseException):
-    """As a Rust library raises, past every `except Exception`."""
+    """An exception as a Rust library raises it. `except Exception` does not catch it."""
 
 
 @pytest.mark.parametrize(

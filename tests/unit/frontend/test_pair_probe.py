@@ -77,7 +77,7 @@ def wrongly(prompts: int) -> Answer:
 
 
 class Worker(ChunkSource):
-    """Ends every call with `ending`; None: it does not end."""
+    """A worker that ends every call with `ending`; None: it does not end."""
 
     def __init__(self, ending: Chunk | DynamoError | Answer | None) -> None:
         self.ending = ending

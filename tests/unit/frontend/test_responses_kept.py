@@ -280,7 +280,7 @@ async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() ->
 
 
 class SlowStore(MemoryStore):
-    """Writes nothing until `go`; then fails with `error`, if there is one."""
+    """A store that writes nothing until `go`, and then fails with `error` if there is one."""
 
     def __init__(self) -> None:
         super().__init__(store_limits(FrontendConfig()))

@@ -68,7 +68,7 @@ class ShowsNames(CharacterRenderer):
 
 
 class AnyModel(Catalog):
-    """Serves whatever is asked for, but for some names."""
+    """A catalog that serves every model, apart from some names."""
 
     def get(self, name: str) -> ServedModel:
         if len(name) % 5 == 4:
@@ -77,7 +77,7 @@ class AnyModel(Catalog):
 
 
 class Varied(ScriptedRouter):
-    """Another script for each prompt."""
+    """A router with another script for each prompt."""
 
     async def play(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_chunk: OnChunk

@@ -27,7 +27,7 @@ from tests.kit.instances import make_transfer_params
 
 
 class Slow:
-    """A backend whose fetches all fail with its error, and which records their time limits."""
+    """A backend that records the time limits of its fetches, which all fail with its error."""
 
     name = "slow"
 

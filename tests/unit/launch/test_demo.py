@@ -107,7 +107,7 @@ async def test_ask_when_it_fails_then_the_reason_is_given(monkeypatch, answers, 
 
 
 class Supervised:
-    """A deployment that serves, or is stopped before it does."""
+    """A supervised deployment that serves, or is stopped before it does."""
 
     serves = True
 

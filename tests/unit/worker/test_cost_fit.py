@@ -33,7 +33,7 @@ def seconds(step: StepSample) -> float:
 
 
 class Engine:
-    """Makes steps of an engine whose times are noisy, and sometimes much too long."""
+    """An engine whose step times are noisy, and sometimes much too long."""
 
     def __init__(self, seed: int = 1, noise: float = 0.05, outliers: float = 0.02) -> None:
         self._random = random.Random(seed)

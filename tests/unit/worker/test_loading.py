@@ -34,9 +34,7 @@ INFO = EngineInfo(
 
 
 class Judging:
-    """An engine with findings about itself, which records its calls; `start_engine` runs until the
-    test ends it.
-    """
+    """An engine with preflight findings. It records its calls, and loads until `ready` is set."""
 
     def __init__(self, *severities: str) -> None:
         self.severities = severities

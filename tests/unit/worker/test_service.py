@@ -67,7 +67,7 @@ TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
 class PlainEngine(ChunkSource, Engine):
-    """Yields the chunks of its script and raises its exceptions. Exports no KV."""
+    """An engine without KV that yields the chunks of its script and raises its exceptions."""
 
     def __init__(self, script: Sequence[Chunk | Exception | asyncio.Event] = ANSWER) -> None:
         self.script = script

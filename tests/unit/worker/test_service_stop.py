@@ -17,7 +17,7 @@ from tests.kit.instances import make_instance
 
 
 class OneStreamEngine(Engine):
-    """Its stream is ended by the test."""
+    """An engine whose stream the test ends."""
 
     def __init__(self, *, can_stop: bool) -> None:
         self._class = StoppableStream if can_stop else Stream

@@ -36,7 +36,7 @@ SUBJECT = "s.generate-1"
 
 
 class SleepingEngine(ChunkSource, Engine):
-    """Notes what it is asked. Without memory it can't answer."""
+    """An engine that records its calls. While it sleeps, it can't answer."""
 
     def __init__(self) -> None:
         self.obstacle = ""

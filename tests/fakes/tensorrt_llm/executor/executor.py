@@ -30,7 +30,7 @@ _STATS_KEPT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What `generate_async` hands on."""
+    """The request that `generate_async` passes to the engine."""
 
     prompt_token_ids: list[int]
     sampling: Any

@@ -22,7 +22,7 @@ _BLOCK_TOKENS = 32
 
 
 class EventBuffer:
-    """Its oldest events are lost when it is full: then their numbers leave a gap."""
+    """A buffer of KV events. When it is full, it loses the oldest events with their numbers."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         kv = args["kv_cache_config"] or {}

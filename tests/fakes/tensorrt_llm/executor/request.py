@@ -45,7 +45,7 @@ LONG_TOKENS = 1000
 
 
 class Served:
-    """Made, run and cancelled on the engine's loop.
+    """A request that is created, run and cancelled on the engine's loop.
 
     Answers once: after `fail` or the last step nothing follows.
     """

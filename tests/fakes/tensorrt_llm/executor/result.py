@@ -227,7 +227,7 @@ class GenerationResult:
 
 
 class IterationResult:
-    """Statistics as they come.
+    """An iterator of statistics.
 
     When nothing came for the time-out, it ends until the next request is submitted.
     """

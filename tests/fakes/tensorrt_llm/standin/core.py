@@ -28,7 +28,7 @@ _live: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 class Core:
-    """Started by the constructor, which blocks; the engine's loop runs until `close`."""
+    """The engine. Its constructor starts it and blocks, and its loop runs until `close`."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self.loop = asyncio.new_event_loop()

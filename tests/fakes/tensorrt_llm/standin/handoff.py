@@ -23,7 +23,7 @@ GREETING = b"\xff" + (1).to_bytes(8, "big") + b"\x7f"  # of ZeroMQ, at once for 
 
 
 class PythonTransceiver:
-    """Gives out where KV is by an address, not in the answer.
+    """A transceiver whose KV is found by an address that is not in the answer.
 
     Asks its peers on the executor's loop, without limit.
     """

@@ -53,7 +53,7 @@ class Job:
 
 
 class Core:
-    """One step per turn of the loop while there is work.
+    """The engine, which runs one step per turn of the loop while there is work.
 
     `connector_worker` is what the extension looks for.
 

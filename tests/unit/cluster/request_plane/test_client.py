@@ -33,7 +33,7 @@ SUBJECT = "ns_prefill.generate-1"
 
 
 class Overheard(InprocTransport):
-    """Notes the inbox of who opens a stream."""
+    """A transport that records the inbox of each caller that opens a stream."""
 
     inbox = ""
 
@@ -55,7 +55,7 @@ class Endless(ChunkSource):
 
 
 class OneMore(Endless):
-    """A second token when `go` is set."""
+    """A service that sends a second token when `go` is set."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -91,9 +91,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
 
 
 class Vanishing(InprocTransport):
-    """A transport whose worker takes the first call, and then hangs or dies without an
-    acknowledgment.
-    """
+    """A transport whose worker receives the first call, and hangs or dies before it answers."""
 
     def __init__(self, *, dies: bool) -> None:
         super().__init__()
@@ -129,7 +127,7 @@ async def test_call_when_its_worker_does_not_acknowledge_it_then_only_a_dead_one
 
 
 class Cut(InprocTransport):
-    """A transport on which the caller's connection can be cut, and the worker's stays."""
+    """A transport that can lose the caller's connection while the worker's stays."""
 
     cut = False
 

@@ -244,7 +244,7 @@ async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_othe
     None
 ):
     class Prompt:
-        """What a reader has beside its stream."""
+        """The state of a reader of one stream."""
 
     kept: list[DynamoError] = []
 

@@ -25,9 +25,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Reader:
-    """One stream; once it has begun, `seen` has the tokens of each further chunk, of other readers
-    too.
-    """
+    """The reader of one stream. `seen` has the tokens that all readers have received."""
 
     def __init__(self, inbox: StreamDemux, seen: list[tuple[int, list[int]]]) -> None:
         self.stream, self.arrivals = opened(inbox)
@@ -56,9 +54,7 @@ class Reader:
 
 
 class Bench:
-    """Streams of one inbox, and what their readers saw: stream and tokens, which are the numbers of
-    the frames.
-    """
+    """The streams of one inbox, and the tokens that their readers have received."""
 
     def __init__(self) -> None:
         self.inbox = StreamDemux(lambda: len(self.seen))

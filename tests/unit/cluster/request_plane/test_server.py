@@ -23,7 +23,7 @@ from tests.kit.generator_streams import call_stream
 
 
 class CountingLink(InprocTransport):
-    """Keeps what is posted to callers' inboxes."""
+    """A link that stores the messages to callers' inboxes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ OWN_LOSS = Disconnected("no connection here")
 
 
 class Failing(InprocTransport):
-    """Fails the first questions as listed and answers the next.
+    """A transport that fails the first questions as listed, and answers the next ones.
 
     `heard` grows with each failure, when it is to.
     """

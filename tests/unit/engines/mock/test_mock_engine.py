@@ -40,7 +40,7 @@ PROMPT = prompt_of(100)  # four blocks
 
 
 class GatedCarrier(LoopbackBackend):
-    """Counts its fetches and stops at the given gate."""
+    """A KV transfer backend that counts its fetches, which wait for a gate."""
 
     def __init__(self, closed: str = "") -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GatedCarrier(LoopbackBackend):
 
 
 class DamagingCarrier(LoopbackBackend):
-    """Delivers other bytes than were offered."""
+    """A KV transfer backend that delivers other bytes than were offered."""
 
     async def read(
         self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float

@@ -203,7 +203,7 @@ async def test_trial_process_when_it_cannot_start_then_an_error_that_may_be_retr
 
 
 class InProcessTrials(TrialProcess):
-    """Trials without a process. `texts`: the regular expressions that were compiled on trial."""
+    """Trials of regular expressions in this process. `texts` has those that were compiled."""
 
     def __init__(self, tokenizer: Path) -> None:
         super().__init__(())

@@ -36,7 +36,7 @@ TOKENS = 40
 
 
 class Copy(threading.Event):
-    """As torch's event: `synchronize` returns when it is over."""
+    """An event of torch: `synchronize` returns when the copy has ended."""
 
     def synchronize(self) -> None:
         assert self.wait(10)
@@ -150,7 +150,7 @@ async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_mem
             self.registered = [region.device]
 
     class OnGpu:
-        """A staging memory on a GPU that is not there."""
+        """A buffer that claims to be on a GPU."""
 
         num_bytes = 1 << 20
         memory: Any = torch.empty(8, dtype=torch.uint8, device="meta")

@@ -31,7 +31,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Conversion:
-    """Replaces the conversion; it goes on once another worker waits for it."""
+    """A conversion that goes on when another worker waits for it."""
 
     def __init__(self) -> None:
         self.targets: list[Path] = []

@@ -60,7 +60,7 @@ def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(
 
 
 class Copying:
-    """A GPU's event."""
+    """An event of a GPU."""
 
     is_done = False
 

@@ -22,7 +22,7 @@ SPECULATIVE = {"speculative_config": {"decoding_type": "NGram", "max_draft_len":
 
 @dataclass(frozen=True)
 class Planted:
-    """What is changed, and the rule that must say so."""
+    """A change of the facts, and the rule that must report it."""
 
     rule: str
     severity: str

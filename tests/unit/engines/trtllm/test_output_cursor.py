@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Reader:
-    """A call of which only the results matter."""
+    """A call whose results are read."""
 
     def __init__(self, logprobs: int | None, first: tuple[TokenLogprob, ...]) -> None:
         library: Any = SimpleNamespace(bindings=SimpleNamespace(is_since_1_2=True))

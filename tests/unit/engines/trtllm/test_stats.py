@@ -38,9 +38,7 @@ def test_rows_when_a_value_is_missing_then_it_is_zero(row: dict[str, Any]) -> No
 
 
 class Poller(StatsPoller):
-    """Takes the script's items one by one: rows, or an exception to raise; then there are no
-    rows.
-    """
+    """A poller that gets the items of a script: rows, or an exception that is raised."""
 
     def __init__(self, *script: list[dict[str, Any]] | Exception, num_ranks: int = 1) -> None:
         self.script = list(script)

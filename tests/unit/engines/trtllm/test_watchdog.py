@@ -57,7 +57,7 @@ class FakeLoop:
 
 
 class Watched:
-    """A detector, and what it looks at."""
+    """A detector of blocked event loops, and the loop that it watches."""
 
     def __init__(self) -> None:
         self.loop: Any = FakeLoop()

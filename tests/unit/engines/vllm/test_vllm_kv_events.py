@@ -39,7 +39,7 @@ RECORDED: dict[str, Batches] = {
 
 
 class Reader:
-    """A converter of blocks of 2 tokens, over a publisher that still has `replayable`."""
+    """A converter of events with blocks of 2 tokens. Its publisher can replay `replayable`."""
 
     def __init__(self, *, block_tokens: int = 2) -> None:
         self.replayable: list[tuple[int, bytes]] = []

@@ -228,7 +228,7 @@ STRINGS = (
 
 
 class Schemas:
-    """Makes random tools of odd strings, among them keywords that mean nothing where they stand."""
+    """A generator of tools with odd strings, among them keywords at places without a meaning."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)

@@ -185,7 +185,7 @@ def test_encode_when_a_run_is_longer_than_any_context_then_request_is_invalid(
 
 
 class Loads:
-    """Stands for `FastTokenizer`: notes each load, and takes the one that is loaded already."""
+    """A `FastTokenizer` that counts its loads and returns one that is loaded already."""
 
     def __init__(self, loaded: FastTokenizer) -> None:
         self.loaded = loaded

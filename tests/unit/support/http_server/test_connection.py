@@ -49,7 +49,7 @@ def bodies(client: MemoryClient) -> list[bytes]:
 
 
 class Held:
-    """A handler that answers when `go` is set, and says what has begun."""
+    """A handler that answers when `go` is set, and records which requests have begun."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()

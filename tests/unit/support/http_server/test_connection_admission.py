@@ -29,7 +29,7 @@ OTHER = "192.0.2.2"
 
 
 class Served:
-    """A server, whose requests for /held are answered when `go` is set, and its clients."""
+    """A server and its clients. It answers requests for /held when `go` is set."""
 
     def __init__(self, **limits: Any) -> None:
         self.go = asyncio.Event()

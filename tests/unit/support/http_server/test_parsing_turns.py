@@ -18,7 +18,7 @@ CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class TickingClock:
-    """Each reading is some seconds after the one before."""
+    """A clock that goes on by some seconds at each reading."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -66,7 +66,7 @@ async def test_turns_when_several_clients_wait_then_they_alternate_within_the_ti
 
 
 class Answered:
-    """A handler that notes which bodies were received."""
+    """A handler that records which bodies were received."""
 
     def __init__(self) -> None:
         self.bodies: dict[str, bytes] = {}

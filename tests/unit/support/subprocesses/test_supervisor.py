@@ -38,9 +38,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 class Programs:
-    """A supervisor of short programs, which are named in the order of their start and their
-    ends.
-    """
+    """A supervisor of short programs. The order of their starts and ends is recorded."""
 
     def __init__(self, **restart: float) -> None:
         self.said: list[str] = []
