@@ -58,6 +58,9 @@ LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"m
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
 # tests/unit/frontend/test_query_of_death.py is their short form
 LONG |= {"query-of-death", "late-query-of-death"}
+# They need another deployment. tests/contract/test_lossy_plane.py loses and repeats frames and
+# messages without processes, and a route that breaks loses messages, too.
+LONG |= {"lost-first", "lost-last", "repeated-message", "route-flap"}
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 
 

@@ -28,6 +28,7 @@ ASKED: dict[str, Any] = {
 }
 
 
+@pytest.mark.long  # tests/unit/frontend/test_keep_alive.py covers it without processes
 def test_stream_when_the_prefill_is_long_then_comments_precede_the_first_token(
     make_cluster: Callable[..., Cluster],
 ) -> None:

@@ -100,6 +100,7 @@ def test_burst_when_more_come_than_run_and_wait_then_the_rest_gets_retry_after(
     check_empty(cluster, *workers)
 
 
+@pytest.mark.long  # tests/integration/test_backpressure.py covers it without processes
 def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_for_those_refused(
     make_cluster: Callable[..., Cluster],
 ) -> None:

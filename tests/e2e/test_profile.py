@@ -98,36 +98,30 @@ def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(
             assert message in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "reason"),
-    [
-        (("--shape", "guide-001", "--model", "nope"), 1, "Model 'nope' not found at"),
-        (
-            ("--shape", "long.yaml", "--model", "mock"),
-            2,
-            "shape long has 131000 + 100 tokens, model mock takes 131072 at most",
-        ),
-        (
-            ("--shape", "edge.yaml", "--model", "mock"),
-            1,
-            "no more were sent (context_length_exceeded",
-        ),
-    ],
-)
 def test_profile_when_the_model_can_t_take_it_then_it_says_so_and_measures_nothing(
-    mock_cluster: Cluster, tmp_path: Path, words: tuple[str, ...], status: int, reason: str
+    mock_cluster: Cluster, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    (tmp_path / "long.yaml").write_text(
-        "{name: long, isl: 131000, osl: 100, concurrency: [1], requests: 1}"
-    )
-    (tmp_path / "edge.yaml").write_text(
-        "{name: edge, isl: 131000, osl: 72, concurrency: [2], requests: 9}"
-    )
+    long = tmp_path / "long.yaml"
+    long.write_text("{name: long, isl: 131000, osl: 100, concurrency: [1], requests: 1}")
+    edge = tmp_path / "edge.yaml"
+    edge.write_text("{name: edge, isl: 131000, osl: 72, concurrency: [2], requests: 9}")
+    too_long = "shape long has 131000 + 100 tokens, model mock takes 131072 at most"
+    cases = [
+        ("guide-001", "nope", 1, "Model 'nope' not found at"),
+        (str(long), "mock", 2, too_long),
+        (str(edge), "mock", 1, "no more were sent (context_length_exceeded"),
+    ]
     out = tmp_path / "out"
-    placed = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
-    done = profile(*placed, "--url", mock_cluster.frontend.url(), "--out", str(out))
-    assert (done.returncode, reason in done.stderr.splitlines()[-1]) == (status, True), done.stderr
-    assert not out.exists()
+    target = ["--url", mock_cluster.frontend.url(), "--out", str(out)]
+    lines = [
+        ["benchmarks.profile", "--shape", shape, "--model", model, *target]
+        for shape, model, _, _ in cases
+    ]
+    for (_, _, status, reason), done in zip(cases, run_in_one(lines), strict=True):
+        with subtests.test(reason):
+            assert done.status == status, done.stderr
+            assert reason in done.stderr.splitlines()[-1]
+            assert not out.exists()
 
 
 @pytest.mark.extra

@@ -256,10 +256,10 @@ def command(
     return done.returncode, done.stderr.splitlines()
 
 
-# Runs modules one after another, as `python -m` does. An import of a name that is None in
-# sys.modules fails.
+# Runs modules one after another, as `python -m` does: each has its own log, and a text as exit
+# status is printed. An import of a name that is None in sys.modules fails.
 _IN_ONE = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, logging, runpy, sys
 lines, without = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(without))
 ended = []
@@ -270,6 +270,10 @@ for module, *sys.argv[1:] in lines:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as exc:
             status = exc.code
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+    logging.root.handlers.clear()
     ended.append((status or 0, out.getvalue(), err.getvalue()))
 json.dump(ended, sys.stdout)
 """

@@ -244,6 +244,7 @@ def sharing(torch_cluster: TorchCluster) -> Iterator[tuple[openai.OpenAI, openai
         yield clients[0], clients[1]
 
 
+@pytest.mark.long  # tests/integration/test_responses_jetstream.py covers it without processes
 def test_conversation_when_frontends_share_then_its_next_turn_may_go_to_another(
     sharing: tuple[openai.OpenAI, openai.OpenAI], sdk: openai.OpenAI
 ) -> None:
