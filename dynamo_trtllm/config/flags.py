@@ -6,6 +6,7 @@ The caller passes argv; the module does not read the environment.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import types
@@ -81,9 +82,10 @@ def variable(flag: str) -> str:
     return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
-def flags_of(model: type[Config]) -> list[Flag]:
+@functools.cache
+def flags_of(model: type[Config]) -> tuple[Flag, ...]:
     """Return the flags of a model, in the order of its fields."""
-    return [_flag(name, info) for name, info in model.model_fields.items()]
+    return tuple(_flag(name, info) for name, info in model.model_fields.items())
 
 
 def _flag(name: str, info: FieldInfo) -> Flag:
