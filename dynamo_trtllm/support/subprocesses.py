@@ -109,6 +109,7 @@ class Child:
     Args:
         process: the process.
         stop_timeout_s: seconds between SIGTERM and SIGKILL in `stop`.
+        kill_timeout_s: seconds after SIGKILL for which the process is waited for.
     """
 
     stop_rank = 0  # a supervisor stops children of a lower rank first
@@ -117,9 +118,15 @@ class Child:
     is_ready = False  # has answered that it is ready; the owner sets this
     last_line = ""  # of its output, if this process reads it
 
-    def __init__(self, process: subprocess.Popen[bytes], stop_timeout_s: float) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        stop_timeout_s: float,
+        kill_timeout_s: float = KILL_TIMEOUT_S,
+    ) -> None:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
+        self._kill_timeout_s = kill_timeout_s
         self._exit_status = wait_for_exit(process)
         self.is_terminating = False  # `terminate` was called: an end of the process is expected
         self.pid = process.pid
@@ -155,14 +162,14 @@ class Child:
     def kill(self) -> None:
         """Send SIGKILL to the process group.
 
-        A process that survives it for KILL_TIMEOUT_S counts as ended.
+        A process that survives it for `kill_timeout_s` counts as ended.
         """
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 self._process.kill()  # it has not created its process group yet
-            self._exit_status.get_loop().call_later(KILL_TIMEOUT_S, self._give_up)
+            self._exit_status.get_loop().call_later(self._kill_timeout_s, self._give_up)
 
     def _give_up(self) -> None:
         if not self.has_ended:
@@ -170,7 +177,7 @@ class Child:
                 "process %d still runs %g s after SIGKILL, probably stuck in a driver; no longer"
                 " waiting for it",
                 self.pid,
-                KILL_TIMEOUT_S,
+                self._kill_timeout_s,
             )
             self._exit_status.set_result(-signal.SIGKILL)
 

@@ -11,7 +11,6 @@ import sys
 import psutil
 import pytest
 
-from dynamo_trtllm.support import subprocesses as child_module
 from dynamo_trtllm.support.subprocesses import Child, spawn
 from tests.kit.waiting import SOON_S
 
@@ -86,11 +85,10 @@ async def test_child_when_it_survives_sigkill_then_stop_says_so_and_returns(
 ) -> None:
     """As a process that is stuck in a driver."""
     monkeypatch.setattr(os, "killpg", lambda *_: None)
-    monkeypatch.setattr(child_module, "KILL_TIMEOUT_S", 0.05)
     process = spawn([sys.executable, "-c", "import time; time.sleep(600)"])
     process.terminate = lambda: None  # type: ignore[method-assign]
     try:
-        child = Child(process, 0.05)
+        child = Child(process, stop_timeout_s=0.05, kill_timeout_s=0.05)
         async with asyncio.timeout(SOON_S):
             await child.stop()
             assert await child.ended() == -signal.SIGKILL

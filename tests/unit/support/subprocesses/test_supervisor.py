@@ -15,7 +15,6 @@ import pytest
 
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.support import subprocesses as child
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, spawn
 from tests.kit.waiting import SOON_S
 
@@ -116,10 +115,10 @@ async def test_run_when_a_program_survives_sigkill_then_the_others_are_stopped_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = Programs()
-    monkeypatch.setattr(child, "KILL_TIMEOUT_S", 0.05)
 
     async def then() -> None:
         made.children["b"]._stop_timeout_s = 0.05
+        made.children["b"]._kill_timeout_s = 0.05
         monkeypatch.setattr(os, "killpg", lambda *_: None)
         made.supervisor.stop()
 
